@@ -1,0 +1,1 @@
+"""Measuring: one definition per figure."""

@@ -1,0 +1,222 @@
+"""The drafting state of one `generate()` call: what the drafter has read, and what it drafted but could not use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .draft_tree import DraftTree, build_beam_tree, merge_trees
+from .modeling_hsdraft import DraftContext, HSDrafter, TargetWeights
+
+REUSES = ("none", "ensemble", "resample")
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Drafting options of one call, read from `drafter.generation_config`.
+
+    Attributes:
+        depth: greatest depth of the tree, `num_assistant_tokens`.
+        tree_size, beam_width: see `build_beam_tree`.
+        threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
+        reuse: `"none"`, `"ensemble"` or `"resample"`.
+        reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
+    """
+
+    depth: int
+    tree_size: int
+    beam_width: int
+    threshold: float
+    reuse: str
+    reuse_weight: float
+
+    @classmethod
+    def of(cls, drafter: HSDrafter) -> DraftOptions:
+        """Reads and checks the options.
+
+        Raises:
+            ValueError: an option is out of range; the message names it, its value and what would be right.
+        """
+        config = drafter.generation_config
+        limit = drafter.config.num_draft_steps
+        depth = config.num_assistant_tokens
+        options = cls(
+            depth=limit if depth is None else depth,
+            tree_size=getattr(config, "tree_size", drafter.config.tree_size),
+            beam_width=getattr(config, "beam_width", drafter.config.beam_width),
+            threshold=config.assistant_confidence_threshold or 0.0,
+            reuse=getattr(config, "reuse", "none"),
+            reuse_weight=getattr(config, "reuse_weight", 0.0),
+        )
+        if not 1 <= options.depth <= limit:
+            raise ValueError(
+                f"num_assistant_tokens={options.depth} is invalid: this drafter was trained for 1 to {limit} steps"
+            )
+        for name in ("tree_size", "beam_width"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"{name}={getattr(options, name)} is invalid: expected 1 or more")
+        if not 0.0 <= options.threshold < 1.0:
+            raise ValueError(
+                f"assistant_confidence_threshold={options.threshold} is invalid: expected a probability below 1"
+            )
+        if options.reuse not in REUSES:
+            raise ValueError(f"reuse={options.reuse!r} is invalid: expected one of {', '.join(REUSES)}")
+        if options.reuse_weight < 0.0:
+            raise ValueError(f"reuse_weight={options.reuse_weight} is invalid: expected 0 or more")
+        return options
+
+
+class HSCandidateGenerator(CandidateGenerator):
+    """Drafts trees (or chains) for one sequence from the target's hidden states.
+
+    `read` takes what the target accepted, `draft` returns the next tree, `settle` says how much of it was accepted.
+    As a `CandidateGenerator` it also drafts chains for transformers' own assisted decoding.
+
+    Args:
+        drafter: weights and configuration; not changed.
+        weights: what the drafter borrows of the target, see `HSDrafter.borrow`.
+        options: `drafter.generation_config`'s by default.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, drafter: HSDrafter, weights: TargetWeights, options: DraftOptions | None = None) -> None:
+        self.drafter = drafter
+        self.weights = weights
+        self.options = options or DraftOptions.of(drafter)
+        self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
+        self._context: DraftContext | None = None
+        self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._drafted: torch.Tensor | None = None  # [K, D] of the last round, g_0 .. g_{K-1}
+        self._leftover: torch.Tensor | None = None  # [K', D], still predictions of the positions ahead
+
+    def read(self, taps: torch.Tensor, next_tokens: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Queues accepted pairs for the trunk; they are read by the next `draft` in one forward.
+
+        Args:
+            taps: `[n, taps * D]`, h_i of the accepted positions i.
+            next_tokens: `[n]`, the accepted tokens x_{i+1}.
+            position_ids: `[n]`, the positions i.
+        """
+        device, dtype = self.drafter.device, self.drafter.dtype
+        self._pending.append((taps.to(device, dtype), next_tokens.to(device), position_ids.to(device)))
+
+    def draft(self, max_depth: int | None = None) -> DraftTree:
+        """Drafts the tree that follows the last token given to `read`.
+
+        Args:
+            max_depth: no use in drafting deeper than this; 0 gives the root alone.
+        """
+        taps, tokens, positions = (torch.cat(parts) for parts in zip(*self._pending, strict=True))
+        root = int(tokens[-1])
+        depth = self.options.depth if max_depth is None else min(self.options.depth, max_depth)
+        if depth < 1:
+            return DraftTree.root(root)
+        self._pending.clear()
+        output = self.drafter(
+            taps, self.weights.embed(tokens), positions, context=self._context, num_draft_steps=depth
+        )
+        self._context = output.context
+        hidden = torch.cat(output.hidden_states)
+        self._drafted = hidden
+        logits = self.drafter.logits(hidden, self.weights)
+        leftover, self._leftover = self._leftover, None
+        if leftover is None or self.options.reuse == "none":
+            return self._grow(root, hidden, logits)
+        old_logits = self.drafter.logits(leftover, self.weights)
+        if self.options.reuse == "ensemble":
+            return self._grow(root, hidden, self._ensemble(logits, leftover, old_logits, root))
+        resampled = self._grow(root, leftover[:depth], old_logits[:depth], inject_at_root=True)
+        return merge_trees(self._grow(root, hidden, logits), resampled, self.options.tree_size)
+
+    def settle(self, accepted: int) -> None:
+        """Says how many drafted tokens were accepted; later hidden states stay predictions of their positions.
+
+        With a tokens accepted and the bonus after them, g_d with d > a still predicts the token that follows at depth
+        index d - a - 1 of the next round (design: reuse).
+        """
+        drafted, self._drafted = self._drafted, None
+        remaining = drafted[accepted + 1 :] if drafted is not None and self.options.reuse != "none" else None
+        self._leftover = remaining if remaining is not None and len(remaining) else None
+
+    def _ensemble(
+        self, logits: torch.Tensor, leftover: torch.Tensor, old_logits: torch.Tensor, root: int
+    ) -> torch.Tensor:
+        """Reuse form A: the old round's logits join the new ones at the same absolute position."""
+        shared = min(len(logits), len(old_logits))
+        old_logits = old_logits[:shared].clone()
+        # The new state at the first depth has read the root's token; the old one is told it by the injector.
+        state = self._advance(torch.tensor([root], device=logits.device), None)
+        old_logits[:1] += self.drafter.injector(leftover[:1], state)
+        weight = self.options.reuse_weight
+        joined = (logits[:shared] + weight * old_logits) / (1.0 + weight)
+        return torch.cat([joined, logits[shared:]])
+
+    def _grow(
+        self, root: int, hidden: torch.Tensor, logits: torch.Tensor, inject_at_root: bool = False
+    ) -> DraftTree:
+        """Injects token information into drafted states `[depth, D]` and their `logits` `[depth, V']`.
+
+        Args:
+            inject_at_root: the states have not read the root's token (reuse form B): inject it at the first depth too.
+        """
+
+        def expand(
+            level: int, tokens: torch.Tensor, states: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            states = self._advance(tokens, states)
+            row = slice(level - 1, level)
+            node_logits = logits[row]
+            if level > 1 or inject_at_root:
+                node_logits = node_logits + self.drafter.injector(hidden[row], states)
+            return node_logits.float().log_softmax(dim=-1), states
+
+        return build_beam_tree(
+            expand,
+            root,
+            self.weights.vocab_ids,
+            depth=len(hidden),
+            beam_width=self.options.beam_width,
+            tree_size=self.options.tree_size,
+            threshold=self.options.threshold,
+        )
+
+    def _advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.drafter.injector.advance(self.weights.embed(tokens), states)
+
+    # transformers' contract, for its own `_assisted_decoding`: a chain, verified against the target's own choices.
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_outputs: Any = None,
+        is_first_iteration: bool = True,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Candidates for transformers' assisted decoding: `input_ids` `[1, length]` and a drafted chain after it.
+
+        Returns:
+            ids `[1, length + drafted]` and `None`: without draft logits the target's own choices are compared, which is
+            exact both greedily and sampling.
+        """
+        if is_first_iteration:
+            return input_ids, None
+        hidden_states = model_outputs.hidden_states
+        taps = torch.cat([hidden_states[layer][0] for layer in self.drafter.config.target_tap_layers], dim=-1)
+        accepted = n_last_matches + 1 if self._context is not None else input_ids.shape[1] - 1
+        length = input_ids.shape[1]
+        self.settle(n_last_matches)
+        positions = torch.arange(length - 1 - accepted, length - 1)
+        self.read(taps[:accepted], input_ids[0, length - accepted :], positions)
+        tree = self.draft()
+        best_leaf = max(range(len(tree)), key=lambda node: (tree.depths[node], tree.scores[node]))
+        chain = [tree.tokens[node] for node in tree.path(best_leaf)]
+        drafted = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)
+        return torch.cat([input_ids, drafted], dim=-1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to adapt: the depth of the draft is set by `num_assistant_tokens`."""

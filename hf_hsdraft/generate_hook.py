@@ -1,0 +1,49 @@
+"""The one place that touches transformers' `generate()`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.generation.utils import GenerationMixin
+
+from .decoding import check_target, speculative_decoding
+from .modeling_hsdraft import HSDrafter
+
+
+def install() -> None:
+    """Makes `generate(assistant_model=drafter)` work. Idempotent; calls without an `HSDrafter` pass straight through."""
+    if getattr(GenerationMixin._assisted_decoding, "_hsdraft_hook", False):
+        return
+    GenerationMixin._assisted_decoding = _hooked_decoding(GenerationMixin._assisted_decoding)
+    GenerationMixin._validate_generation_mode = _hooked_validation(GenerationMixin._validate_generation_mode)
+
+
+def _hooked_decoding(original: Any) -> Any:
+    @functools.wraps(original)
+    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = kwargs.get("assistant_model")
+        if not isinstance(drafter, HSDrafter):
+            return original(self, *args, **kwargs)
+        del kwargs["assistant_model"]
+        for name in ("inputs_tensor", "synced_gpus", "tokenizer", "assistant_tokenizer"):
+            kwargs.pop(name, None)
+        return speculative_decoding(self, *args, drafter=drafter, **kwargs)
+
+    _assisted_decoding._hsdraft_hook = True  # type: ignore[attr-defined]
+    return _assisted_decoding
+
+
+def _hooked_validation(original: Any) -> Any:
+    """Checks the target first: transformers would answer another vocabulary with advice about tokenizers."""
+
+    @functools.wraps(original)
+    def _validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
+    ) -> Any:
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if isinstance(drafter, HSDrafter):
+            check_target(self, drafter)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode

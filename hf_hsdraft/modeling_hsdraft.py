@@ -1,0 +1,419 @@
+"""The drafter: a trunk that rolls hidden states forward, an injector for token information, a compressed head.
+
+Nothing here has a batch axis. Training packs several documents into one row and rolls many chains at once; decoding is
+the case of one document and one chain. Both run the same `forward`, so training and inference cannot drift apart.
+
+Letters in the shapes: T context positions, P positions already cached, S chains, K draft steps, D hidden size,
+V' draft vocabulary, N nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .configuration_hsdraft import HSDraftConfig
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+KeyValues = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What a drafter borrows of its target, so that no checkpoint has to store it.
+
+    Attributes:
+        embed: maps token ids `[...]` to the target's input embeddings `[..., D]`.
+        head: `[V', D]`, the target's output rows of the draft vocabulary; `None` if the drafter trained its own.
+        vocab_ids: `[V']`, int64, the token id of each row.
+    """
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    head: torch.Tensor | None
+    vocab_ids: torch.Tensor
+
+
+@dataclass
+class DraftContext:
+    """Keys and values of the accepted positions, one pair a trunk layer, each `[kv_heads, P, head_dim]`."""
+
+    layers: list[KeyValues] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[1] if self.layers else 0
+
+
+@dataclass
+class HSDrafterOutput(ModelOutput):
+    """Output of [`HSDrafter.forward`].
+
+    Attributes:
+        hidden_states: K tensors `[S, D]`: g_0 .. g_{K-1} of each chain; g_d predicts the token at start + 2 + d.
+        context: the context cache with the new positions appended.
+    """
+
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    context: DraftContext | None = None
+
+
+class HSDraftRMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotary_embedding(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
+    """Cosines and sines `[..., head_dim]` of integer `positions` `[...]`."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[..., None].float() * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    cos, sin = rope
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+class HSDraftAttention(nn.Module):
+    """Grouped-query attention of chains over a shared context and over their own drafted positions."""
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.kv_heads = config.num_key_value_heads
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        query_size = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def key_values(self, x: torch.Tensor, rope: Rope) -> KeyValues:
+        """`[n, D]` to keys and values `[kv_heads, n, head_dim]`."""
+        shape = (x.shape[0], self.kv_heads, self.head_dim)
+        keys = rotate(self.k_proj(x).view(shape).transpose(0, 1), rope)
+        return keys, self.v_proj(x).view(shape).transpose(0, 1)
+
+    def forward(
+        self, x: torch.Tensor, rope: Rope, context: KeyValues, mask: torch.Tensor | None, own: KeyValues | None = None
+    ) -> torch.Tensor:
+        """Attends from each row of `x` `[S, D]` to the context and, if given, to that chain's own positions.
+
+        Args:
+            context: keys and values `[kv_heads, P, head_dim]`, shared by all rows.
+            mask: `[S, P]`, bool, True where a row may look; `None` for everywhere.
+            own: keys and values `[kv_heads, S, steps, head_dim]`, private to each row.
+        """
+        rows = x.shape[0]
+        queries = self.q_proj(x).view(rows, self.kv_heads, self.groups, self.head_dim).permute(1, 0, 2, 3)
+        queries = rotate(queries, (rope[0][:, None], rope[1][:, None])) * self.head_dim**-0.5
+        flat = queries.reshape(self.kv_heads, rows * self.groups, self.head_dim)
+        scores = (flat @ context[0].transpose(1, 2)).view(self.kv_heads, rows, self.groups, -1)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
+        if own is not None:
+            scores = torch.cat([scores, queries @ own[0].transpose(2, 3)], dim=-1)
+        weights = scores.float().softmax(dim=-1).to(context[1].dtype)
+        length = context[0].shape[1]
+        shared = weights[..., :length].reshape(self.kv_heads, rows * self.groups, length) @ context[1]
+        mixed = shared.view(self.kv_heads, rows, self.groups, self.head_dim)
+        if own is not None:
+            mixed = mixed + weights[..., length:] @ own[1]
+        return self.o_proj(mixed.permute(1, 0, 2, 3).reshape(rows, -1))
+
+
+class HSDraftLayer(nn.Module):
+    """A pre-norm transformer layer with SwiGLU, usable on context positions and on chains."""
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        self.input_norm = HSDraftRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = HSDraftAttention(config)
+        self.mlp_norm = HSDraftRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.mlp_norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+    def read(
+        self, x: torch.Tensor, rows: torch.Tensor, rope: Rope, past: KeyValues | None, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """Appends all of `x` `[T, D]` to the context and returns the output at `rows` `[R]` only."""
+        hidden = self.input_norm(x)
+        context = self.attention.key_values(hidden, rope)
+        if past is not None:
+            context = (torch.cat([past[0], context[0]], dim=1), torch.cat([past[1], context[1]], dim=1))
+        mixed = self.attention(hidden[rows], (rope[0][rows], rope[1][rows]), context, mask)
+        return self._feed_forward(x[rows] + mixed), context
+
+    def roll(
+        self, x: torch.Tensor, rope: Rope, context: KeyValues, mask: torch.Tensor | None, own: KeyValues | None
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """One draft step of all chains: `x` `[S, D]` joins its chain's own positions, then attends."""
+        hidden = self.input_norm(x)
+        keys, values = (states.unsqueeze(2) for states in self.attention.key_values(hidden, rope))
+        if own is not None:
+            keys, values = torch.cat([own[0], keys], dim=2), torch.cat([own[1], values], dim=2)
+        mixed = self.attention(hidden, rope, context, mask, (keys, values))
+        return self._feed_forward(x + mixed), (keys, values)
+
+
+class LowRankInjector(nn.Module):
+    """Token information as a low-rank logit bias, W2 W1 e(parent) ("Make Every Draft Count", token injection).
+
+    An injector's *state* is what it knows of a path after reading its last token.
+    """
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        self.norm = HSDraftRMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.down = nn.Linear(config.target_hidden_size, config.injector_rank, bias=False)
+        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """States `[N, ...]` after the tokens with embeddings `embeds` `[N, D]`; `states=None` starts a path."""
+        return self.down(self.norm(embeds))
+
+    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
+        return self.up(states)
+
+
+class PathInjector(nn.Module):
+    """Token information through a gated network on hidden state, parent token and the path from the root.
+
+    A small recurrent state reads the path's tokens; a gated layer combines it with the drafted hidden state and the
+    parent's embedding. What comes out is a rank-r logit bias, so a node costs as little as in `LowRankInjector`.
+    """
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        size = config.injector_hidden_size
+        self.token_norm = HSDraftRMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.token_proj = nn.Linear(config.target_hidden_size, size, bias=False)
+        self.update = nn.Linear(2 * size, 2 * size)
+        self.hidden_proj = nn.Linear(config.hidden_size, 4 * size, bias=False)
+        self.state_proj = nn.Linear(2 * size, 4 * size, bias=False)
+        self.down = nn.Linear(2 * size, config.injector_rank, bias=False)
+        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        tokens = self.token_proj(self.token_norm(embeds))
+        size = tokens.shape[-1]
+        path = torch.zeros_like(tokens) if states is None else states[:, size:]
+        gate, candidate = self.update(torch.cat([tokens, path], dim=-1)).chunk(2, dim=-1)
+        path = torch.lerp(path, candidate.tanh(), gate.sigmoid())
+        return torch.cat([tokens, path], dim=-1)
+
+    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        gate, value = (self.hidden_proj(hidden) + self.state_proj(states)).chunk(2, dim=-1)
+        return self.up(self.down(F.silu(gate) * value))
+
+
+_INJECTORS: dict[str, type[LowRankInjector] | type[PathInjector]] = {"low_rank": LowRankInjector, "path": PathInjector}
+
+
+class HSDrafter(PreTrainedModel):
+    """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
+
+    Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one
+    drafter may serve several threads. Options, by the library's names where those exist:
+
+    - `num_assistant_tokens`: depth of the draft, at most `num_draft_steps`;
+    - `tree_size`, `beam_width`: nodes in all and nodes expanded per depth; a width of 1 drafts a chain;
+    - `assistant_confidence_threshold`: nodes whose path is less probable than this are not drafted (0 keeps all);
+    - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
+    - `reuse_weight`: weight of the old logits in `"ensemble"`.
+    """
+
+    config_class = HSDraftConfig
+    config: HSDraftConfig
+    base_model_prefix = ""
+    main_input_name = "taps"
+    _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.tap_norms = nn.ModuleList(
+            HSDraftRMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers
+        )
+        self.token_norm = HSDraftRMSNorm(config.target_hidden_size, eps)
+        sources = len(config.target_tap_layers) + 1
+        self.fuse = nn.Linear(sources * config.target_hidden_size, size, bias=False)
+        self.roll_norm = HSDraftRMSNorm(size, eps)
+        self.roll_proj = nn.Linear(size, size, bias=False)
+        self.layers = nn.ModuleList(HSDraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = HSDraftRMSNorm(size, eps)
+        self.injector = _INJECTORS[config.injector](config)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
+        self.generation_config = GenerationConfig(
+            num_assistant_tokens=config.num_draft_steps,
+            tree_size=config.tree_size,
+            beam_width=config.beam_width,
+            assistant_confidence_threshold=0.0,
+            reuse="none",
+            reuse_weight=0.4,
+        )
+        self.post_init()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, so that the drafting options in `generation_config` are saved and loaded with the weights."""
+        return True
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Loads a drafter as every model of transformers is loaded.
+
+        Raises:
+            OSError: the folder or repository holds no configuration or no weights.
+            ValueError: the weights are damaged, or do not cover the configuration. A drafter that is partly random
+                would still decode correctly, only slowly, so this is not left to a warning.
+        """
+        want_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ValueError(
+                f"the weights of {pretrained_model_name_or_path} are damaged ({error}): the file is truncated or was "
+                "not written by save_pretrained; download or copy it again"
+            ) from error
+        wrong = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        wrong = {name: keys for name, keys in wrong.items() if keys}
+        if wrong:
+            raise ValueError(
+                f"the weights of {pretrained_model_name_or_path} do not match its configuration: {wrong}; expected "
+                "the folder that save_pretrained or `hsdraft train` wrote"
+            )
+        return (model, info) if want_info else model
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, HSDraftRMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        """Trunk inputs `[T, D]` of the pairs (h_i, e(x_{i+1})): taps `[T, taps * D]` and embeddings `[T, D]`."""
+        parts = [norm(tap) for norm, tap in zip(self.tap_norms, taps.chunk(len(self.tap_norms), dim=-1), strict=True)]
+        return self.fuse(torch.cat([*parts, self.token_norm(embeds)], dim=-1))
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        context: DraftContext | None = None,
+        num_draft_steps: int | None = None,
+        num_rolled: int | None = None,
+    ) -> HSDrafterOutput:
+        """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
+
+        Args:
+            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
+            embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
+            position_ids: `[T]`, int64, position i of each pair.
+            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
+            context: what earlier calls read; `None` for nothing. Not changed.
+            num_draft_steps: K of this call, the configuration's by default.
+            num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
+        """
+        steps = num_draft_steps or self.config.num_draft_steps
+        x = self.fuse_inputs(taps, embeds)
+        past_length = context.length if context is not None else 0
+        every = torch.arange(x.shape[0], device=x.device)
+        last_only = starts is None
+        starts = every[-1:] if starts is None else starts
+        rope = rotary_embedding(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
+        layers: list[KeyValues] = []
+        # The last position of a single document sees everything: no mask, as in every decoding round.
+        mask = None if last_only and document_ids is None else _causal_mask(starts, every, document_ids, past_length)
+        for index, layer in enumerate(self.layers):
+            final = index == len(self.layers) - 1
+            x, key_values = layer.read(
+                x,
+                starts if final else every,
+                rope,
+                context.layers[index] if context is not None and context.layers else None,
+                mask if final else _causal_mask(every, every, document_ids, past_length),
+            )
+            layers.append(key_values)
+        states = [x]
+        rolled = x.shape[0] if num_rolled is None else num_rolled
+        mask = None if mask is None else mask[:rolled]
+        offsets = position_ids[starts[:rolled], None] + torch.arange(1, steps, device=x.device)
+        cos, sin = rotary_embedding(offsets, self.config.head_dim, self.config.rope_theta, x.dtype)
+        own: list[KeyValues | None] = [None] * len(self.layers)
+        for step in range(steps - 1):
+            x = self.roll_proj(self.roll_norm(states[-1][:rolled]))
+            for index, layer in enumerate(self.layers):
+                x, own[index] = layer.roll(x, (cos[:, step], sin[:, step]), layers[index], mask, own[index])
+            states.append(x)
+        return HSDrafterOutput(hidden_states=tuple(states), context=DraftContext(layers))
+
+    def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
+        """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
+        head = weights.head if self.lm_head is None else self.lm_head.weight
+        return F.linear(self.norm(hidden), head)
+
+    def borrow(
+        self, embedding: nn.Module, output_head: nn.Module, device: torch.device | None = None
+    ) -> TargetWeights:
+        """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary."""
+        device = device or self.device
+        ids: Sequence[int] = self.config.draft_vocab_ids or range(self.config.draft_vocab_size)
+        vocab_ids = torch.tensor(list(ids), device=device)
+        head = None
+        if self.lm_head is None:
+            rows = output_head.weight.detach()
+            head = rows[vocab_ids.to(rows.device)].to(device, self.dtype)  # type: ignore[index]
+
+        def embed(tokens: torch.Tensor) -> torch.Tensor:
+            place = embedding.weight.device
+            return embedding(tokens.to(place)).to(device, self.dtype)  # type: ignore[arg-type]
+
+        return TargetWeights(embed, head, vocab_ids)
+
+
+def _causal_mask(
+    rows: torch.Tensor, every: torch.Tensor, document_ids: torch.Tensor | None, past_length: int
+) -> torch.Tensor:
+    """`[R, P + T]`, True where row r may look: earlier positions of its own document, and all that is cached."""
+    mask = every[None, :] <= rows[:, None]
+    if document_ids is not None:
+        mask &= document_ids[None, :] == document_ids[rows, None]
+    return F.pad(mask, (past_length, 0), value=True)
+
+
+__all__ = ["HSDrafter"]

@@ -1,0 +1,146 @@
+"""All we need of a target: taps, a forward over a tree, committing a path, rolling back the rest.
+
+The only code that knows about caches, masks and attention implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from .draft_tree import DraftTree
+
+_MASKED_ATTENTION = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One target forward, without a batch axis.
+
+    Attributes:
+        logits: `[rows, V]`, of the prompt's last position or of each node of a tree.
+        taps: `[rows, taps * D]`, the tapped hidden states side by side; for a prompt, of the positions it read.
+        positions: `[rows]`, int64, position ids of the taps.
+    """
+
+    logits: torch.Tensor
+    taps: torch.Tensor
+    positions: torch.Tensor
+
+
+def why_no_trees(target: Any, cache: Any) -> str:
+    """Why this target cannot verify a tree, as far as model and cache tell; empty if it can."""
+    config = target.config.get_text_config()
+    attention = config._attn_implementation
+    if target.config.is_encoder_decoder:
+        return "it is an encoder-decoder; only decoder-only targets are supported"
+    if attention not in _MASKED_ATTENTION:
+        return (
+            f"its attention implementation is {attention!r}, which does not take a tree's mask; load it with "
+            f"attn_implementation={' or '.join(map(repr, _MASKED_ATTENTION))}"
+        )
+    if type(cache) is not DynamicCache:
+        return f"its cache is a {type(cache).__name__}; only DynamicCache can give back a tree's rejected branches"
+    kinds = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    if kinds:
+        return (
+            f"its cache has layers of type {', '.join(kinds)}; only full-attention layers (DynamicLayer) are "
+            "supported so far"
+        )
+    return ""
+
+
+class TargetRuntime:
+    """A target in one `generate()` call.
+
+    Args:
+        target: the model being decoded.
+        tap_layers: indices into its `hidden_states`.
+        cache: the cache of the call.
+
+    Raises:
+        ValueError: the target cannot verify trees; the message says what is missing.
+    """
+
+    def __init__(self, target: Any, tap_layers: Sequence[int], cache: Any) -> None:
+        reason = why_no_trees(target, cache)
+        if reason:
+            raise ValueError(f"{type(target).__name__} cannot be drafted for: {reason}.")
+        self.target = target
+        self.cache = cache
+        self._tap_layers = list(tap_layers)
+        self._additive = target.config.get_text_config()._attn_implementation == "eager"
+        self._attended: torch.Tensor | None = None  # [prompt slots], bool; None if none of them is padding
+
+    def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> TargetOutput:
+        """Reads the prompt `[1, length]`, less what the cache already holds, as plain decoding does.
+
+        The taps are those of the last positions read, padding among them included; `real_rows` leaves it out.
+        """
+        outputs = self.target._prefill(
+            input_ids, generation_config, {**model_kwargs, "output_hidden_states": self._tap_layers}
+        )
+        slots = self.cache.get_seq_length()
+        mask = model_kwargs.get("attention_mask")
+        if mask is None:
+            positions = torch.arange(slots, device=input_ids.device)
+        else:
+            self._attended = mask[0, -slots:].bool()
+            positions = (self._attended.long().cumsum(0) - 1).clamp(min=0)
+        taps = self._taps(outputs)
+        return TargetOutput(outputs.logits[0], taps, positions[-len(taps) :])
+
+    def real_rows(self, output: TargetOutput) -> torch.Tensor:
+        """Indices of the rows of a `prefill` that are not padding."""
+        rows = torch.arange(len(output.taps), device=output.positions.device)
+        return rows if self._attended is None else rows[self._attended[-len(rows) :]]
+
+    def verify(self, tree: DraftTree, position: int) -> TargetOutput:
+        """Reads the whole tree in one forward; row i of the output belongs to node i.
+
+        Args:
+            position: position id of the root in the text.
+        """
+        device = self.target.device
+        positions = torch.tensor(tree.depths, device=device) + position
+        outputs = self.target(
+            input_ids=torch.tensor([tree.tokens], device=device),
+            attention_mask=self._mask(tree),
+            position_ids=positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            output_hidden_states=self._tap_layers,
+            return_dict=True,
+        )
+        return TargetOutput(outputs.logits[0], self._taps(outputs), positions)
+
+    def commit(self, tree: DraftTree, path: Sequence[int]) -> None:
+        """Keeps the root and an accepted path of the tree read last in every cache layer, drops the other nodes."""
+        rows = [0, *path]
+        if rows != list(range(len(rows))):
+            for layer in self.cache.layers:
+                start = layer.keys.shape[-2] - len(tree)
+                picked = torch.tensor(rows, device=layer.keys.device) + start
+                kept = slice(start, start + len(rows))
+                layer.keys[..., kept, :] = layer.keys[..., picked, :]
+                layer.values[..., kept, :] = layer.values[..., picked, :]
+        self.cache.crop(-(len(tree) - len(rows)))
+
+    def _mask(self, tree: DraftTree) -> torch.Tensor:
+        """`[1, 1, nodes, cached + nodes]`: bool for sdpa; additive for eager, where a bool is silently added."""
+        device = self.target.device
+        prefix = torch.ones(len(tree), self.cache.get_seq_length(), dtype=torch.bool, device=device)
+        if self._attended is not None:
+            prefix[:, : len(self._attended)] = self._attended
+        mask = torch.cat([prefix, tree.ancestor_mask().to(device)], dim=1)[None, None]
+        if not self._additive:
+            return mask
+        dtype = self.target.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    def _taps(self, outputs: Any) -> torch.Tensor:
+        return torch.cat([outputs.hidden_states[layer][0] for layer in self._tap_layers], dim=-1)

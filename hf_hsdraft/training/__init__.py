@@ -1,0 +1,1 @@
+"""Everything that makes a drafter: prompts, answers, cached features, loss and trainer."""

@@ -1,0 +1,137 @@
+"""The training loss: every draft depth against the target's own distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..modeling_hsdraft import HSDrafter, TargetWeights
+from .features import Features
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Several conversations side by side: what one training step reads.
+
+    Attributes:
+        input_ids, answer_mask, position_ids, document_ids: `[T]`.
+        taps: `[T, taps * D]`; final: `[T, D]`.
+    """
+
+    input_ids: torch.Tensor
+    answer_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_ids: torch.Tensor
+    taps: torch.Tensor
+    final: torch.Tensor
+
+    @classmethod
+    def of(cls, conversations: Sequence[Features]) -> Pack:
+        lengths = [len(features.input_ids) for features in conversations]
+        return cls(
+            input_ids=torch.cat([features.input_ids for features in conversations]),
+            answer_mask=torch.cat([features.answer_mask for features in conversations]),
+            position_ids=torch.cat([torch.arange(length) for length in lengths]),
+            document_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+            taps=torch.cat([features.taps for features in conversations]),
+            final=torch.cat([features.final for features in conversations]),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Pack:
+        return Pack(
+            *(getattr(self, name).to(device) for name in ("input_ids", "answer_mask", "position_ids", "document_ids")),
+            taps=self.taps.to(device, dtype),
+            final=self.final.to(device, dtype),
+        )
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """Per depth d = 0 .. K-1, `[K]` each, averaged over the sampled chains.
+
+    Attributes:
+        loss: the weighted sum that is trained on, a scalar.
+        divergence: forward KL from the target's to the drafter's distribution on the draft vocabulary, in nats.
+        accuracy: how often the drafter's first choice is the target's, with the true previous tokens injected.
+    """
+
+    loss: torch.Tensor
+    divergence: torch.Tensor
+    accuracy: torch.Tensor
+
+
+def chain_starts(pack: Pack) -> torch.Tensor:
+    """Positions i whose chain predicts at least one answer token: x_{i+2} is an answer, in the same document."""
+    same = pack.document_ids[2:] == pack.document_ids[:-2]
+    return torch.nonzero(pack.answer_mask[2:] & same).squeeze(-1)
+
+
+def chain_loss(
+    drafter: HSDrafter,
+    weights: TargetWeights,
+    teacher_head: torch.Tensor,
+    pack: Pack,
+    starts: torch.Tensor,
+    *,
+    num_rolled: int | None = None,
+    depth_decay: float = 0.8,
+) -> LossParts:
+    """Unrolls chains from `starts` and compares every depth with the target (DistillSpec, forward KL).
+
+    Depth d of the chain at i predicts x_{i+2+d}; the injector is given the true tokens up to x_{i+1+d}, the parent. Only
+    the sampled chains' logits ever exist.
+
+    Args:
+        teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
+        starts: `[S]`, from `chain_starts`.
+        num_rolled: chains followed beyond the first depth, the first ones of `starts`; `None` for all. Deeper depths
+            matter less and cost as much, so following a part of the chains is a better use of time.
+        depth_decay: depth d weighs `depth_decay ** d`.
+    """
+    last = pack.input_ids.shape[0] - 1
+    embeds = weights.embed(pack.input_ids.roll(-1))  # row i: the token after position i
+    output = drafter(pack.taps, embeds, pack.position_ids, starts, pack.document_ids, num_rolled=num_rolled)
+    teacher, teacher_rows = _teacher_log_probs(teacher_head, pack, starts, len(output.hidden_states))
+    states = drafter.injector.advance(embeds[starts], None)
+    losses, divergences, accuracies = [], [], []
+    for depth, hidden in enumerate(output.hidden_states):
+        chains = starts[: hidden.shape[0]]
+        logits = drafter.logits(hidden, weights).float()
+        if depth > 0:
+            states = drafter.injector.advance(embeds[(chains + depth).clamp(max=last)], states[: hidden.shape[0]])
+            logits = logits + drafter.injector(hidden, states).float()
+        goal = (chains + 2 + depth).clamp(max=last)
+        valid = pack.answer_mask[goal] & (pack.document_ids[goal] == pack.document_ids[chains])
+        valid &= chains + 2 + depth <= last
+        target = teacher[teacher_rows[goal - 1]]
+        log_probs = logits.log_softmax(dim=-1)
+        probs = target.exp()
+        divergence = (probs * (target - log_probs)).sum(dim=-1)
+        count = valid.sum().clamp(min=1)
+        divergence = (divergence * valid).sum() / count
+        losses.append(divergence * depth_decay**depth)
+        divergences.append(divergence.detach())
+        accuracies.append(((logits.argmax(-1) == target.argmax(-1)) & valid).sum() / count)
+    weight = sum(depth_decay**depth for depth in range(len(losses)))
+    return LossParts(torch.stack(losses).sum() / weight, torch.stack(divergences), torch.stack(accuracies))
+
+
+@torch.no_grad()
+def _teacher_log_probs(
+    teacher_head: torch.Tensor, pack: Pack, starts: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's log-probabilities on the draft vocabulary, for the positions the chains need and no others.
+
+    Returns:
+        `[U, V']`, and `[T]` the row of each position (meaningless where no chain needs it).
+    """
+    length = pack.input_ids.shape[0]
+    needed = torch.zeros(length + steps + 2, dtype=torch.bool, device=starts.device)
+    for depth in range(steps):
+        needed[starts + 1 + depth] = True
+    positions = torch.nonzero(needed[:length]).squeeze(-1)
+    rows = torch.zeros(length, dtype=torch.long, device=starts.device)
+    rows[positions] = torch.arange(len(positions), device=starts.device)
+    return (pack.final[positions] @ teacher_head.T).float().log_softmax(dim=-1), rows
