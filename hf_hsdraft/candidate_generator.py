@@ -116,9 +116,7 @@ class HSCandidateGenerator(CandidateGenerator):
         if depth < 1:
             return DraftTree.root(root)
         self._pending.clear()
-        output = self.drafter(
-            taps, self.weights.embed(tokens), positions, context=self._context, num_draft_steps=depth
-        )
+        output = self.drafter(taps, self.weights.embed(tokens), positions, context=self._context, num_draft_steps=depth)
         self._context = output.context
         hidden = torch.cat(output.hidden_states)
         self._drafted = hidden
@@ -155,18 +153,14 @@ class HSCandidateGenerator(CandidateGenerator):
         joined = (logits[:shared] + weight * old_logits) / (1.0 + weight)
         return torch.cat([joined, logits[shared:]])
 
-    def _grow(
-        self, root: int, hidden: torch.Tensor, logits: torch.Tensor, inject_at_root: bool = False
-    ) -> DraftTree:
+    def _grow(self, root: int, hidden: torch.Tensor, logits: torch.Tensor, inject_at_root: bool = False) -> DraftTree:
         """Injects token information into drafted states `[depth, D]` and their `logits` `[depth, V']`.
 
         Args:
             inject_at_root: the states have not read the root's token (reuse form B): inject it at the first depth too.
         """
 
-        def expand(
-            level: int, tokens: torch.Tensor, states: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def expand(level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             states = self._advance(tokens, states)
             row = slice(level - 1, level)
             node_logits = logits[row]
@@ -191,12 +185,12 @@ class HSCandidateGenerator(CandidateGenerator):
 
     def get_candidates(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         model_outputs: Any = None,
         is_first_iteration: bool = True,
         n_last_matches: int = 0,
         **kwargs: Any,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Candidates for transformers' assisted decoding: `input_ids` `[1, length]` and a drafted chain after it.
 
         Returns:
@@ -218,5 +212,5 @@ class HSCandidateGenerator(CandidateGenerator):
         drafted = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat([input_ids, drafted], dim=-1), None
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: the depth of the draft is set by `num_assistant_tokens`."""

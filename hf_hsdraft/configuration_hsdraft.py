@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -205,7 +206,7 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={self.draft_vocab_size}: they must agree"
             )
-        if any(low >= high for low, high in zip(ids, ids[1:], strict=False)) or ids[0] < 0 or ids[-1] >= self.vocab_size:
+        if any(low >= high for low, high in itertools.pairwise(ids)) or ids[0] < 0 or ids[-1] >= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
             )

@@ -130,11 +130,11 @@ def _check_call(target: Any, drafter: HSDrafter, input_ids: torch.Tensor, config
 
 def speculative_decoding(
     target: Any,
+    drafter: HSDrafter,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    drafter: HSDrafter,
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> HSDraftGenerateOutput | torch.Tensor:
@@ -237,7 +237,9 @@ class _Text:
         if not self._config.do_sample and not keep and len(self._process) == 0:
             return greedy_choice(logits)
         self._visited.clear()
-        on_scores: Callable[..., None] | None = (lambda raw, scores: self._visited.append((raw, scores))) if keep else None
+        on_scores: Callable[..., None] | None = (
+            (lambda raw, scores: self._visited.append((raw, scores))) if keep else None
+        )
         return processed_choice(logits, self.ids, self._process, self._config.do_sample, on_scores)
 
     def emit(self, tree: DraftTree, verdict: Verdict) -> tuple[int, bool]:

@@ -78,7 +78,6 @@ def build_beam_tree(
     beam_width: int,
     tree_size: int,
     threshold: float = 0.0,
-    keep: int | None = None,
 ) -> DraftTree:
     """Grows a tree by beam search on cumulative probability and keeps its best nodes (Lyanna; EAGLE-2, section 4.1).
 
@@ -92,7 +91,6 @@ def build_beam_tree(
         beam_width: nodes expanded per depth, and children considered of each; 1 gives a chain.
         tree_size: nodes beside the root.
         threshold: paths less probable than this are left out, 0 to 1.
-        keep: children considered of each node, `beam_width` by default.
     """
     device = vocab_ids.device
     tokens = torch.tensor([root_token], device=device)
@@ -101,23 +99,23 @@ def build_beam_tree(
     all_tokens, all_scores, all_parents, all_depths = [], [], [], []
     beam = torch.zeros(1, dtype=torch.long, device=device)  # index of each beam node among all candidates, plus one
     count = 0
-    width = min(beam_width, len(vocab_ids))
+    branching = min(beam_width, len(vocab_ids))
     for level in range(1, depth + 1):
         log_probs, states = expand(level, tokens, states)
-        best, columns = log_probs.topk(min(keep or width, len(vocab_ids)), dim=-1)
+        best, columns = log_probs.topk(branching, dim=-1)
         candidate_scores = (scores[:, None] + best).flatten()
         candidate_tokens = vocab_ids[columns].flatten()
-        parents = beam.repeat_interleave(best.shape[1])
+        parents = beam.repeat_interleave(branching)
         all_tokens.append(candidate_tokens)
         all_scores.append(candidate_scores)
         all_parents.append(parents)
         all_depths.append(torch.full_like(parents, level))
         if level == depth:
             break
-        scores, chosen = candidate_scores.topk(min(width, len(candidate_scores)))
+        scores, chosen = candidate_scores.topk(min(beam_width, len(candidate_scores)))
         tokens = candidate_tokens[chosen]
         beam = chosen + 1 + count
-        states = states[chosen // best.shape[1]]
+        states = states[chosen // branching]
         count += len(candidate_scores)
     return _best_nodes(
         root_token,

@@ -12,7 +12,7 @@ from .modeling_hsdraft import HSDrafter
 
 
 def install() -> None:
-    """Makes `generate(assistant_model=drafter)` work. Idempotent; calls without an `HSDrafter` pass straight through."""
+    """Makes `generate(assistant_model=drafter)` work. Idempotent; other calls pass straight through."""
     if getattr(GenerationMixin._assisted_decoding, "_hsdraft_hook", False):
         return
     GenerationMixin._assisted_decoding = _hooked_decoding(GenerationMixin._assisted_decoding)
@@ -28,7 +28,7 @@ def _hooked_decoding(original: Any) -> Any:
         del kwargs["assistant_model"]
         for name in ("inputs_tensor", "synced_gpus", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
-        return speculative_decoding(self, *args, drafter=drafter, **kwargs)
+        return speculative_decoding(self, drafter, *args, **kwargs)
 
     _assisted_decoding._hsdraft_hook = True  # type: ignore[attr-defined]
     return _assisted_decoding

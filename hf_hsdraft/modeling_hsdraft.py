@@ -9,10 +9,11 @@ V' draft vocabulary, N nodes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -253,9 +254,7 @@ class HSDrafter(PreTrainedModel):
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.tap_norms = nn.ModuleList(
-            HSDraftRMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers
-        )
+        self.tap_norms = nn.ModuleList(HSDraftRMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers)
         self.token_norm = HSDraftRMSNorm(config.target_hidden_size, eps)
         sources = len(config.target_tap_layers) + 1
         self.fuse = nn.Linear(sources * config.target_hidden_size, size, bias=False)
@@ -263,7 +262,7 @@ class HSDrafter(PreTrainedModel):
         self.roll_proj = nn.Linear(size, size, bias=False)
         self.layers = nn.ModuleList(HSDraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = HSDraftRMSNorm(size, eps)
-        self.injector = _INJECTORS[config.injector](config)
+        self.injector: LowRankInjector | PathInjector = _INJECTORS[config.injector](config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
         self.generation_config = GenerationConfig(
             num_assistant_tokens=config.num_draft_steps,
@@ -292,6 +291,7 @@ class HSDrafter(PreTrainedModel):
                 would still decode correctly, only slowly, so this is not left to a warning.
         """
         want_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # reported below, with all other mismatches at once
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
@@ -311,6 +311,22 @@ class HSDrafter(PreTrainedModel):
                 "the folder that save_pretrained or `hsdraft train` wrote"
             )
         return (model, info) if want_info else model
+
+    def adjust_generation_fn(
+        self,
+        generation_config: GenerationConfig | None,
+        from_auto_class: bool,
+        from_pipeline: Any,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        trust_remote_code: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Loads the drafting options stored beside the weights; called by `PreTrainedModel.from_pretrained`."""
+        if generation_config is not None:
+            self.generation_config = generation_config
+            return
+        with contextlib.suppress(OSError):  # saved without options: those of the configuration stand
+            self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -359,8 +375,9 @@ class HSDrafter(PreTrainedModel):
         layers: list[KeyValues] = []
         # The last position of a single document sees everything: no mask, as in every decoding round.
         mask = None if last_only and document_ids is None else _causal_mask(starts, every, document_ids, past_length)
-        for index, layer in enumerate(self.layers):
-            final = index == len(self.layers) - 1
+        trunk = cast(Sequence[HSDraftLayer], self.layers)
+        for index, layer in enumerate(trunk):
+            final = index == len(trunk) - 1
             x, key_values = layer.read(
                 x,
                 starts if final else every,
@@ -374,10 +391,10 @@ class HSDrafter(PreTrainedModel):
         mask = None if mask is None else mask[:rolled]
         offsets = position_ids[starts[:rolled], None] + torch.arange(1, steps, device=x.device)
         cos, sin = rotary_embedding(offsets, self.config.head_dim, self.config.rope_theta, x.dtype)
-        own: list[KeyValues | None] = [None] * len(self.layers)
+        own: list[KeyValues | None] = [None] * len(trunk)
         for step in range(steps - 1):
             x = self.roll_proj(self.roll_norm(states[-1][:rolled]))
-            for index, layer in enumerate(self.layers):
+            for index, layer in enumerate(trunk):
                 x, own[index] = layer.roll(x, (cos[:, step], sin[:, step]), layers[index], mask, own[index])
             states.append(x)
         return HSDrafterOutput(hidden_states=tuple(states), context=DraftContext(layers))
@@ -385,11 +402,10 @@ class HSDrafter(PreTrainedModel):
     def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
         head = weights.head if self.lm_head is None else self.lm_head.weight
+        assert head is not None
         return F.linear(self.norm(hidden), head)
 
-    def borrow(
-        self, embedding: nn.Module, output_head: nn.Module, device: torch.device | None = None
-    ) -> TargetWeights:
+    def borrow(self, embedding: nn.Embedding, output_head: nn.Linear, device: torch.device | None = None) -> TargetWeights:
         """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary."""
         device = device or self.device
         ids: Sequence[int] = self.config.draft_vocab_ids or range(self.config.draft_vocab_size)
@@ -397,11 +413,11 @@ class HSDrafter(PreTrainedModel):
         head = None
         if self.lm_head is None:
             rows = output_head.weight.detach()
-            head = rows[vocab_ids.to(rows.device)].to(device, self.dtype)  # type: ignore[index]
+            head = rows[vocab_ids.to(rows.device)].to(device, self.dtype)
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
             place = embedding.weight.device
-            return embedding(tokens.to(place)).to(device, self.dtype)  # type: ignore[arg-type]
+            return embedding(tokens.to(place)).to(device, self.dtype)
 
         return TargetWeights(embed, head, vocab_ids)
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,9 +39,7 @@ def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
     return sum(call.new_tokens for call in statistics) / max(forwards, 1)
 
 
-def measure_tau(
-    target: Any, tokenizer: Any, drafter: HSDrafter, prompts: Sequence[str], max_new_tokens: int
-) -> float:
+def measure_tau(target: Any, tokenizer: Any, drafter: HSDrafter, prompts: Sequence[str], max_new_tokens: int) -> float:
     """tau of greedy decoding with `drafter`, by actually generating."""
     calls = [
         target.generate(
@@ -53,3 +52,33 @@ def measure_tau(
         for prompt in prompts
     ]
     return pooled_tau(calls)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where two texts differ.
+
+    Attributes:
+        step: index of the first differing new token.
+        margin: the target's own logit difference between its first and second choice there, in one plain forward over
+            the shared text; rounding decides where it is tiny.
+    """
+
+    step: int
+    margin: float
+
+    def __str__(self) -> str:
+        return f"no: differs from new token {self.step}, where the target's top-1/top-2 margin is {self.margin:.1e}"
+
+
+@torch.inference_mode()
+def first_divergence(target: Any, prompt_length: int, plain: torch.Tensor, other: torch.Tensor) -> Divergence | None:
+    """Compares two outputs of `generate()`, each `[1, length]`; `None` if they hold the same tokens."""
+    shared = min(plain.shape[1], other.shape[1])
+    differing = torch.nonzero(plain[0, :shared] != other[0, :shared]).flatten().tolist()
+    if not differing and plain.shape[1] == other.shape[1]:
+        return None
+    first = differing[0] if differing else shared
+    logits = target(plain[:, :first], logits_to_keep=1, use_cache=False).logits[0, -1].float()
+    best = logits.topk(2).values
+    return Divergence(first - prompt_length, float(best[0] - best[1]))

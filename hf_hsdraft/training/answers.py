@@ -44,7 +44,9 @@ def answer_prompts(
     done = _keys_present(path)
     pending = [prompt for prompt in prompts if prompt.key not in done]
     lengths = {
-        prompt.key: len(tokenizer.apply_chat_template([_user(prompt.turns[0])], add_generation_prompt=True)["input_ids"])
+        prompt.key: len(
+            tokenizer.apply_chat_template([_user(prompt.turns[0])], add_generation_prompt=True)["input_ids"]
+        )
         for prompt in pending
     }
     pending = [prompt for prompt in pending if lengths[prompt.key] <= max_prompt_tokens]

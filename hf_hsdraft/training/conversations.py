@@ -60,7 +60,9 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON ({error}); expected one object a line") from None
+                raise ValueError(
+                    f"{path}, line {number}: not valid JSON ({error}); expected one object a line"
+                ) from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
             yield number, row

@@ -41,7 +41,10 @@ class Pack:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Pack:
         return Pack(
-            *(getattr(self, name).to(device) for name in ("input_ids", "answer_mask", "position_ids", "document_ids")),
+            input_ids=self.input_ids.to(device),
+            answer_mask=self.answer_mask.to(device),
+            position_ids=self.position_ids.to(device),
+            document_ids=self.document_ids.to(device),
             taps=self.taps.to(device, dtype),
             final=self.final.to(device, dtype),
         )
@@ -80,8 +83,8 @@ def chain_loss(
 ) -> LossParts:
     """Unrolls chains from `starts` and compares every depth with the target (DistillSpec, forward KL).
 
-    Depth d of the chain at i predicts x_{i+2+d}; the injector is given the true tokens up to x_{i+1+d}, the parent. Only
-    the sampled chains' logits ever exist.
+    Depth d of the chain at i predicts x_{i+2+d}; the injector is given the true tokens up to x_{i+1+d}, the parent.
+    Only the sampled chains' logits ever exist.
 
     Args:
         teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.

@@ -104,13 +104,9 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
     return drafter
 
 
-def _conversations(
-    target: Any, tokenizer: Any, plan: TrainingPlan, out: Path, report: Report
-) -> list[Conversation]:
+def _conversations(target: Any, tokenizer: Any, plan: TrainingPlan, out: Path, report: Report) -> list[Conversation]:
     """Finished conversations of all files, then the target's answers to all prompts."""
-    conversations = [
-        chat for path in plan.prompts for chat in read_conversations(path, greedy_only=plan.greedy_only)
-    ]
+    conversations = [chat for path in plan.prompts for chat in read_conversations(path, greedy_only=plan.greedy_only)]
     report(f"{len(conversations)} finished conversations")
     prompts = [prompt for path in plan.prompts for prompt in read_prompts(path)]
     if prompts:

@@ -30,6 +30,8 @@ class DrafterTrainer(Trainer):
         depth_decay: weight of depth d is `depth_decay ** d`.
     """
 
+    control: Any
+
     def __init__(
         self,
         model: HSDrafter,
@@ -59,9 +61,7 @@ class DrafterTrainer(Trainer):
         self._recent = parts
         return (parts.loss, {"loss": parts.loss}) if return_outputs else parts.loss
 
-    def _parts(
-        self, model: Any, inputs: dict[str, torch.Tensor], order: Callable[[int], torch.Tensor]
-    ) -> LossParts:
+    def _parts(self, model: Any, inputs: dict[str, torch.Tensor], order: Callable[[int], torch.Tensor]) -> LossParts:
         pack = Pack(**inputs).to(self.args.device, self.teacher_head.dtype)
         starts = chain_starts(pack)
         starts = starts[order(len(starts))[: self.chains_per_step].to(starts.device)]

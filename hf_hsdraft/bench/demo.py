@@ -1,0 +1,82 @@
+"""`hsdraft demo`: one prompt, drafted tokens coloured, then the figures."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from ..modeling_hsdraft import HSDrafter
+from .measure import DEFINITIONS, encode_prompt, first_divergence
+
+_DRAFTED, _OWN = "green", "default"
+
+
+class DraftColourStreamer(BaseStreamer):
+    """Prints tokens as they come, accepted drafts in colour; each round's last token is the target's own.
+
+    Text is held back while its last character is still incomplete.
+    """
+
+    def __init__(self, tokenizer: Any, console: Console) -> None:
+        self._tokenizer = tokenizer
+        self._console = console
+        self._ids: list[int] = []
+        self._printed = ""
+        self._prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt:
+            self._prompt = False
+            return
+        tokens = value.flatten().tolist()
+        for index, token in enumerate(tokens):
+            self._ids.append(token)
+            text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                continue
+            style = _DRAFTED if index < len(tokens) - 1 else _OWN
+            self._console.print(Text(text[len(self._printed) :], style=style), end="")
+            self._printed = text
+
+    def end(self) -> None:
+        self._console.print()
+
+
+def run_demo(
+    target: Any, tokenizer: Any, drafter: HSDrafter, prompt: str, max_new_tokens: int, console: Console
+) -> None:
+    """Answers `prompt` with the drafter (streamed) and without it, and prints what the drafter gained."""
+    inputs = encode_prompt(tokenizer, prompt, target.device)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    target.generate(**inputs, do_sample=False, max_new_tokens=2)  # first calls pay for lazy initialisation
+    target.generate(**inputs, do_sample=False, max_new_tokens=2, assistant_model=drafter)
+    console.print(Text(prompt, style="bold"))
+    console.print(f"[{_DRAFTED}]drafted and accepted[/], the target's own\n")
+    streamer = DraftColourStreamer(tokenizer, console)
+    begin = time.perf_counter()
+    output = target.generate(
+        **inputs, **settings, assistant_model=drafter, streamer=streamer, return_dict_in_generate=True
+    )
+    drafted_seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    # A streamer on this side too: both pay for decoding text.
+    plain = target.generate(**inputs, **settings, streamer=TextIteratorStreamer(tokenizer))
+    plain_seconds = time.perf_counter() - begin
+    statistics = output.statistics
+    tokens = statistics.new_tokens
+    console.print()
+    console.print(
+        f"tau            {statistics.tau:.2f}  ({tokens} tokens in {statistics.target_forwards} target forwards)"
+    )
+    console.print(f"with drafter   {tokens / drafted_seconds:.1f} tokens/s")
+    plain_tokens = plain.shape[1] - inputs["input_ids"].shape[1]
+    console.print(f"plain          {plain_tokens / plain_seconds:.1f} tokens/s")
+    divergence = first_divergence(target, inputs["input_ids"].shape[1], plain, output.sequences)
+    console.print(f"same text      {'yes' if divergence is None else divergence}")
+    console.print(Text(DEFINITIONS, style="dim"))

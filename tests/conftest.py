@@ -1,0 +1,53 @@
+"""Tiny random targets: real architectures of transformers, small enough for every test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_hsdraft import HSDraftConfig, HSDrafter
+
+VOCAB = 97
+
+
+def make_target(attention: str = "sdpa", seed: int = 0, **overrides):
+    torch.manual_seed(seed)
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": None,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.3,  # default weights are so small that the text never varies
+    }
+    config = LlamaConfig(**{**fields, **overrides})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def make_drafter(target, seed: int = 1, **overrides) -> HSDrafter:
+    """An untrained drafter; its proposals are good only by luck, as a test of exactness wants them."""
+    torch.manual_seed(seed)
+    fields = {"num_draft_steps": 4, "tree_size": 16, "beam_width": 5, "draft_vocab_size": VOCAB}
+    fields |= {"injector_rank": 8, "injector_hidden_size": 16, "initializer_range": 0.3}
+    return HSDrafter(HSDraftConfig.for_target(target, **{**fields, **overrides})).eval()
+
+
+@pytest.fixture(scope="session")
+def target():
+    return make_target()
+
+
+@pytest.fixture
+def drafter(target) -> HSDrafter:
+    return make_drafter(target)
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(2, VOCAB, (1, 11), generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,338 @@
+"""`generate(assistant_model=drafter)` emits what plain `generate()` emits, whatever the drafter proposes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hsdraft import HSCandidateGenerator, HSDrafter
+
+NEW = 48
+
+
+def options(drafter: HSDrafter, **values) -> HSDrafter:
+    for name, value in values.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def trained(target) -> HSDrafter:
+    """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
+    from hf_hsdraft.training.conversations import TokenizedConversation
+    from hf_hsdraft.training.features import Features
+    from hf_hsdraft.training.loss import Pack, chain_loss, chain_starts
+
+    drafter = make_drafter(target, initializer_range=0.02).train()
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    generator = torch.Generator().manual_seed(3)
+    features = []
+    for _ in range(6):
+        start = torch.randint(2, VOCAB, (1, 11), generator=generator)
+        ids = target.generate(start, max_new_tokens=60, do_sample=False)[0]
+        chat = TokenizedConversation(ids, torch.arange(len(ids)) >= 11)
+        states = target(ids[None], output_hidden_states=True).hidden_states
+        taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)
+        features.append(Features(chat.input_ids, chat.answer_mask, taps.detach(), states[-1][0].detach()))
+    pack = Pack.of(features)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    starts = chain_starts(pack)
+    for _ in range(150):
+        optimizer.zero_grad()
+        chain_loss(drafter, weights, weights.head, pack, starts).loss.backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_greedy_text_is_the_targets_own(attention, width, reuse, prompt):
+    target = make_target(attention)
+    drafter = options(make_drafter(target), reuse=reuse, beam_width=width)
+    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
+@pytest.mark.parametrize("width", [1, 5])
+def test_a_good_drafter_saves_forwards_and_changes_nothing(target, trained, prompt, width, reuse):
+    options(trained, reuse=reuse, beam_width=width)
+    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    output = target.generate(
+        prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, return_dict_in_generate=True
+    )
+    assert output.sequences.tolist() == plain.tolist()
+    assert output.statistics.tau > 2.0
+    if width == 1:  # a chain reaches its full depth, a tree spends its nodes on breadth
+        assert max(output.statistics.accepted_lengths) == trained.config.num_draft_steps
+
+
+def test_sampling_with_a_seed_gives_the_same_text(target, trained, prompt):
+    """The walk draws once per emitted token, as plain decoding does, so even the random stream is the same."""
+    settings = {"do_sample": True, "top_k": 12, "top_p": 0.95, "temperature": 0.8, "repetition_penalty": 1.2}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        plain = target.generate(prompt, max_new_tokens=NEW, **settings)
+        torch.manual_seed(seed)
+        drafted = target.generate(
+            prompt, max_new_tokens=NEW, assistant_model=options(trained, beam_width=5), **settings
+        )
+        assert drafted.tolist() == plain.tolist()
+
+
+def test_stateful_logits_processors_see_each_path(target, trained, prompt):
+    class NoRepeatAfterEven(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if int(input_ids[0, -1]) % 2 == 0:
+                scores[:, input_ids[0]] = -torch.inf
+            return scores
+
+    kwargs = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "logits_processor": LogitsProcessorList([NoRepeatAfterEven()]),
+    }
+    plain = target.generate(prompt, **kwargs)
+    assert target.generate(prompt, assistant_model=trained, **kwargs).tolist() == plain.tolist()
+
+
+def test_scores_and_logits_are_those_of_plain_decoding(target, trained, prompt):
+    kwargs = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "repetition_penalty": 1.3,
+        "output_scores": True,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    plain = target.generate(prompt, **kwargs)
+    drafted = target.generate(prompt, assistant_model=trained, **kwargs)
+    assert len(drafted.scores) == len(drafted.logits) == 20
+    for ours, theirs in ((drafted.scores, plain.scores), (drafted.logits, plain.logits)):
+        torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 17])
+def test_length_limits_cut_inside_a_round(target, trained, prompt, new_tokens):
+    plain = target.generate(prompt, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
+    drafted = target.generate(
+        prompt, max_new_tokens=new_tokens, do_sample=False, assistant_model=trained, return_dict_in_generate=True
+    )
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+def test_eos_and_custom_criteria_cut_inside_a_round(target, trained, prompt):
+    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    stop_token = int(plain[0, -9])
+
+    class EndsAt(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([int(input_ids[0, -1]) == stop_token])
+
+    for kwargs in ({"eos_token_id": stop_token}, {"stopping_criteria": StoppingCriteriaList([EndsAt()])}):
+        expected = target.generate(prompt, max_new_tokens=NEW, do_sample=False, **kwargs)
+        drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, **kwargs)
+        assert expected.shape[1] < plain.shape[1]
+        assert drafted.tolist() == expected.tolist()
+
+
+def test_the_cache_continues_as_if_decoded_plainly(target, trained, prompt):
+    """After a call with accepted branches the cache holds exactly the text: keys, values, and a second turn."""
+    settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(prompt, **settings)
+    drafted = target.generate(prompt, assistant_model=trained, **settings)
+    for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
+    follow_up = torch.cat([plain.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    expected = target.generate(follow_up, max_new_tokens=20, do_sample=False)
+    continued = target.generate(
+        follow_up, past_key_values=drafted.past_key_values, max_new_tokens=20, do_sample=False, assistant_model=trained
+    )
+    assert continued.tolist() == expected.tolist()
+
+
+def test_left_padding_is_not_read(target, trained, prompt):
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), prompt], dim=1)
+    mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(prompt)], dim=1)
+    plain = target.generate(padded, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    drafted = target.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        do_sample=False,
+        assistant_model=trained,
+        return_dict_in_generate=True,
+    )
+    assert drafted.sequences.tolist() == plain.tolist()
+    assert drafted.statistics.tau > 2.0
+
+
+def test_chunked_prefill(target, trained, prompt):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "prefill_chunk_size": 4}
+    plain = target.generate(prompt, **settings)
+    assert target.generate(prompt, assistant_model=trained, **settings).tolist() == plain.tolist()
+
+
+def test_statistics_add_up(target, trained, prompt):
+    output = target.generate(
+        prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, return_dict_in_generate=True
+    )
+    statistics = output.statistics
+    assert statistics.new_tokens == NEW == 1 + sum(statistics.accepted_lengths) + statistics.rounds
+    assert statistics.target_forwards == statistics.rounds + 1
+    assert statistics.tau == NEW / statistics.target_forwards
+    parts = statistics.prefill_seconds + statistics.draft_seconds + statistics.verify_seconds
+    assert 0 < parts + statistics.commit_seconds <= statistics.total_seconds
+
+
+def test_statistics_are_not_kept_unless_asked_for(target, trained, prompt, monkeypatch):
+    from hf_hsdraft import decoding
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("read a clock or kept statistics in a call that did not ask for them")
+
+    monkeypatch.setattr(decoding, "DraftStatistics", forbidden)
+    monkeypatch.setattr(decoding.time, "perf_counter", forbidden)
+    target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=trained)
+
+
+def test_streamers_get_prompt_and_rounds(target, trained, prompt):
+    class Collect(BaseStreamer):
+        def __init__(self):
+            self.pieces, self.ended = [], 0
+
+        def put(self, value):
+            self.pieces.append(value.flatten().tolist())
+
+        def end(self):
+            self.ended += 1
+
+    streamer = Collect()
+    output = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, streamer=streamer)
+    assert streamer.pieces[0] == prompt[0].tolist()
+    assert [token for piece in streamer.pieces for token in piece] == output[0].tolist()
+    assert streamer.ended == 1 and max(map(len, streamer.pieces[1:])) > 1
+
+
+def test_interleaved_calls_leave_no_state(target, trained, prompt):
+    """Two calls in step with each other, sharing drafter and target, and a third after both."""
+    prompts = [prompt, prompt.flip(1)]
+    expected = [target.generate(ids, max_new_tokens=NEW, do_sample=False).tolist() for ids in prompts]
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    attributes = {model: set(vars(model)) for model in (target, trained)}
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+    results: list = [None, None]
+
+    class TakeTurns(BaseStreamer):
+        def __init__(self, mine):
+            self.mine = mine
+
+        def put(self, value):
+            turns[self.mine].acquire()
+            turns[1 - self.mine].release()
+
+        def end(self):
+            for _ in range(NEW):
+                turns[1 - self.mine].release()
+
+    def decode(index):
+        results[index] = target.generate(
+            prompts[index], max_new_tokens=NEW, do_sample=False, assistant_model=trained, streamer=TakeTurns(index)
+        ).tolist()
+
+    threads = [threading.Thread(target=decode, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == expected
+    assert target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained).tolist() == expected[0]
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+    assert attributes == {model: set(vars(model)) for model in (target, trained)}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_transformers_own_assisted_decoding_takes_our_chains(target, trained, prompt, do_sample, monkeypatch):
+    """The same generator as a plain `CandidateGenerator`, in the library's loop."""
+    original = type(target)._assisted_decoding.__wrapped__
+    drafted = []
+    weights = trained.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+
+    class Recorded(HSCandidateGenerator):
+        def get_candidates(self, input_ids, **kwargs):
+            candidates, logits = super().get_candidates(input_ids, **kwargs)
+            drafted.append(candidates.shape[1] - input_ids.shape[1])
+            return candidates, logits
+
+    options(trained, beam_width=1, reuse="none")
+    monkeypatch.setattr(type(target), "_assisted_decoding", original)
+    monkeypatch.setattr(type(target), "_get_candidate_generator", lambda self, **kwargs: Recorded(trained, weights))
+    torch.manual_seed(7)
+    expected = target.generate(prompt, max_new_tokens=NEW, do_sample=do_sample, top_k=5)
+    torch.manual_seed(7)
+    output = target.generate(
+        prompt, max_new_tokens=NEW, do_sample=do_sample, top_k=5, assistant_model=make_target(seed=2)
+    )
+    assert drafted[0] == 0 and max(drafted) == trained.config.num_draft_steps
+    assert len(drafted) < (NEW / 2 if not do_sample else NEW)
+    if not do_sample:  # its sampling draws for rejected positions too, so a seed gives another text there
+        assert output.tolist() == expected.tolist()
+
+
+def test_other_assistants_run_the_code_they_ran_before(target, prompt):
+    """Byte for byte: a call without a drafter reaches transformers' own function with its arguments untouched."""
+    from transformers.generation.utils import GenerationMixin
+
+    hooked = GenerationMixin._assisted_decoding
+    assistant = make_target(seed=2)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    with_hook = target.generate(prompt, assistant_model=assistant, **settings)
+    try:
+        GenerationMixin._assisted_decoding = hooked.__wrapped__
+        without_hook = target.generate(prompt, assistant_model=assistant, **settings)
+    finally:
+        GenerationMixin._assisted_decoding = hooked
+    assert with_hook.tolist() == without_hook.tolist()
+    sentinel = object()
+    seen = {}
+
+    def original(self, *args, **kwargs):
+        seen.update(self=self, args=args, kwargs=kwargs)
+        return sentinel
+
+    from hf_hsdraft.generate_hook import _hooked_decoding
+
+    arguments = {"assistant_model": assistant, "streamer": None, "inputs_tensor": prompt}
+    assert _hooked_decoding(original)(target, prompt, **arguments) is sentinel
+    assert seen == {"self": target, "args": (prompt,), "kwargs": arguments}
+
+
+def test_installing_twice_wraps_once():
+    from transformers.generation.utils import GenerationMixin
+
+    from hf_hsdraft.generate_hook import install
+
+    before = GenerationMixin._assisted_decoding
+    install()
+    assert GenerationMixin._assisted_decoding is before
+
+
+def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt):
+    settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
+    plain = target.generate(prompt, **settings)
+    assert target.generate(prompt, assistant_model=drafter, **settings).tolist() == plain.tolist()
+
+
+def test_generation_config_objects_work(target, trained, prompt):
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    plain = target.generate(prompt, generation_config=config)
+    assert target.generate(prompt, generation_config=config, assistant_model=trained).tolist() == plain.tolist()

@@ -1,0 +1,191 @@
+"""Saving, loading, and every way in which target, drafter and call do not fit together."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from safetensors.torch import load_file, save_file
+
+from hf_hsdraft import HSDraftConfig, HSDrafter
+
+
+def generate(target, drafter, prompt, **kwargs):
+    return target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter, **kwargs)
+
+
+@pytest.mark.parametrize("head", ["target", "trained"])
+@pytest.mark.parametrize("injector", ["path", "low_rank"])
+def test_round_trip_keeps_weights_options_and_text(target, prompt, tmp_path, head, injector):
+    drafter = make_drafter(
+        target, head=head, injector=injector, draft_vocab_ids=list(range(3, 60)), draft_vocab_size=57
+    )
+    drafter.generation_config.reuse = "resample"
+    drafter.generation_config.tree_size = 9
+    drafter.save_pretrained(tmp_path)
+    loaded = HSDrafter.from_pretrained(tmp_path)
+    assert loaded.generation_config.reuse == "resample" and loaded.generation_config.tree_size == 9
+    assert loaded.config.draft_vocab_ids == list(range(3, 60))
+    assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert generate(target, loaded, prompt).tolist() == generate(target, drafter, prompt).tolist()
+
+
+def test_the_targets_head_is_not_stored(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert not any(name.startswith("lm_head") or "embed" in name for name in stored)
+
+
+def test_dtype_of_loading_is_respected(target, tmp_path, prompt):
+    make_drafter(target).save_pretrained(tmp_path)
+    drafter = HSDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert drafter.dtype == torch.bfloat16
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert generate(target, drafter, prompt).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("num_draft_steps", 0, "1 or more"),
+        ("num_draft_steps", 2.5, "an integer"),
+        ("tree_size", 2, "at least as many nodes"),
+        ("beam_width", 0, "1 or more"),
+        ("injector", "magic", "low_rank, path"),
+        ("head", "other", "target, trained"),
+        ("target_tap_layers", [3, 1], "ascending"),
+        ("target_tap_layers", [99], "between 0"),
+        ("target_tap_layers", [], "ascending"),
+        ("draft_vocab_size", VOCAB + 1, f"vocab_size={VOCAB}"),
+        ("draft_vocab_ids", [1, 1, 2], "distinct"),
+        ("draft_vocab_ids", [1, VOCAB], f"0 to {VOCAB - 1}"),
+        ("num_key_value_heads", 3, "divide"),
+        ("head_dim", 7, "even"),
+        ("hidden_size", 48, "target_hidden_size=32"),
+    ],
+)
+def test_configuration_errors_name_field_value_and_remedy(target, field, value, expected):
+    with pytest.raises(ValueError, match=field) as error:
+        HSDraftConfig.for_target(target, **{field: value})
+    assert expected in str(error.value)
+
+
+def test_for_target_derives_a_drafter_that_decodes(target, prompt):
+    drafter = HSDrafter(HSDraftConfig.for_target(target))
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert generate(target, drafter, prompt).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"hidden_size": 64}, "hidden_size=64"),
+        ({"vocab_size": 101}, "vocab_size=101"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
+    ],
+)
+def test_another_target_is_refused_before_any_forward(target, drafter, prompt, other, expected):
+    stranger = make_target(**other)
+    stranger.register_forward_pre_hook(lambda *_: pytest.fail("the target ran"))
+    with pytest.raises(ValueError, match=expected):
+        generate(stranger, drafter, prompt)
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert generate(target, drafter, prompt).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "StaticCache"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states=True"),
+    ],
+)
+def test_calls_that_cannot_work_say_so_and_the_next_one_works(target, drafter, prompt, kwargs, expected):
+    with pytest.raises(ValueError, match=expected):
+        generate(target, drafter, prompt, **kwargs)
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert generate(target, drafter, prompt).tolist() == plain.tolist()
+
+
+def test_prompts_beyond_the_context_window_and_batches(target, drafter, prompt):
+    window = target.config.max_position_embeddings
+    with pytest.raises(ValueError, match=f"context window is {window}"):
+        generate(target, drafter, torch.full((1, window + 1), 5))
+    with pytest.raises(ValueError, match="one so far"):
+        generate(target, drafter, prompt.repeat(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("num_assistant_tokens", 9, "1 to 4"),
+        ("num_assistant_tokens", 0, "1 to 4"),
+        ("tree_size", 0, "1 or more"),
+        ("reuse", "always", "none, ensemble, resample"),
+        ("reuse_weight", -1.0, "0 or more"),
+        ("assistant_confidence_threshold", 1.0, "below 1"),
+    ],
+)
+def test_drafting_options_are_checked(target, drafter, prompt, name, value, expected):
+    setattr(drafter.generation_config, name, value)
+    with pytest.raises(ValueError, match=expected) as error:
+        generate(target, drafter, prompt)
+    assert name in str(error.value) or name == "assistant_confidence_threshold"
+
+
+def test_sliding_window_targets_are_refused_with_the_reason(prompt):
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
+        generate(target, make_drafter(target), prompt)
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_missing_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        HSDrafter.from_pretrained(folder)
+
+
+def test_truncated_weights(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged"):
+        HSDrafter.from_pretrained(folder)
+
+
+def test_incomplete_and_superfluous_weights(folder):
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    moved = tensors.pop("fuse.weight")
+    save_file({**tensors, "other.weight": moved}, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"fuse\.weight") as error:
+        HSDrafter.from_pretrained(folder)
+    assert "other.weight" in str(error.value)
+
+
+def test_configuration_of_another_size(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    with pytest.raises((ValueError, RuntimeError), match="gate_proj"):
+        HSDrafter.from_pretrained(folder)
+
+
+def test_an_edited_configuration_is_checked_on_loading(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_draft_steps": 0}))
+    with pytest.raises(ValueError, match="num_draft_steps=0"):
+        HSDrafter.from_pretrained(folder)
