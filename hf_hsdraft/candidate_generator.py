@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +91,10 @@ class HSCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self._context: DraftContext | None = None
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._root = -1  # token the last tree grew from
         self._drafted: torch.Tensor | None = None  # [K, D] of the last round, g_0 .. g_{K-1}
         self._leftover: torch.Tensor | None = None  # [K', D], still predictions of the positions ahead
+        self._leftover_path: list[int] = []  # tokens accepted since those were drafted, from their root on
 
     def read(self, taps: torch.Tensor, next_tokens: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Queues accepted pairs for the trunk; they are read by the next `draft` in one forward.
@@ -119,52 +122,64 @@ class HSCandidateGenerator(CandidateGenerator):
         output = self.drafter(taps, self.weights.embed(tokens), positions, context=self._context, num_draft_steps=depth)
         self._context = output.context
         hidden = torch.cat(output.hidden_states)
-        self._drafted = hidden
+        self._root, self._drafted = root, hidden
         logits = self.drafter.logits(hidden, self.weights)
         leftover, self._leftover = self._leftover, None
         if leftover is None or self.options.reuse == "none":
             return self._grow(root, hidden, logits)
+        leftover = leftover[:depth]
         old_logits = self.drafter.logits(leftover, self.weights)
         if self.options.reuse == "ensemble":
             return self._grow(root, hidden, self._ensemble(logits, leftover, old_logits, root))
-        resampled = self._grow(root, leftover[:depth], old_logits[:depth], inject_at_root=True)
+        resampled = self._grow(root, leftover, old_logits, since=self._path_state())
         return merge_trees(self._grow(root, hidden, logits), resampled, self.options.tree_size)
 
-    def settle(self, accepted: int) -> None:
-        """Says how many drafted tokens were accepted; later hidden states stay predictions of their positions.
+    def settle(self, accepted: Sequence[int]) -> None:
+        """Says which drafted tokens were accepted; later hidden states stay predictions of their positions.
 
-        With a tokens accepted and the bonus after them, g_d with d > a still predicts the token that follows at depth
-        index d - a - 1 of the next round (design: reuse).
+        With a tokens accepted and the bonus after them, g_d with d > a still predicts the token at depth index
+        d - a - 1 of the next round ("Make Every Draft Count", resampling).
         """
         drafted, self._drafted = self._drafted, None
-        remaining = drafted[accepted + 1 :] if drafted is not None and self.options.reuse != "none" else None
-        self._leftover = remaining if remaining is not None and len(remaining) else None
+        self._leftover = None
+        if drafted is not None and self.options.reuse != "none" and len(drafted) > len(accepted) + 1:
+            self._leftover = drafted[len(accepted) + 1 :]
+            self._leftover_path = [self._root, *accepted]
 
     def _ensemble(
         self, logits: torch.Tensor, leftover: torch.Tensor, old_logits: torch.Tensor, root: int
     ) -> torch.Tensor:
         """Reuse form A: the old round's logits join the new ones at the same absolute position."""
-        shared = min(len(logits), len(old_logits))
-        old_logits = old_logits[:shared].clone()
         # The new state at the first depth has read the root's token; the old one is told it by the injector.
-        state = self._advance(torch.tensor([root], device=logits.device), None)
-        old_logits[:1] += self.drafter.injector(leftover[:1], state)
-        weight = self.options.reuse_weight
+        state = self._advance(torch.tensor([root], device=logits.device), self._path_state())
+        first = old_logits[:1] + self.drafter.injector(leftover[:1], state)
+        old_logits = torch.cat([first, old_logits[1:]])
+        weight, shared = self.options.reuse_weight, len(old_logits)
         joined = (logits[:shared] + weight * old_logits) / (1.0 + weight)
         return torch.cat([joined, logits[shared:]])
 
-    def _grow(self, root: int, hidden: torch.Tensor, logits: torch.Tensor, inject_at_root: bool = False) -> DraftTree:
+    def _path_state(self) -> torch.Tensor | None:
+        """The injector's state after the tokens accepted since the leftover states were drafted."""
+        state = None
+        for token in self._leftover_path:
+            state = self._advance(torch.tensor([token], device=self.drafter.device), state)
+        return state
+
+    def _grow(
+        self, root: int, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None = None
+    ) -> DraftTree:
         """Injects token information into drafted states `[depth, D]` and their `logits` `[depth, V']`.
 
         Args:
-            inject_at_root: the states have not read the root's token (reuse form B): inject it at the first depth too.
+            since: for leftover states (reuse form B), the injector's state before the root: they were drafted without
+                the root's token, so it is injected at the first depth too.
         """
 
         def expand(level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            states = self._advance(tokens, states)
+            states = self._advance(tokens, since if level == 1 else states)
             row = slice(level - 1, level)
             node_logits = logits[row]
-            if level > 1 or inject_at_root:
+            if level > 1 or since is not None:
                 node_logits = node_logits + self.drafter.injector(hidden[row], states)
             return node_logits.float().log_softmax(dim=-1), states
 
@@ -203,7 +218,7 @@ class HSCandidateGenerator(CandidateGenerator):
         taps = torch.cat([hidden_states[layer][0] for layer in self.drafter.config.target_tap_layers], dim=-1)
         accepted = n_last_matches + 1 if self._context is not None else input_ids.shape[1] - 1
         length = input_ids.shape[1]
-        self.settle(n_last_matches)
+        self.settle(input_ids[0, length - 1 - n_last_matches : length - 1].tolist())
         positions = torch.arange(length - 1 - accepted, length - 1)
         self.read(taps[:accepted], input_ids[0, length - accepted :], positions)
         tree = self.draft()

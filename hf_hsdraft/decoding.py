@@ -177,7 +177,7 @@ def speculative_decoding(
         emitted, finished = text.emit(tree, verdict)
         runtime.commit(tree, verdict.path[: emitted - 1])
         if not finished:
-            generator.settle(len(verdict.path))
+            generator.settle([tree.tokens[node] for node in verdict.path])
             rows = torch.tensor([0, *verdict.path], device=output.taps.device)
             generator.read(output.taps[rows], text.ids[0, -emitted:], output.positions[rows])
         position += emitted

@@ -143,4 +143,5 @@ class TargetRuntime:
         return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def _taps(self, outputs: Any) -> torch.Tensor:
-        return torch.cat([outputs.hidden_states[layer][0] for layer in self._tap_layers], dim=-1)
+        device = outputs.logits.device
+        return torch.cat([outputs.hidden_states[layer][0].to(device) for layer in self._tap_layers], dim=-1)

