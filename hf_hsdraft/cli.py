@@ -31,6 +31,11 @@ class Injector(str, Enum):
     low_rank = "low_rank"
 
 
+class Head(str, Enum):
+    target = "target"
+    trained = "trained"
+
+
 TargetOption = Annotated[
     str | None,
     typer.Option("--target", help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."),
@@ -81,20 +86,19 @@ def bench(
     from .modeling_hsdraft import HSDrafter
     from .training.conversations import read_prompts
 
+    names = [name.strip() for name in variants.split(",") if name.strip()]
+    try:
+        for name in names:
+            Variant.parse(name)
+        questions = [prompt for path in prompts for prompt in read_prompts(path)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     model, tokenizer, first = _load(target, drafter[0] if drafter else None, dtype, device)
-    drafters = {Path(first.name_or_path).name: first}
-    for name in (drafter or [])[1:]:
-        drafters[Path(name).name] = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
-    chosen = [
-        variant
-        for name in variants.split(",")
-        for variant in (
-            [Variant.parse(name)]
-            if name == "lookup"
-            else [Variant.parse(name, label if len(drafters) > 1 else "", each) for label, each in drafters.items()]
-        )
-    ]
-    questions = [prompt for path in prompts for prompt in read_prompts(path)]
+    others = [HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval() for name in (drafter or [])[1:]]
+    chosen = []
+    for name in names:
+        for each in [first] if name == "lookup" else [first, *others]:
+            chosen.append(Variant.parse(name, each.name_or_path if others else "", each))
     result = run_bench(model, tokenizer, chosen, questions, limit, max_new_tokens, console)
     print_table(result, console)
     if json_out is not None:
@@ -122,27 +126,32 @@ def train(
     eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
     eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 8,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
-    num_draft_steps: Annotated[int, typer.Option(min=1, help="K, hidden states rolled out per round.")] = 6,
-    num_hidden_layers: Annotated[int, typer.Option(min=1, help="Layers of the trunk.")] = 1,
-    injector: Injector = Injector.path,
+    num_draft_steps: Annotated[
+        int | None, typer.Option(min=1, help="K, hidden states rolled out per round; default 6.")
+    ] = None,
+    num_hidden_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the trunk; default 1.")] = None,
+    injector: Annotated[Injector | None, typer.Option(help="Default: path.")] = None,
+    head: Annotated[Head | None, typer.Option(help="The target's output rows (default), or trained ones.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
+    target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: --target.")] = None,
     seed: int = 0,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
-    from .target_loading import load_target
+    from .target_loading import DEFAULT_TARGET, load_target
     from .training.run import TrainingPlan
     from .training.run import train as run
 
-    overrides: dict[str, Any] = {
+    sizes = {
         "num_draft_steps": num_draft_steps,
         "num_hidden_layers": num_hidden_layers,
-        "injector": injector.value,
-        "target_name": target or "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "draft_vocab_size": draft_vocab_size,
+        "injector": injector and injector.value,
+        "head": head and head.value,
     }
-    if draft_vocab_size is not None:
-        overrides["draft_vocab_size"] = draft_vocab_size
+    overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    overrides["target_name"] = target_name or target or DEFAULT_TARGET
     plan = TrainingPlan(
         prompts=[str(path) for path in prompts],
         out=str(out),

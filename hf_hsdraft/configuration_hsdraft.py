@@ -103,7 +103,7 @@ class HSDraftConfig(PreTrainedConfig):
         self.tree_size = tree_size
         self.beam_width = beam_width
         self.initializer_range = initializer_range
-        self._check()
+        self.check()
         super().__init__(**kwargs)
 
     @classmethod
@@ -136,11 +136,12 @@ class HSDraftConfig(PreTrainedConfig):
             "rope_theta": rope.get("rope_theta", 10000.0),
             "draft_vocab_size": max(1, config.vocab_size // 4),
         }
-        if "draft_vocab_ids" in overrides and "draft_vocab_size" not in overrides:
+        if overrides.get("draft_vocab_ids") is not None and "draft_vocab_size" not in overrides:
             fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
         return cls(**{**fields, **overrides})
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises a ValueError that names the first field that is wrong, its value, and what would be right."""
         for name in (
             "vocab_size",
             "target_hidden_size",

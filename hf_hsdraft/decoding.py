@@ -16,6 +16,8 @@ from .modeling_hsdraft import HSDrafter
 from .target_runtime import TargetRuntime
 from .verification import ChooseToken, Verdict, greedy_choice, processed_choice, walk
 
+_MODEL_KWARGS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+
 
 @dataclass
 class DraftStatistics:
@@ -110,8 +112,12 @@ def _check_call(target: Any, drafter: HSDrafter, input_ids: torch.Tensor, config
     check_target(target, drafter)
     if not kwargs.get("use_cache"):
         raise ValueError("use_cache=False is not possible with a drafter: verification needs the target's cache")
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds is not supported together with a drafter yet; pass input_ids")
+    extra = sorted(name for name, value in kwargs.items() if value is not None and name not in _MODEL_KWARGS)
+    if extra:
+        raise ValueError(
+            f"{', '.join(extra)} cannot be passed together with a drafter yet: the forward that verifies a tree takes "
+            f"only {', '.join(_MODEL_KWARGS)}"
+        )
     if input_ids.shape[0] != 1:
         raise ValueError(
             f"the batch holds {input_ids.shape[0]} prompts; drafting supports one so far. Call generate() for each "
@@ -154,9 +160,10 @@ def speculative_decoding(
     clock = _Clock(statistics, target.device)
     text = _Text(input_ids, generation_config, logits_processor, stopping_criteria, streamer)
 
+    clock.start()
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     generator = HSCandidateGenerator(drafter, weights, options)
-    clock.start()
+    clock.stop("draft_seconds")
     output = runtime.prefill(input_ids, generation_config, model_kwargs)
     clock.stop("prefill_seconds")
     tree = DraftTree.root(int(input_ids[0, -1]))
@@ -171,10 +178,11 @@ def speculative_decoding(
         clock.start()
         tree = generator.draft(max_depth=text.room - 1)
         clock.stop("draft_seconds")
-        output = runtime.verify(tree, position)
-        verdict = walk(tree, text.chooser(output.logits))
-        clock.stop("verify_seconds")
-        emitted, finished = text.emit(tree, verdict)
+        with runtime.undone_on_error():
+            output = runtime.verify(tree, position)
+            verdict = walk(tree, text.chooser(output.logits))
+            clock.stop("verify_seconds")
+            emitted, finished = text.emit(tree, verdict)
         runtime.commit(tree, verdict.path[: emitted - 1])
         if not finished:
             generator.settle([tree.tokens[node] for node in verdict.path])
@@ -245,8 +253,10 @@ class _Text:
     def emit(self, tree: DraftTree, verdict: Verdict) -> tuple[int, bool]:
         """Appends the accepted tokens up to the first that ends the text: how many, and whether one did."""
         before, finished = self.length, False
-        for index, token in enumerate([*(tree.tokens[node] for node in verdict.path), verdict.next_token]):
-            self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=-1)
+        tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        longest = torch.cat([self.ids, self.ids.new_tensor([tokens])], dim=-1)
+        for index in range(len(tokens)):
+            self.ids = longest[:, : before + index + 1]
             if self._visited:
                 raw, scores = self._visited[index]
                 self.scores = None if self.scores is None else (*self.scores, scores)

@@ -36,10 +36,6 @@ class DraftTree:
         """The tree that drafts nothing."""
         return cls((token,), (-1,), (0,), (0.0,))
 
-    @property
-    def is_chain(self) -> bool:
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
-
     def children(self) -> list[dict[int, int]]:
         """For each node, its children: token id to node index."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]
@@ -137,19 +133,18 @@ def _best_nodes(
     tree_size: int,
     threshold: float,
 ) -> DraftTree:
-    """The `tree_size` most probable candidates as a tree; one transfer from the device."""
+    """The `tree_size` most probable candidates as a tree."""
     # Ties go to the earlier candidate, which is the parent: a probability of exactly 1 must not orphan a child.
     order = scores.argsort(descending=True, stable=True)[:tree_size].sort().values
-    picked = torch.stack([order.double(), tokens[order].double(), parents[order].double(), depths[order].double()])
-    rows = torch.cat([picked, scores[order].double()[None]]).T.tolist()
+    picked = torch.stack([order, tokens[order], parents[order], depths[order]]).T.tolist()
     floor = math.log(threshold) if threshold > 0 else -math.inf
     index_of = {0: 0}
     nodes: list[tuple[int, int, int, float]] = [(root_token, -1, 0, 0.0)]
-    for candidate, token, parent, depth, score in rows:
-        if score < floor or int(parent) not in index_of:
+    for (candidate, token, parent, depth), score in zip(picked, scores[order].tolist(), strict=True):
+        if score < floor or parent not in index_of:
             continue
-        index_of[int(candidate) + 1] = len(nodes)
-        nodes.append((int(token), index_of[int(parent)], int(depth), score))
+        index_of[candidate + 1] = len(nodes)
+        nodes.append((token, index_of[parent], depth, score))
     return _from_nodes(nodes)
 
 
@@ -182,13 +177,6 @@ def merge_trees(first: DraftTree, second: DraftTree, tree_size: int) -> DraftTre
             for old in kept
         ]
     )
-
-
-def chain_tree(tokens: Sequence[int], scores: Sequence[float] | None = None) -> DraftTree:
-    """A tree without branches: the root's token, then the drafted ones."""
-    size = len(tokens)
-    scores = [0.0] * size if scores is None else scores
-    return DraftTree(tuple(tokens), tuple(range(-1, size - 1)), tuple(range(size)), tuple(scores))
 
 
 def _from_nodes(nodes: Sequence[tuple[int, int, int, float]]) -> DraftTree:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from .decoding import check_target, speculative_decoding
@@ -26,7 +27,11 @@ def _hooked_decoding(original: Any) -> Any:
         if not isinstance(drafter, HSDrafter):
             return original(self, *args, **kwargs)
         del kwargs["assistant_model"]
-        for name in ("inputs_tensor", "synced_gpus", "tokenizer", "assistant_tokenizer"):
+        if kwargs.pop("synced_gpus", False):
+            raise ValueError(
+                "synced_gpus=True (ZeRO stage 3, FSDP) is not possible with a drafter: rounds differ by process"
+            )
+        for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
         return speculative_decoding(self, drafter, *args, **kwargs)
 
@@ -42,7 +47,7 @@ def _hooked_validation(original: Any) -> Any:
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> Any:
         drafter = generation_mode_kwargs.get("assistant_model")
-        if isinstance(drafter, HSDrafter):
+        if isinstance(drafter, HSDrafter) and generation_mode == GenerationMode.ASSISTED_GENERATION:
             check_target(self, drafter)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 

@@ -252,6 +252,7 @@ class HSDrafter(PreTrainedModel):
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
 
     def __init__(self, config: HSDraftConfig) -> None:
+        config.check()  # fields may have been set since it was built
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.tap_norms = nn.ModuleList(HSDraftRMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers)
@@ -264,15 +265,19 @@ class HSDrafter(PreTrainedModel):
         self.norm = HSDraftRMSNorm(size, eps)
         self.injector: LowRankInjector | PathInjector = _INJECTORS[config.injector](config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
-        self.generation_config = GenerationConfig(
-            num_assistant_tokens=config.num_draft_steps,
-            tree_size=config.tree_size,
-            beam_width=config.beam_width,
+        self.generation_config = self.default_generation_config()
+        self.post_init()
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options of a drafter that was saved without any."""
+        return GenerationConfig(
+            num_assistant_tokens=self.config.num_draft_steps,
+            tree_size=self.config.tree_size,
+            beam_width=self.config.beam_width,
             assistant_confidence_threshold=0.0,
             reuse="none",
             reuse_weight=0.4,
         )
-        self.post_init()
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -365,7 +370,7 @@ class HSDrafter(PreTrainedModel):
             num_draft_steps: K of this call, the configuration's by default.
             num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
         """
-        steps = num_draft_steps or self.config.num_draft_steps
+        steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         x = self.fuse_inputs(taps, embeds)
         past_length = context.length if context is not None else 0
         every = torch.arange(x.shape[0], device=x.device)
@@ -405,11 +410,15 @@ class HSDrafter(PreTrainedModel):
         assert head is not None
         return F.linear(self.norm(hidden), head)
 
-    def borrow(self, embedding: nn.Embedding, output_head: nn.Linear, device: torch.device | None = None) -> TargetWeights:
+    def draft_vocab_ids(self) -> torch.Tensor:
+        """`[V']`, int64: the token id behind each row of the head."""
+        ids = self.config.draft_vocab_ids
+        return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
+
+    def borrow(self, embedding: nn.Embedding, output_head: nn.Linear) -> TargetWeights:
         """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary."""
-        device = device or self.device
-        ids: Sequence[int] = self.config.draft_vocab_ids or range(self.config.draft_vocab_size)
-        vocab_ids = torch.tensor(list(ids), device=device)
+        device = self.device
+        vocab_ids = self.draft_vocab_ids().to(device)
         head = None
         if self.lm_head is None:
             rows = output_head.weight.detach()

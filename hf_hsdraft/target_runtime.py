@@ -5,7 +5,9 @@ The only code that knows about caches, masks and attention implementations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ def why_no_trees(target: Any, cache: Any) -> str:
     """Why this target cannot verify a tree, as far as model and cache tell; empty if it can."""
     config = target.config.get_text_config()
     attention = config._attn_implementation
+    rope = getattr(config, "rope_parameters", None) or {}
     if target.config.is_encoder_decoder:
         return "it is an encoder-decoder; only decoder-only targets are supported"
     if attention not in _MASKED_ATTENTION:
@@ -45,12 +48,20 @@ def why_no_trees(target: Any, cache: Any) -> str:
         )
     if type(cache) is not DynamicCache:
         return f"its cache is a {type(cache).__name__}; only DynamicCache can give back a tree's rejected branches"
-    kinds = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    # A cache that the caller made may not know yet which layers the model wants.
+    layers = [*cache.layers, *DynamicCache(config=target.config).layers]
+    kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     if kinds:
         return (
             f"its cache has layers of type {', '.join(kinds)}; only full-attention layers (DynamicLayer) are "
             "supported so far"
         )
+    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(target.forward).parameters:
+        return "its positions follow from cache slots (no position_ids), and siblings in a tree share a position"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "some of its layers attend locally by cache slot, which a tree's slots do not follow"
+    if "mrope_section" in rope:
+        return "its rotary embedding has several position axes (mrope), which are not supported so far"
     return ""
 
 
@@ -79,18 +90,18 @@ class TargetRuntime:
     def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> TargetOutput:
         """Reads the prompt `[1, length]`, less what the cache already holds, as plain decoding does.
 
-        The taps are those of the last positions read, padding among them included; `real_rows` leaves it out.
+        The taps are those of the last positions read, padding among them included; `real_rows` leaves it out. With
+        `prefill_chunk_size` they are the last chunk's: the drafter then starts with that much context.
         """
         outputs = self.target._prefill(
             input_ids, generation_config, {**model_kwargs, "output_hidden_states": self._tap_layers}
         )
         slots = self.cache.get_seq_length()
         mask = model_kwargs.get("attention_mask")
-        if mask is None:
-            positions = torch.arange(slots, device=input_ids.device)
-        else:
+        if mask is not None:
             self._attended = mask[0, -slots:].bool()
-            positions = (self._attended.long().cumsum(0) - 1).clamp(min=0)
+        positions = model_kwargs.get("position_ids")
+        positions = torch.arange(slots, device=input_ids.device) if positions is None else positions[0]
         taps = self._taps(outputs)
         return TargetOutput(outputs.logits[0], taps, positions[-len(taps) :])
 
@@ -120,15 +131,29 @@ class TargetRuntime:
 
     def commit(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Keeps the root and an accepted path of the tree read last in every cache layer, drops the other nodes."""
-        rows = [0, *path]
-        if rows != list(range(len(rows))):
+        length = 1 + len(path)
+        moved = [(to, node) for to, node in enumerate(path, 1) if to != node]
+        if moved:
+            first = moved[0][0]
+            start = self.cache.get_seq_length() - len(tree)
+            picked = torch.tensor(path[first - 1 :], device=self.target.device) + start
+            kept = slice(start + first, start + length)
             for layer in self.cache.layers:
-                start = layer.keys.shape[-2] - len(tree)
-                picked = torch.tensor(rows, device=layer.keys.device) + start
-                kept = slice(start, start + len(rows))
+                picked = picked.to(layer.keys.device)
                 layer.keys[..., kept, :] = layer.keys[..., picked, :]
                 layer.values[..., kept, :] = layer.values[..., picked, :]
-        self.cache.crop(-(len(tree) - len(rows)))
+        self.cache.crop(-(len(tree) - length))
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
+        length = self.cache.get_seq_length()
+        try:
+            yield
+        except BaseException:
+            for layer in self.cache.layers:
+                layer.crop(-max(layer.get_seq_length() - length, 0))
+            raise
 
     def _mask(self, tree: DraftTree) -> torch.Tensor:
         """`[1, 1, nodes, cached + nodes]`: bool for sdpa; additive for eager, where a bool is silently added."""

@@ -72,7 +72,7 @@ def processed_choice(
 
     def choose(node: int, tokens: list[int]) -> int:
         drafted = torch.tensor([tokens], dtype=prefix.dtype, device=prefix.device)
-        raw = logits[node : node + 1].to(torch.float32, copy=True)
+        raw = logits[node : node + 1].to(prefix.device, torch.float32, copy=True)
         scores = process(torch.cat([prefix, drafted], dim=-1), raw.clone()).to(prefix.device)
         if on_scores is not None:
             on_scores(raw, scores)

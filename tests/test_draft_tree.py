@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.draft_tree import DraftTree, build_beam_tree, chain_tree, merge_trees
+from hf_hsdraft.draft_tree import DraftTree, build_beam_tree, merge_trees
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_an_exhaustive_beam_keeps_the_most_probable_paths(seed, depth, vocab, wi
 @settings(max_examples=20, deadline=None)
 def test_width_one_is_the_greedy_chain(seed, depth, vocab, width, size):
     tree, table = grow(seed, depth, vocab, width, size)
-    assert tree.is_chain
+    assert tree.parents == tuple(range(-1, len(tree) - 1))
     token = 0
     for node in range(1, len(tree)):
         token = int(table[node - 1][token].argmax())
@@ -134,10 +134,4 @@ def test_equal_scores_keep_parents_before_children():
 
     tree = build_beam_tree(certain, 0, torch.arange(4), depth=4, beam_width=3, tree_size=3)
     assert tree.tokens == (0, 1, 2, 3)
-    assert tree.is_chain
-
-
-def test_a_chain_is_a_tree():
-    tree = chain_tree([7, 8, 9])
-    assert_well_formed(tree)
-    assert tree.is_chain and tree.depths == (0, 1, 2)
+    assert tree.parents == (-1, 0, 1, 2)

@@ -62,7 +62,9 @@ def test_greedy_text_is_the_targets_own(attention, width, reuse, prompt):
 
 @pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
 @pytest.mark.parametrize("width", [1, 5])
-def test_a_good_drafter_saves_forwards_and_changes_nothing(target, trained, prompt, width, reuse):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_good_drafter_saves_forwards_and_changes_nothing(trained, prompt, attention, width, reuse):
+    target = make_target(attention)  # the weights `trained` was made for
     options(trained, reuse=reuse, beam_width=width)
     plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
     output = target.generate(
@@ -174,6 +176,82 @@ def test_left_padding_is_not_read(target, trained, prompt):
     )
     assert drafted.sequences.tolist() == plain.tolist()
     assert drafted.statistics.tau > 2.0
+
+
+def test_positions_given_by_the_user_go_on_from_where_they_end(target, trained, prompt):
+    positions = torch.arange(prompt.shape[1])[None] * 2
+    settings = {"max_new_tokens": NEW, "do_sample": False, "position_ids": positions}
+    plain = target.generate(prompt, **settings)
+    assert target.generate(prompt, assistant_model=trained, **settings).tolist() == plain.tolist()
+
+
+def test_an_error_in_a_round_leaves_the_cache_usable(target, trained, prompt):
+    from transformers import DynamicCache
+
+    class Fails(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == prompt.shape[1] + 3:
+                raise RuntimeError("from a criterion")
+            return torch.tensor([False])
+
+    cache = DynamicCache(config=target.config)
+    settings = {"do_sample": False, "assistant_model": trained, "past_key_values": cache}
+    with pytest.raises(RuntimeError, match="from a criterion"):
+        target.generate(prompt, max_new_tokens=NEW, stopping_criteria=StoppingCriteriaList([Fails()]), **settings)
+    assert prompt.shape[1] <= cache.get_seq_length() <= prompt.shape[1] + 2
+    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    continued = target.generate(plain[:, :-20], max_new_tokens=20, **settings)
+    assert continued.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("sizes", [{"num_draft_steps": 1}, {"head": "trained", "hidden_size": 16, "head_dim": 4}])
+def test_other_shapes_of_drafter(target, prompt, sizes):
+    drafter = make_drafter(target, **sizes)
+    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    assert (
+        target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    )
+
+
+def test_a_bfloat16_target_parts_only_at_ties(prompt, trained):
+    from hf_hsdraft.bench.measure import first_divergence
+
+    target = make_target().to(torch.bfloat16)
+    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained)
+    divergence = first_divergence(target, prompt.shape[1], plain, drafted)
+    assert divergence is None or divergence.margin < 0.05
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+@pytest.mark.parametrize("injector", ["path", "low_rank"])
+def test_leftover_states_go_on_predicting_their_positions(target, injector, accepted):
+    """Reuse, by brute force: resampling after a tokens is depth a + 1 of the old chain, told the accepted tokens."""
+    drafter = options(make_drafter(target, injector=injector), reuse="resample", tree_size=500, beam_width=VOCAB)
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(9))
+    states = target(ids[None], output_hidden_states=True).hidden_states
+    taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)
+    generator = HSCandidateGenerator(drafter, weights)
+    generator.read(taps[:10], ids[1:11], torch.arange(10))
+    generator.draft()
+    states_before = generator._drafted
+    generator.settle(ids[11 : 11 + accepted].tolist())
+    root = 11 + accepted  # the bonus token after the accepted ones
+    generator.read(taps[10:root], ids[11 : root + 1], torch.arange(10, root))
+    tree = generator.draft()
+    path = None
+    for token in ids[10 : root + 1]:
+        path = drafter.injector.advance(weights.embed(token[None]), path)
+    hidden = states_before[accepted + 1][None]
+    resampled = (drafter.logits(hidden, weights) + drafter.injector(hidden, path)).log_softmax(-1)[0]
+    fresh = drafter.logits(generator._drafted[:1], weights).log_softmax(-1)[0]
+    expected = torch.maximum(resampled, fresh)
+    first = {tree.tokens[node]: tree.scores[node] for node in range(1, len(tree)) if tree.depths[node] == 1}
+    assert first
+    for token, score in first.items():
+        assert score == pytest.approx(float(expected[token]), abs=1e-3)
+    assert int(resampled.argmax()) in first
 
 
 def test_chunked_prefill(target, trained, prompt):
@@ -292,16 +370,19 @@ def test_other_assistants_run_the_code_they_ran_before(target, prompt):
     """Byte for byte: a call without a drafter reaches transformers' own function with its arguments untouched."""
     from transformers.generation.utils import GenerationMixin
 
-    hooked = GenerationMixin._assisted_decoding
-    assistant = make_target(seed=2)
+    hooked = {name: getattr(GenerationMixin, name) for name in ("_assisted_decoding", "_validate_generation_mode")}
     settings = {"max_new_tokens": 12, "do_sample": False}
-    with_hook = target.generate(prompt, assistant_model=assistant, **settings)
+    assistant = make_target(seed=2)
+    calls = [{"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {}]
+    with_hook = [target.generate(prompt, **kwargs, **settings).tolist() for kwargs in calls]
     try:
-        GenerationMixin._assisted_decoding = hooked.__wrapped__
-        without_hook = target.generate(prompt, assistant_model=assistant, **settings)
+        for name, function in hooked.items():
+            setattr(GenerationMixin, name, function.__wrapped__)
+        without_hook = [target.generate(prompt, **kwargs, **settings).tolist() for kwargs in calls]
     finally:
-        GenerationMixin._assisted_decoding = hooked
-    assert with_hook.tolist() == without_hook.tolist()
+        for name, function in hooked.items():
+            setattr(GenerationMixin, name, function)
+    assert with_hook == without_hook
     sentinel = object()
     seen = {}
 
@@ -326,10 +407,21 @@ def test_installing_twice_wraps_once():
     assert GenerationMixin._assisted_decoding is before
 
 
-def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt):
+def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt, caplog):
+    from transformers.utils import logging
+
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False}
     plain = target.generate(prompt, **settings)
-    assert target.generate(prompt, assistant_model=drafter, **settings).tolist() == plain.tolist()
+    stranger = make_drafter(make_target(hidden_size=64))
+    library = logging.get_logger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        for assistant in (drafter, stranger):  # not used, so not checked either
+            caplog.clear()
+            assert target.generate(prompt, assistant_model=assistant, **settings).tolist() == plain.tolist()
+            assert "assistant" in caplog.text
+    finally:
+        library.removeHandler(caplog.handler)
 
 
 def test_generation_config_objects_work(target, trained, prompt):

@@ -123,6 +123,8 @@ def test_prompts_beyond_the_context_window_and_batches(target, drafter, prompt):
     [
         ("num_assistant_tokens", 9, "1 to 4"),
         ("num_assistant_tokens", 0, "1 to 4"),
+        ("num_assistant_tokens", 2.5, "1 to 4"),
+        ("tree_size", "8", "an integer"),
         ("tree_size", 0, "1 or more"),
         ("reuse", "always", "none, ensemble, resample"),
         ("reuse_weight", -1.0, "0 or more"),
@@ -133,7 +135,7 @@ def test_drafting_options_are_checked(target, drafter, prompt, name, value, expe
     setattr(drafter.generation_config, name, value)
     with pytest.raises(ValueError, match=expected) as error:
         generate(target, drafter, prompt)
-    assert name in str(error.value) or name == "assistant_confidence_threshold"
+    assert name in str(error.value)
 
 
 def test_sliding_window_targets_are_refused_with_the_reason(prompt):
@@ -146,6 +148,35 @@ def test_sliding_window_targets_are_refused_with_the_reason(prompt):
     target = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
         generate(target, make_drafter(target), prompt)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "gpt_neo", "attention_types": [[["global", "local"], 1]], "num_layers": 2}, "attend locally"),
+        ({"model_type": "bloom", "n_layer": 2, "n_head": 4}, "no position_ids"),
+        ({"model_type": "falcon", "alibi": True, "num_hidden_layers": 2, "num_attention_heads": 4}, "cache slots"),
+    ],
+)
+def test_targets_that_work_by_cache_slot_are_refused(prompt, config, expected):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {"vocab_size": VOCAB, "hidden_size": 32, "pad_token_id": 0, "eos_token_id": None}
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**fields, **config}))
+    with pytest.raises(ValueError, match=expected):
+        generate(target, make_drafter(target, num_key_value_heads=4), prompt)
+
+
+def test_a_bare_cache_does_not_hide_sliding_layers(prompt):
+    from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
+
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
+        generate(target, make_drafter(target), prompt, past_key_values=DynamicCache())
 
 
 @pytest.fixture
@@ -182,6 +213,11 @@ def test_configuration_of_another_size(folder):
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
     with pytest.raises((ValueError, RuntimeError), match="gate_proj"):
         HSDrafter.from_pretrained(folder)
+
+
+def test_an_override_on_loading_is_checked(folder):
+    with pytest.raises(ValueError, match="num_draft_steps=0"):
+        HSDrafter.from_pretrained(folder, num_draft_steps=0)
 
 
 def test_an_edited_configuration_is_checked_on_loading(folder):

@@ -86,7 +86,7 @@ def test_training_ends_with_a_drafter_that_loads_and_decodes(chatty, tokenizer, 
 
 
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
-    """Killed after the first checkpoint: the second run answers nothing anew, computes no features, goes on at step 2."""
+    """The second run answers nothing anew, computes no features and goes on at the checkpoint."""
     from hf_hsdraft.training import features, trainer
 
     original = trainer.DrafterTrainer.compute_loss
@@ -108,6 +108,55 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypa
     train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
     assert steps == [2, 3]
     assert (tmp_path / "out" / "answers.jsonl").read_text() == answers
+
+
+def test_a_run_is_not_resumed_with_other_settings(chatty, tokenizer, tmp_path):
+    """Other data would give the checkpoint's rows another draft vocabulary."""
+    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    changed = plan(tmp_path, learning_rate=0.5)
+    with pytest.raises(ValueError, match=r"learning_rate: 0\.001 -> 0\.5"):
+        train(chatty, tokenizer, changed, report=lambda _: None)
+    write_prompts(tmp_path / "prompts.jsonl", 13)
+    with pytest.raises(ValueError, match="prompt_digests"):
+        train(chatty, tokenizer, TrainingPlan(**{**vars(changed), "learning_rate": 1e-3}), report=lambda _: None)
+
+
+def test_a_drafter_to_start_from_keeps_its_own_sizes(chatty, tokenizer, tmp_path):
+    from conftest import make_drafter
+
+    make_drafter(chatty, target_tap_layers=[1, 3], num_draft_steps=2, tree_size=4).save_pretrained(tmp_path / "first")
+    start = str(tmp_path / "first")
+    with pytest.raises(ValueError, match="num_draft_steps=2"):
+        train(chatty, tokenizer, plan(tmp_path, init_from=start), report=lambda _: None)
+    continued = plan(tmp_path, init_from=start, drafter={}, out=str(tmp_path / "second"))
+    drafter = train(chatty, tokenizer, continued, report=lambda _: None)
+    assert drafter.config.target_tap_layers == [1, 3] and drafter.config.num_draft_steps == 2
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"head": "trained"}, {"head": "trained", "hidden_size": 16, "num_attention_heads": 2}]
+)
+def test_trained_heads(chatty, tokenizer, tmp_path, sizes):
+    overrides = {"num_draft_steps": 2, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40, "head_dim": 8}
+    overrides |= {"num_key_value_heads": 1, **sizes}
+    drafter = train(chatty, tokenizer, plan(tmp_path, drafter=overrides), report=lambda _: None)
+    loaded = HSDrafter.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, drafter.lm_head.weight)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = chatty.generate(ids, max_new_tokens=12, do_sample=False)
+    assert chatty.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=loaded).tolist() == plain.tolist()
+
+
+def test_targets_with_scaled_logits_are_not_taught_wrongly(tokenizer, tmp_path):
+    from transformers import AutoModelForCausalLM, GraniteConfig
+
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, logits_scaling=8.0, initializer_range=0.3, pad_token_id=0, eos_token_id=4,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="scale, cap or bias"):
+        train(AutoModelForCausalLM.from_config(config).eval(), tokenizer, plan(tmp_path), report=lambda _: None)
 
 
 def test_answers_survive_a_torn_line_without_loss_or_doubles(chatty, tokenizer, tmp_path):
@@ -187,12 +236,30 @@ def test_commands_train_bench_and_demo(saved):
     prompts = str(write_prompts(saved / "prompts.jsonl", 10))
     target, drafter = str(saved / "target"), str(saved / "drafter")
     arguments = ["--target", target, "--prompts", prompts, "--out", drafter, "--max-steps", "2", "--eval-steps", "2"]
-    arguments += ["--eval-conversations", "2", "--eval-prompts", "1", "--max-new-tokens", "10", "--num-draft-steps", "3"]
+    arguments += [
+        "--eval-conversations",
+        "2",
+        "--eval-prompts",
+        "1",
+        "--max-new-tokens",
+        "10",
+        "--num-draft-steps",
+        "3",
+    ]
     result = runner.invoke(app, ["train", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     report = saved / "bench.json"
     common = ["--target", target, "--drafter", drafter, "--max-new-tokens", "12"]
-    arguments = ["--prompts", prompts, "--limit", "4", "--json", str(report), "--variants", "tree8,chain+resample,lookup"]
+    arguments = [
+        "--prompts",
+        prompts,
+        "--limit",
+        "4",
+        "--json",
+        str(report),
+        "--variants",
+        "tree8,chain+resample,lookup",
+    ]
     result = runner.invoke(app, ["bench", *common, *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     figures = json.loads(report.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import time
@@ -58,8 +59,9 @@ class Variant:
         size = shape[len(kind) :]
         if kind == "chain":
             options |= {"beam_width": 1} | ({"num_assistant_tokens": int(size)} if size else {})
-        elif size:
-            options["tree_size"] = int(size)
+        elif drafter is not None:
+            width, nodes = drafter.config.beam_width, int(size or drafter.config.tree_size)
+            options |= {"beam_width": max(width, 2), "tree_size": nodes}
         return cls(f"{label}: {text}" if label else text, drafter, options)
 
     def generate_kwargs(self) -> dict[str, Any]:
@@ -108,6 +110,8 @@ def run_bench(
 ) -> BenchResult:
     """Greedy decoding of the first turn of each question, plain and by every variant, alternating per question."""
     chosen = spread(questions, limit)
+    if not chosen:
+        raise ValueError("no questions: the prompt files hold no line with `turns`")
     result = BenchResult(
         settings={
             "target": getattr(target, "name_or_path", ""),
@@ -154,11 +158,10 @@ def _time_call(
     kwargs = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     kwargs |= variant.generate_kwargs() if variant is not None else {}
     drafter = variant.drafter if variant is not None else None
-    stored = drafter.generation_config.to_dict() if drafter is not None else {}
+    stored = copy.deepcopy(drafter.generation_config) if drafter is not None else None
     counter = _ForwardCounter(target)
     try:
         if drafter is not None and variant is not None:
-            drafter.generation_config.update(**variant.options)
             for name, value in variant.options.items():
                 setattr(drafter.generation_config, name, value)
         _synchronise(target.device)
@@ -169,7 +172,7 @@ def _time_call(
     finally:
         counter.remove()
         if drafter is not None:
-            drafter.generation_config = type(drafter.generation_config).from_dict(stored)
+            drafter.generation_config = stored
     tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1]
     return output.sequences, Run(tokens, seconds, counter.count, getattr(output, "statistics", None), None)
 

@@ -42,7 +42,7 @@ def answer_prompts(
     """
     path = Path(path)
     done = _keys_present(path)
-    pending = [prompt for prompt in prompts if prompt.key not in done]
+    pending = list({prompt.key: prompt for prompt in prompts if prompt.key not in done}.values())
     lengths = {
         prompt.key: len(
             tokenizer.apply_chat_template([_user(prompt.turns[0])], add_generation_prompt=True)["input_ids"]

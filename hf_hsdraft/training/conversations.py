@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ class Prompt:
     """User turns still to be answered.
 
     Attributes:
-        key: stable identity, `<file name>:<line number>`; what makes answering restartable.
+        key: digest of the turns, the identity that makes answering restartable.
         turns: the user's messages in order.
         category: free label of the source file, `""` if it has none.
     """
@@ -87,7 +88,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
                 f"{path}, line {number}: expected `turns`, a non-empty list of strings, or `messages`; "
                 f"found keys {sorted(row)}"
             )
-        prompts.append(Prompt(f"{path.name}:{number}", tuple(turns), str(row.get("category", ""))))
+        key = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16]
+        prompts.append(Prompt(key, tuple(turns), str(row.get("category", ""))))
     return prompts
 
 

@@ -57,7 +57,8 @@ class LossParts:
     Attributes:
         loss: the weighted sum that is trained on, a scalar.
         divergence: forward KL from the target's to the drafter's distribution on the draft vocabulary, in nats.
-        accuracy: how often the drafter's first choice is the target's, with the true previous tokens injected.
+        accuracy: how often the drafter's first choice is the target's, both within the draft vocabulary and with the
+            true previous tokens injected.
     """
 
     loss: torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -14,9 +15,16 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..configuration_hsdraft import HSDraftConfig
+from ..decoding import check_target
 from ..modeling_hsdraft import HSDrafter
 from .answers import answer_prompts
-from .conversations import Conversation, read_conversations, read_prompts, tokenize_conversation
+from .conversations import (
+    Conversation,
+    TokenizedConversation,
+    read_conversations,
+    read_prompts,
+    tokenize_conversation,
+)
 from .features import FeatureDataset, cache_features, feature_bytes
 from .trainer import DrafterTrainer
 from .vocabulary import choose_draft_vocabulary
@@ -74,16 +82,19 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
     """
     out = Path(plan.out)
     out.mkdir(parents=True, exist_ok=True)
+    _claim(out, plan)
     torch.manual_seed(plan.seed)
+    start = _start(target, plan)
     conversations = _conversations(target, tokenizer, plan, out, report)
-    tokenized = [tokenize_conversation(tokenizer, chat, plan.max_length) for chat in conversations]
-    tokenized = [chat for chat in tokenized if int(chat.answer_mask.sum()) > 1]
+    pairs = [(chat, tokenize_conversation(tokenizer, chat, plan.max_length)) for chat in conversations]
+    pairs = [pair for pair in pairs if bool(pair[1].answer_mask[2:].any())]  # a chain predicts x_2 at the earliest
+    conversations, tokenized = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if len(tokenized) <= plan.eval_conversations:
         raise ValueError(
             f"only {len(tokenized)} conversations to learn from, of which {plan.eval_conversations} are held out; "
             "give more prompts or a smaller number of held-out conversations"
         )
-    config = _drafter_config(target, tokenizer, tokenized, plan, report)
+    config = start.config if start else _drafter_config(target, tokenizer, tokenized, plan, report)
     tokens = sum(len(chat.input_ids) for chat in tokenized)
     size = feature_bytes(tokens, len(config.target_tap_layers), config.target_hidden_size)
     report(f"features of {tokens:,} tokens, {size / 1e9:.1f} GB on disk")
@@ -94,14 +105,84 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
         out / "features",
         on_shard=lambda done, of: report(f"features: {done}/{of} shards"),
     )
-    drafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32) if plan.init_from else HSDrafter(config)
-    if not plan.init_from:
+    drafter = (start or HSDrafter(config)).to(target.device)
+    _check_teacher(target, drafter, tokenized[0], features[0].final)
+    if not start:
         start_from_target(drafter, target, features)
     report(f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters")
     _fit(target, tokenizer, drafter, features, conversations, plan, out)
     drafter.to(torch.bfloat16).save_pretrained(out)
-    (out / "training_plan.json").write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")
     return drafter
+
+
+# What may change between a run and its resumption; anything else would mix two different drafters.
+_MAY_CHANGE = {
+    "max_steps",
+    "eval_steps",
+    "logging_steps",
+    "eval_prompts",
+    "eval_new_tokens",
+    "answer_batch_size",
+    "out",
+}
+
+
+def _claim(out: Path, plan: TrainingPlan) -> None:
+    """Writes the plan into the folder, or checks that the folder belongs to the same one.
+
+    Raises:
+        ValueError: the folder holds a run of another plan; the message names the fields that differ.
+    """
+    path = out / "training_plan.json"
+    digests = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in plan.prompts]
+    document = {**asdict(plan), "prompts": [Path(name).name for name in plan.prompts], "prompt_digests": digests}
+    if path.exists():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(name for name in document if name not in _MAY_CHANGE and stored.get(name) != document[name])
+        if differing:
+            changes = ", ".join(f"{name}: {stored.get(name)!r} -> {document[name]!r}" for name in differing)
+            raise ValueError(
+                f"{out} holds a run with other settings ({changes}); resume it with the same, or use a new --out"
+            )
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
+    """The drafter to start from, if any.
+
+    Raises:
+        ValueError: it was made for another target, or the plan asks for other sizes than it has.
+    """
+    if plan.init_from is None:
+        return None
+    drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
+    check_target(target, drafter)
+    for name, value in plan.drafter.items():
+        found = getattr(drafter.config, name)
+        if name != "target_name" and found != value:
+            raise ValueError(
+                f"{plan.init_from} has {name}={found!r}, not {value!r}; leave {name} out, or train from scratch"
+            )
+    return drafter
+
+
+@torch.no_grad()
+def _check_teacher(target: Any, drafter: HSDrafter, chat: TokenizedConversation, final: torch.Tensor) -> None:
+    """Raises a ValueError unless the target's logits are its final hidden states times its output rows.
+
+    Scaled, capped or biased logits would be another distribution than the one the drafter is taught.
+    """
+    logits = target(chat.input_ids[None].to(target.device), use_cache=False).logits[0].float().cpu()
+    rows = target.get_output_embeddings().weight.detach().float().cpu()
+    rebuilt = final.float() @ rows.T
+    error = float((rebuilt.log_softmax(-1).exp() - logits.log_softmax(-1).exp()).abs().sum(-1).mean())
+    if error > 0.1:  # total variation times two; bfloat16 features stay well below
+        raise ValueError(
+            f"{type(target).__name__} changes its logits after the output layer (scale, cap or bias): the teacher "
+            f"would be wrong by {error:.2f} in total variation. Training for such targets is not supported yet."
+        )
 
 
 def _conversations(target: Any, tokenizer: Any, plan: TrainingPlan, out: Path, report: Report) -> list[Conversation]:
@@ -124,7 +205,7 @@ def _conversations(target: Any, tokenizer: Any, plan: TrainingPlan, out: Path, r
             seed=plan.seed,
             on_batch=lambda done, tokens: report(f"answers: {done}/{len(prompts)} prompts"),
         )
-        conversations += read_conversations(answers)
+        conversations += read_conversations(answers, greedy_only=plan.greedy_only)
     random.Random(plan.seed).shuffle(conversations)
     return conversations
 
@@ -149,15 +230,19 @@ def start_from_target(drafter: HSDrafter, target: Any, features: FeatureDataset,
     The final norm takes the scale of the target's final hidden states, the injector's output the leading directions of
     the target's head: from the first step on both speak the head's language.
     """
+    if drafter.config.hidden_size != drafter.config.target_hidden_size:
+        return
     finals = torch.cat([features[index].final for index in range(min(sample, len(features)))]).float()
     drafter.norm.weight.copy_(finals.pow(2).mean(dim=0).sqrt())
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    if weights.head is not None:
-        rank = drafter.config.injector_rank
-        _, _, directions = torch.linalg.svd(weights.head.float() * drafter.norm.weight, full_matrices=False)
-        # Without the norm's scale a unit of hidden state would move the logits by very unequal amounts.
-        leading = (weights.head.float() * drafter.norm.weight) @ directions[:rank].T
-        drafter.injector.up.weight[:, : leading.shape[1]].copy_(leading)
+    rows = target.get_output_embeddings().weight.detach()
+    head = rows[drafter.draft_vocab_ids().to(rows.device)].to(drafter.device, torch.float32)
+    if drafter.lm_head is not None:
+        drafter.lm_head.weight.copy_(head)
+    # With the norm's scale a unit of hidden state moves the logits alike in all directions.
+    head = head * drafter.norm.weight
+    _, _, directions = torch.linalg.svd(head, full_matrices=False)
+    leading = head @ directions[: drafter.config.injector_rank].T
+    drafter.injector.up.weight[:, : leading.shape[1]].copy_(leading)
 
 
 def _fit(
@@ -173,9 +258,10 @@ def _fit(
 
     held = range(plan.eval_conversations)
     training = torch.utils.data.Subset(features, range(plan.eval_conversations, len(features)))
-    prompts = [conversations[index].messages[0][1] for index in held[: plan.eval_prompts]]
+    prompts = [_first_user_message(conversations[index]) for index in held[: plan.eval_prompts]]
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     rows = target.get_output_embeddings().weight.detach()
+    teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, torch.float32)
     arguments = TrainingArguments(
         output_dir=str(out / "checkpoints"),
         max_steps=plan.max_steps,
@@ -204,7 +290,7 @@ def _fit(
         drafter,
         arguments,
         weights=weights,
-        teacher_head=rows[weights.vocab_ids.to(rows.device)].float(),
+        teacher_head=teacher_head,
         measure_tau=lambda model: measure_tau(target, tokenizer, model, prompts, plan.eval_new_tokens),
         chains_per_step=plan.chains_per_step,
         rolled_fraction=plan.rolled_fraction,
@@ -212,8 +298,10 @@ def _fit(
         train_dataset=training,
         eval_dataset=torch.utils.data.Subset(features, list(held)),
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(out / "checkpoints")) if _started(out) else None)
+    checkpoints = out / "checkpoints"
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
 
 
-def _started(out: Path) -> bool:
-    return (out / "checkpoints").is_dir()
+def _first_user_message(chat: Conversation) -> str:
+    return next(content for role, content in chat.messages if role == "user")
