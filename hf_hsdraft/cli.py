@@ -55,6 +55,7 @@ def demo(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    tuned: Annotated[bool, typer.Option("--tune/--no-tune", help="First find the fastest draft shape here.")] = True,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -62,7 +63,7 @@ def demo(
     from .bench.demo import run_demo
 
     model, tokenizer, loaded = _load(target, drafter, dtype, device)
-    run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console)
+    run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console, tuned)
 
 
 @app.command()
@@ -75,7 +76,8 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts in all, taken evenly from all categories.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     variants: Annotated[
-        str, typer.Option(help="Comma-separated: chain, tree, each with +ensemble or +resample; lookup.")
+        str,
+        typer.Option(help="Comma-separated: chain, tree, tree8x3 (nodes, depth), any +ensemble or +resample; lookup."),
     ] = "tree,chain,lookup",
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
@@ -124,7 +126,7 @@ def train(
     rolled_fraction: Annotated[float, typer.Option(min=0.01, max=1.0)] = 0.5,
     eval_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints, each with its tau.")] = 500,
     eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
-    eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 8,
+    eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
     num_draft_steps: Annotated[
         int | None, typer.Option(min=1, help="K, hidden states rolled out per round; default 6.")

@@ -223,6 +223,7 @@ def test_a_bfloat16_target_parts_only_at_ties(prompt, trained):
     assert divergence is None or divergence.margin < 0.05
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 @pytest.mark.parametrize("injector", ["path", "low_rank"])
 def test_leftover_states_go_on_predicting_their_positions(target, injector, accepted):

@@ -100,7 +100,7 @@ def test_another_target_is_refused_before_any_forward(target, drafter, prompt, o
     [
         ({"use_cache": False}, "use_cache=False"),
         ({"cache_implementation": "static"}, "StaticCache"),
-        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states=True"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     ],
 )
 def test_calls_that_cannot_work_say_so_and_the_next_one_works(target, drafter, prompt, kwargs, expected):

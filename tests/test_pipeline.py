@@ -258,14 +258,14 @@ def test_commands_train_bench_and_demo(saved):
         "--json",
         str(report),
         "--variants",
-        "tree8,chain+resample,lookup",
+        "tree8x2,chain+resample,lookup",
     ]
     result = runner.invoke(app, ["bench", *common, *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     figures = json.loads(report.read_text())
     assert figures["summary"]["plain"]["tau"] == 1.0
-    assert figures["summary"]["tree8"]["identical"] == 4 == figures["settings"]["questions"]
-    assert set(figures["summary"]) == {"plain", "tree8", "chain+resample", "prompt lookup (transformers)"}
+    assert figures["summary"]["tree8x2"]["identical"] == 4 == figures["settings"]["questions"]
+    assert set(figures["summary"]) == {"plain", "tree8x2", "chain+resample", "prompt lookup (transformers)"}
     assert sorted(figures["categories"]) == ["a", "a", "b", "b"]
     result = runner.invoke(app, ["demo", "w1 w2 w3", *common], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import platform
+import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from ..modeling_hsdraft import HSDrafter
 from ..training.conversations import Prompt
 from .measure import DEFINITIONS, Divergence, encode_prompt, first_divergence
 
+_VARIANT = re.compile(r"(chain|tree)(\d+)?(?:x(\d+))?(?:\+(none|ensemble|resample))?")
 TIE_MARGIN = 1e-3  # below this, top-1/top-2 margins are rounding: a divergence there is a tie
 
 
@@ -42,26 +44,23 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str, label: str = "", drafter: HSDrafter | None = None) -> Variant:
-        """Reads `chain`, `tree` (each with `+ensemble` or `+resample`), a tree of other size as `tree16`, or `lookup`.
+        """Reads `chain`, `tree`, `tree8` (nodes), `tree8x3` (and depth), any with `+ensemble` or `+resample`, or `lookup`.
 
         Raises:
             ValueError: the text is none of these.
         """
         if text == "lookup":
             return cls("prompt lookup (transformers)", None)
-        shape, _, reuse = text.partition("+")
-        kind = shape.rstrip("0123456789")
-        if kind not in ("chain", "tree") or reuse not in ("", "none", "ensemble", "resample"):
-            raise ValueError(
-                f"unknown variant {text!r}: expected chain or tree, then +ensemble or +resample, or lookup"
-            )
+        match = _VARIANT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"unknown variant {text!r}: expected such as chain, tree, tree8x3, tree+resample, lookup")
+        kind, size, depth, reuse = match.groups()
         options: dict[str, Any] = {"reuse": reuse or "none"}
-        size = shape[len(kind) :]
-        if kind == "chain":
-            options |= {"beam_width": 1} | ({"num_assistant_tokens": int(size)} if size else {})
-        elif drafter is not None:
-            width, nodes = drafter.config.beam_width, int(size or drafter.config.tree_size)
-            options |= {"beam_width": max(width, 2), "tree_size": nodes}
+        if drafter is not None:
+            config = drafter.config
+            options["beam_width"] = 1 if kind == "chain" else max(config.beam_width, 2)
+            options["tree_size"] = int(size or config.tree_size)
+            options["num_assistant_tokens"] = int(depth or config.num_draft_steps)
         return cls(f"{label}: {text}" if label else text, drafter, options)
 
     def generate_kwargs(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class TrainingPlan:
     greedy_only: bool = False
     answer_batch_size: int = 32
     eval_conversations: int = 48
-    eval_prompts: int = 8
+    eval_prompts: int = 16
     eval_new_tokens: int = 48
     eval_steps: int = 500
     logging_steps: int = 25
@@ -159,9 +159,10 @@ def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
         return None
     drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
     check_target(target, drafter)
+    drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
     for name, value in plan.drafter.items():
         found = getattr(drafter.config, name)
-        if name != "target_name" and found != value:
+        if found != value:
             raise ValueError(
                 f"{plan.init_from} has {name}={found!r}, not {value!r}; leave {name} out, or train from scratch"
             )
