@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,9 +10,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
-    help="Hidden-state speculative decoding for transformers.", no_args_is_help=True, add_completion=False
+    help="Hidden-state speculative decoding for transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 console = Console()
 
@@ -193,7 +198,12 @@ def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str) ->
 
 
 def main() -> None:
-    app()
+    """The command; what a user got wrong is said in a line, not in a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str, label: str = "", drafter: HSDrafter | None = None) -> Variant:
-        """Reads `chain`, `tree`, `tree8` (nodes), `tree8x3` (and depth), any with `+ensemble` or `+resample`, or `lookup`.
+        """Reads `chain`, `tree`, `tree8` (nodes), `tree8x3` (and depth), any `+ensemble` or `+resample`, or `lookup`.
 
         Raises:
             ValueError: the text is none of these.
