@@ -3,6 +3,8 @@
 Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`].
 """
 
+from transformers import AutoConfig, AutoModel
+
 from ._version import __version__
 from .candidate_generator import HSCandidateGenerator
 from .configuration_hsdraft import HSDraftConfig
@@ -12,6 +14,8 @@ from .generate_hook import install
 from .modeling_hsdraft import HSDrafter
 
 install()
+AutoConfig.register(HSDraftConfig.model_type, HSDraftConfig)
+AutoModel.register(HSDraftConfig, HSDrafter)
 
 __all__ = [
     "DraftStatistics",

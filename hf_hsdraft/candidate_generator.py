@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .draft_tree import DraftTree, build_beam_tree, merge_trees
@@ -35,19 +36,30 @@ class DraftOptions:
     reuse_weight: float
 
     @classmethod
-    def of(cls, drafter: HSDrafter) -> DraftOptions:
+    def of(cls, drafter: HSDrafter, call: GenerationConfig | None = None) -> DraftOptions:
         """Reads and checks the options.
 
+        Args:
+            call: generation configuration of the call. What it sets goes before what the drafter says; transformers has
+                filled in its own defaults by then, and those count as not set.
+
         Raises:
-            ValueError: an option is out of range; the message names it, its value and what would be right.
+            ValueError: an option is unknown or out of range; the message names it and what would be right.
         """
         config = drafter.generation_config
         limit = drafter.config.num_draft_steps
         defaults = drafter.default_generation_config()
+        known = {*vars(defaults), "transformers_version"}
+        unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
+        if unknown:
+            raise ValueError(f"unknown drafting options on drafter.generation_config: {', '.join(unknown)}")
+
+        library = GenerationConfig._get_default_generation_params()
 
         def option(name: str) -> Any:
-            value = getattr(config, name, None)
-            return getattr(defaults, name) if value is None else value
+            given = getattr(call, name, None)
+            values = (None if given == library.get(name) else given, getattr(config, name, None))
+            return next((value for value in values if value is not None), getattr(defaults, name))
 
         for name, most in (("num_assistant_tokens", limit), ("tree_size", None), ("beam_width", None)):
             value = option(name)

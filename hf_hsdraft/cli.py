@@ -11,12 +11,16 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from transformers.utils.logging import disable_progress_bar
+
+from ._version import __version__
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 console = Console()
 
@@ -120,15 +124,17 @@ def train(
     ],
     out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
     target: TargetOption = None,
-    max_steps: Annotated[int, typer.Option(min=1)] = 2000,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    max_steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 2000,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak, after the warm-up.")] = 6e-4,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts answered at most.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a conversation.")] = 1024,
     greedy_only: Annotated[bool, typer.Option(help="Learn from greedy answers only.")] = False,
-    conversations_per_step: Annotated[int, typer.Option(min=1)] = 2,
-    chains_per_step: Annotated[int, typer.Option(min=1)] = 128,
-    rolled_fraction: Annotated[float, typer.Option(min=0.01, max=1.0)] = 0.5,
+    conversations_per_step: Annotated[int, typer.Option(min=1, help="Conversations packed into a step.")] = 2,
+    chains_per_step: Annotated[int, typer.Option(min=1, help="Chain starts sampled from them.")] = 160,
+    rolled_fraction: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of the chains followed beyond the first depth.")
+    ] = 0.5,
     eval_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints, each with its tau.")] = 500,
     eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
     eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
@@ -195,6 +201,14 @@ def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str) ->
     loaded = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
     model, tokenizer = load_target(target, dtype.torch, device)
     return model, tokenizer, loaded
+
+
+@app.callback(invoke_without_command=True)
+def common(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Hidden-state speculative decoding for transformers."""
+    disable_progress_bar()  # of loading; the commands show progress of their own
+    if version:
+        console.print(__version__, highlight=False)
 
 
 def main() -> None:

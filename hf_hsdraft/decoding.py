@@ -101,9 +101,8 @@ def check_target(target: Any, drafter: HSDrafter) -> None:
         found = getattr(config, name)
         if found != expected:
             raise ValueError(
-                f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter trained "
-                f"for {type(target).__name__} at {getattr(target, 'name_or_path', '') or 'this size'}, or train one "
-                "with `hsdraft train`."
+                f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
+                "target, or train one with `hsdraft train`."
             )
 
 
@@ -153,7 +152,7 @@ def speculative_decoding(
         ValueError: target, drafter and call do not fit together; nothing has been computed then.
     """
     _check_call(target, drafter, input_ids, generation_config, model_kwargs)
-    options = DraftOptions.of(drafter)
+    options = DraftOptions.of(drafter, generation_config)
     cache = model_kwargs.get("past_key_values")
     runtime = TargetRuntime(target, drafter.config.target_tap_layers, cache)
     statistics = DraftStatistics() if generation_config.return_dict_in_generate else None

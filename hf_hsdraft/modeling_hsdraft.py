@@ -295,6 +295,9 @@ class HSDrafter(PreTrainedModel):
             ValueError: the weights are damaged, or do not cover the configuration. A drafter that is partly random
                 would still decode correctly, only slowly, so this is not left to a warning.
         """
+        name = str(pretrained_model_name_or_path)
+        if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
+            raise OSError(f"no such drafter folder: {os.path.abspath(name)}")
         want_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with all other mismatches at once
         try:

@@ -261,6 +261,13 @@ def test_chunked_prefill(target, trained, prompt):
     assert target.generate(prompt, assistant_model=trained, **settings).tolist() == plain.tolist()
 
 
+def test_options_of_the_call_go_before_the_drafters(target, trained, prompt):
+    settings = {"max_new_tokens": 12, "do_sample": False, "assistant_model": trained, "return_dict_in_generate": True}
+    output = target.generate(prompt, num_assistant_tokens=1, **settings)
+    assert max(output.statistics.accepted_lengths) == 1
+    assert max(target.generate(prompt, **settings).statistics.accepted_lengths) > 1
+
+
 def test_statistics_add_up(target, trained, prompt):
     output = target.generate(
         prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, return_dict_in_generate=True

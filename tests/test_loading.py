@@ -138,16 +138,19 @@ def test_drafting_options_are_checked(target, drafter, prompt, name, value, expe
     assert name in str(error.value)
 
 
-def test_sliding_window_targets_are_refused_with_the_reason(prompt):
-    from transformers import AutoModelForCausalLM, MistralConfig
+@pytest.mark.parametrize("bare_cache", [False, True])
+def test_sliding_window_targets_are_refused_with_the_reason(prompt, bare_cache):
+    """Also when the caller's cache does not know yet that the model wants sliding layers."""
+    from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
     config = MistralConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=8, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     target = AutoModelForCausalLM.from_config(config)
+    kwargs = {"past_key_values": DynamicCache()} if bare_cache else {}
     with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
-        generate(target, make_drafter(target), prompt)
+        generate(target, make_drafter(target), prompt, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -167,22 +170,24 @@ def test_targets_that_work_by_cache_slot_are_refused(prompt, config, expected):
         generate(target, make_drafter(target, num_key_value_heads=4), prompt)
 
 
-def test_a_bare_cache_does_not_hide_sliding_layers(prompt):
-    from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
-
-    config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=8, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    target = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
-        generate(target, make_drafter(target), prompt, past_key_values=DynamicCache())
-
-
 @pytest.fixture
 def folder(target, tmp_path):
     make_drafter(target).save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_missing_folders_and_unknown_options(target, drafter, prompt, tmp_path):
+    with pytest.raises(OSError, match="no such drafter folder"):
+        HSDrafter.from_pretrained(tmp_path / "nowhere")
+    drafter.generation_config.beam_widht = 3
+    with pytest.raises(ValueError, match="beam_widht"):
+        generate(target, drafter, prompt)
+
+
+def test_auto_classes_know_the_drafter(folder):
+    from transformers import AutoModel
+
+    assert isinstance(AutoModel.from_pretrained(folder), HSDrafter)
 
 
 def test_missing_weights(folder):

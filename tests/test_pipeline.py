@@ -108,17 +108,20 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypa
     train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
     assert steps == [2, 3]
     assert (tmp_path / "out" / "answers.jsonl").read_text() == answers
+    steps.clear()
+    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    assert not steps  # a finished run is finished
 
 
 def test_a_run_is_not_resumed_with_other_settings(chatty, tokenizer, tmp_path):
     """Other data would give the checkpoint's rows another draft vocabulary."""
     train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
     changed = plan(tmp_path, learning_rate=0.5)
-    with pytest.raises(ValueError, match=r"learning_rate: 0\.001 -> 0\.5"):
+    with pytest.raises(ValueError, match=r"learning_rate: 0\.0006 -> 0\.5"):
         train(chatty, tokenizer, changed, report=lambda _: None)
     write_prompts(tmp_path / "prompts.jsonl", 13)
     with pytest.raises(ValueError, match="prompt_digests"):
-        train(chatty, tokenizer, TrainingPlan(**{**vars(changed), "learning_rate": 1e-3}), report=lambda _: None)
+        train(chatty, tokenizer, TrainingPlan(**{**vars(changed), "learning_rate": 6e-4}), report=lambda _: None)
 
 
 def test_a_drafter_to_start_from_keeps_its_own_sizes(chatty, tokenizer, tmp_path):

@@ -124,6 +124,7 @@ def run_bench(
             "questions": len(chosen),
             "max_new_tokens": max_new_tokens,
             "do_sample": False,
+            "variants": {variant.name: variant.options for variant in variants},
         },
         categories=[question.category for question in chosen],
         plain=[],
@@ -244,7 +245,11 @@ def round_costs(runs: Sequence[Run]) -> dict[str, float]:
 def print_table(result: BenchResult, console: Console) -> None:
     """Prints the comparison, the costs of a round, tau per category and every divergence."""
     settings = result.settings
-    console.print(", ".join(f"{name}={value}" for name, value in settings.items()), style="dim", highlight=False)
+    console.print(
+        ", ".join(f"{name}={value}" for name, value in settings.items() if name != "variants"),
+        style="dim",
+        highlight=False,
+    )
     table = Table("variant", "tau", "tokens/s", "speed-up", "identical", "ties", "divergent")
     for name, runs in {"plain": result.plain, **result.runs}.items():
         row = summarise(runs, result.plain)
@@ -263,6 +268,12 @@ def print_table(result: BenchResult, console: Console) -> None:
             if run.divergence is not None:
                 console.print(f"{name}, question {index} ({result.categories[index]}): {run.divergence}")
     console.print(DEFINITIONS, style="dim", highlight=False)
+    console.print(
+        f"identical, ties, divergent: texts equal to the plain one; parted where the target's top-1/top-2 margin is "
+        f"below {TIE_MARGIN}; parted elsewhere.",
+        style="dim",
+        highlight=False,
+    )
 
 
 def _print_costs(result: BenchResult, console: Console) -> None:
@@ -289,7 +300,7 @@ def _print_categories(result: BenchResult, console: Console) -> None:
         picked = [index for index, name in enumerate(result.categories) if name == category]
         plain = [result.plain[index] for index in picked]
         rows = [summarise([runs[index] for index in picked], plain) for runs in result.runs.values()]
-        table.add_row(category, *(f"{row.tau:.2f}" for row in rows))
+        table.add_row(category or "(none)", *(f"{row.tau:.2f}" for row in rows))
     console.print(table)
 
 

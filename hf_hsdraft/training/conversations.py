@@ -84,9 +84,9 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         if turns is None and "messages" in row:
             continue
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
             raise ValueError(
-                f"{path}, line {number}: expected `turns`, a non-empty list of strings, or `messages`; "
-                f"found keys {sorted(row)}"
+                f"{path}, line {number}: expected `turns`, a non-empty list of strings, or `messages`; {found}"
             )
         key = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16]
         prompts.append(Prompt(key, tuple(turns), str(row.get("category", ""))))

@@ -20,6 +20,7 @@ from ..modeling_hsdraft import HSDrafter
 from .answers import answer_prompts
 from .conversations import (
     Conversation,
+    Prompt,
     TokenizedConversation,
     read_conversations,
     read_prompts,
@@ -51,9 +52,9 @@ class TrainingPlan:
     prompts: Sequence[str]
     out: str
     max_steps: int = 2000
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-4
     conversations_per_step: int = 2
-    chains_per_step: int = 128
+    chains_per_step: int = 160
     rolled_fraction: float = 0.5
     depth_decay: float = 0.8
     max_length: int = 1024
@@ -82,22 +83,33 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
     """
     out = Path(plan.out)
     out.mkdir(parents=True, exist_ok=True)
-    _claim(out, plan)
-    torch.manual_seed(plan.seed)
     start = _start(target, plan)
-    conversations = _conversations(target, tokenizer, plan, out, report)
+    finished, prompts = _read(plan)
+    if len(finished) + len(prompts) <= plan.eval_conversations:
+        raise ValueError(
+            f"{len(finished) + len(prompts)} conversations and prompts are too few: {plan.eval_conversations} of them "
+            "are held out; give more, or hold out fewer (--eval-conversations)"
+        )
+    _claim(out, plan)
+    done = _steps_done(out)
+    if done >= plan.max_steps and (out / "model.safetensors").exists():
+        report(f"already finished: {done} of {plan.max_steps} steps")
+        trained: HSDrafter = HSDrafter.from_pretrained(out)
+        return trained
+    torch.manual_seed(plan.seed)
+    conversations = _conversations(target, tokenizer, plan, finished, prompts, out, report)
     pairs = [(chat, tokenize_conversation(tokenizer, chat, plan.max_length)) for chat in conversations]
     pairs = [pair for pair in pairs if bool(pair[1].answer_mask[2:].any())]  # a chain predicts x_2 at the earliest
     conversations, tokenized = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if len(tokenized) <= plan.eval_conversations:
         raise ValueError(
-            f"only {len(tokenized)} conversations to learn from, of which {plan.eval_conversations} are held out; "
-            "give more prompts or a smaller number of held-out conversations"
+            f"only {len(tokenized)} conversations hold answers to learn from, of which {plan.eval_conversations} are "
+            "held out; give more prompts, or hold out fewer (--eval-conversations)"
         )
     config = start.config if start else _drafter_config(target, tokenizer, tokenized, plan, report)
     tokens = sum(len(chat.input_ids) for chat in tokenized)
     size = feature_bytes(tokens, len(config.target_tap_layers), config.target_hidden_size)
-    report(f"features of {tokens:,} tokens, {size / 1e9:.1f} GB on disk")
+    report(f"features of {tokens:,} tokens, {size / 1e6:,.0f} MB on disk")
     features = cache_features(
         target,
         config.target_tap_layers,
@@ -110,7 +122,7 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
     if not start:
         start_from_target(drafter, target, features)
     report(f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters")
-    _fit(target, tokenizer, drafter, features, conversations, plan, out)
+    _fit(target, tokenizer, drafter, features, conversations, plan, out, report)
     drafter.to(torch.bfloat16).save_pretrained(out)
     return drafter
 
@@ -186,14 +198,35 @@ def _check_teacher(target: Any, drafter: HSDrafter, chat: TokenizedConversation,
         )
 
 
-def _conversations(target: Any, tokenizer: Any, plan: TrainingPlan, out: Path, report: Report) -> list[Conversation]:
-    """Finished conversations of all files, then the target's answers to all prompts."""
-    conversations = [chat for path in plan.prompts for chat in read_conversations(path, greedy_only=plan.greedy_only)]
-    report(f"{len(conversations)} finished conversations")
+def _read(plan: TrainingPlan) -> tuple[list[Conversation], list[Prompt]]:
+    """Finished conversations of all files, and the prompts to answer in the order of the plan's seed."""
+    finished = [chat for path in plan.prompts for chat in read_conversations(path, greedy_only=plan.greedy_only)]
     prompts = [prompt for path in plan.prompts for prompt in read_prompts(path)]
+    random.Random(plan.seed).shuffle(prompts)
+    return finished, prompts[: plan.max_prompts]
+
+
+def _steps_done(out: Path) -> int:
+    """Steps of the last checkpoint in a run's folder, 0 if there is none."""
+    checkpoints = out / "checkpoints"
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    return int(last.rsplit("-", 1)[1]) if last else 0
+
+
+def _conversations(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    finished: Sequence[Conversation],
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+) -> list[Conversation]:
+    """The finished conversations and the target's answers to all prompts, shuffled."""
+    conversations = list(finished)
+    if conversations:
+        report(f"{len(conversations)} finished conversations")
     if prompts:
-        random.Random(plan.seed).shuffle(prompts)
-        prompts = prompts[: plan.max_prompts]
         answers = out / "answers.jsonl"
         answer_prompts(
             target,
@@ -254,6 +287,7 @@ def _fit(
     conversations: Sequence[Conversation],
     plan: TrainingPlan,
     out: Path,
+    report: Report,
 ) -> None:
     from ..bench.measure import measure_tau
 
@@ -299,9 +333,10 @@ def _fit(
         train_dataset=training,
         eval_dataset=torch.utils.data.Subset(features, list(held)),
     )
-    checkpoints = out / "checkpoints"
-    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=_steps_done(out) > 0)
+    best = trainer.state.best_model_checkpoint
+    if best:
+        report(f"best tau {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")
 
 
 def _first_user_message(chat: Conversation) -> str:

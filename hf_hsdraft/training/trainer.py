@@ -40,7 +40,7 @@ class DrafterTrainer(Trainer):
         weights: TargetWeights,
         teacher_head: torch.Tensor,
         measure_tau: Callable[[HSDrafter], float] | None = None,
-        chains_per_step: int = 128,
+        chains_per_step: int = 160,
         rolled_fraction: float = 0.5,
         depth_decay: float = 0.8,
         **kwargs: Any,
