@@ -118,7 +118,7 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
         on_shard=lambda done, of: report(f"features: {done}/{of} shards"),
     )
     drafter = (start or HSDrafter(config)).to(target.device)
-    _check_teacher(target, drafter, tokenized[0], features[0].final)
+    _check_teacher(target, tokenized[0], features[0].final)
     if not start:
         start_from_target(drafter, target, features)
     report(f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters")
@@ -182,7 +182,7 @@ def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
 
 
 @torch.no_grad()
-def _check_teacher(target: Any, drafter: HSDrafter, chat: TokenizedConversation, final: torch.Tensor) -> None:
+def _check_teacher(target: Any, chat: TokenizedConversation, final: torch.Tensor) -> None:
     """Raises a ValueError unless the target's logits are its final hidden states times its output rows.
 
     Scaled, capped or biased logits would be another distribution than the one the drafter is taught.
