@@ -93,7 +93,7 @@ def bench(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
 ) -> None:
     """Compares plain decoding, drafting and prompt lookup over a prompt file, sides alternating in one process."""
-    from .bench.table import Variant, print_table, run_bench, write_json
+    from .bench.table import Variant, print_table, run_bench
     from .modeling_hsdraft import HSDrafter
     from .training.conversations import read_prompts
 
@@ -110,10 +110,7 @@ def bench(
     for name in names:
         for each in [first] if name == "lookup" else [first, *others]:
             chosen.append(Variant.parse(name, each.name_or_path if others else "", each))
-    result = run_bench(model, tokenizer, chosen, questions, limit, max_new_tokens, console)
-    print_table(result, console)
-    if json_out is not None:
-        write_json(result, json_out)
+    print_table(run_bench(model, tokenizer, chosen, questions, limit, max_new_tokens, console, json_out), console)
 
 
 @app.command()

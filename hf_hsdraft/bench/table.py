@@ -106,8 +106,13 @@ def run_bench(
     limit: int | None,
     max_new_tokens: int,
     console: Console,
+    json_out: Path | None = None,
 ) -> BenchResult:
-    """Greedy decoding of the first turn of each question, plain and by every variant, alternating per question."""
+    """Greedy decoding of the first turn of each question, plain and by every variant, alternating per question.
+
+    Args:
+        json_out: all figures so far are written here after each question, so a run that is cut short is not lost.
+    """
     chosen = spread(questions, limit)
     if not chosen:
         raise ValueError("no questions: the prompt files hold no line with `turns`")
@@ -143,6 +148,8 @@ def run_bench(
                 run.divergence = first_divergence(target, inputs["input_ids"].shape[1], plain, output)
                 result.runs[variant.name].append(run)
                 progress.advance(task)
+            if json_out is not None:
+                write_json(result, json_out)
     return result
 
 
