@@ -74,7 +74,7 @@ def test_an_exhaustive_beam_keeps_the_most_probable_paths(seed, depth, vocab, wi
     paths = []
     for length in range(1, depth + 1):
         for tokens in itertools.product(range(vocab), repeat=length):
-            steps = zip((0, *tokens), tokens, strict=False)
+            steps = itertools.pairwise((0, *tokens))
             paths.append(sum(float(table[level][a, b]) for level, (a, b) in enumerate(steps)))
     best = sorted(paths, reverse=True)[:size]
     assert sorted(tree.scores[1:], reverse=True) == pytest.approx(best, abs=1e-4)
