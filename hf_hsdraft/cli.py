@@ -144,8 +144,11 @@ def train(
     head: Annotated[Head | None, typer.Option(help="The target's output rows (default), or trained ones.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: --target.")] = None,
+    bf16: Annotated[bool, typer.Option(help="Training steps in bfloat16 autocast, weights in float32.")] = False,
     seed: int = 0,
-    dtype: DtypeOption = Dtype.float32,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
+    ] = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
@@ -178,6 +181,7 @@ def train(
         eval_prompts=eval_prompts,
         eval_steps=eval_steps,
         init_from=init_from,
+        bf16=bf16,
         seed=seed,
         drafter=overrides,
     )

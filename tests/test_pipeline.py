@@ -23,7 +23,7 @@ from hf_hsdraft.training.conversations import (
     tokenize_conversation,
 )
 from hf_hsdraft.training.run import TrainingPlan, train
-from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
+from hf_hsdraft.training.vocabulary import choose_draft_vocabulary, with_draft_vocabulary
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"
@@ -134,6 +134,52 @@ def test_a_drafter_to_start_from_keeps_its_own_sizes(chatty, tokenizer, tmp_path
     continued = plan(tmp_path, init_from=start, drafter={}, out=str(tmp_path / "second"))
     drafter = train(chatty, tokenizer, continued, report=lambda _: None)
     assert drafter.config.target_tap_layers == [1, 3] and drafter.config.num_draft_steps == 2
+
+
+def test_a_drafter_to_start_from_may_change_its_vocabulary(chatty, tokenizer, tmp_path):
+    from conftest import make_drafter
+
+    make_drafter(chatty, draft_vocab_size=20, draft_vocab_ids=range(20)).save_pretrained(tmp_path / "first")
+    wider = plan(tmp_path, init_from=str(tmp_path / "first"), drafter={"draft_vocab_size": 40})
+    drafter = train(chatty, tokenizer, wider, report=lambda _: None)
+    assert drafter.config.draft_vocab_size == len(drafter.config.draft_vocab_ids) == 40
+    assert HSDrafter.from_pretrained(tmp_path / "out").draft_vocab_ids().tolist() == drafter.config.draft_vocab_ids
+
+
+@pytest.mark.parametrize("head", ["target", "trained"])
+def test_a_new_vocabulary_keeps_what_was_learned(chatty, head):
+    """Old rows stay as they are; new ones follow the map from the target's rows that explains the old ones."""
+    from conftest import make_drafter
+
+    old_ids, new_ids = list(range(0, 80)), [*range(10, 80), 85, 90]
+    drafter = make_drafter(chatty, head=head, draft_vocab_size=80, draft_vocab_ids=old_ids)
+    rows = chatty.get_output_embeddings().weight.detach()
+    names = ["injector.up.weight", "lm_head.weight"][: 1 + (head == "trained")]
+    truth = {name: rows @ torch.randn(rows.shape[1], drafter.state_dict()[name].shape[1]) for name in names}
+    drafter.load_state_dict(drafter.state_dict() | {name: truth[name][old_ids] for name in names})
+    changed = with_draft_vocabulary(drafter, new_ids, rows)
+    for name, value in changed.state_dict().items():
+        if name in names:
+            assert torch.equal(value[:70], drafter.state_dict()[name][10:80])
+            torch.testing.assert_close(value, truth[name][new_ids], atol=1e-3, rtol=1e-3)
+        else:
+            assert torch.equal(value, drafter.state_dict()[name])
+    assert changed.draft_vocab_ids().tolist() == new_ids
+
+
+def test_training_in_bfloat16_keeps_float32_weights(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import trainer
+
+    seen = []
+    compute = trainer.chain_loss
+
+    def spied(drafter, *args, **kwargs):
+        seen.append((torch.is_autocast_enabled("cpu"), drafter.fuse.weight.dtype))
+        return compute(drafter, *args, **kwargs)
+
+    monkeypatch.setattr(trainer, "chain_loss", spied)
+    train(chatty, tokenizer, plan(tmp_path, bf16=True), report=lambda _: None)
+    assert set(seen) == {(True, torch.float32)}
 
 
 @pytest.mark.parametrize(

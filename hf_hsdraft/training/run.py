@@ -28,7 +28,7 @@ from .conversations import (
 )
 from .features import FeatureDataset, cache_features, feature_bytes
 from .trainer import DrafterTrainer
-from .vocabulary import choose_draft_vocabulary
+from .vocabulary import choose_draft_vocabulary, with_draft_vocabulary
 
 Report = Callable[[str], None]
 
@@ -46,6 +46,7 @@ class TrainingPlan:
         max_prompts: prompts answered at most, `None` for all.
         greedy_only: leave finished conversations with a `temperature` above 0 out.
         eval_conversations: held-out conversations, the first `eval_prompts` of which also measure tau.
+        bf16: matrix products of the training steps in bfloat16 (autocast), weights and optimiser in float32.
         drafter: overrides of `HSDraftConfig.for_target`.
     """
 
@@ -68,6 +69,7 @@ class TrainingPlan:
     eval_steps: int = 500
     logging_steps: int = 25
     init_from: str | None = None
+    bf16: bool = False
     seed: int = 0
     drafter: dict[str, Any] = field(default_factory=dict)
 
@@ -106,6 +108,9 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
             f"only {len(tokenized)} conversations hold answers to learn from, of which {plan.eval_conversations} are "
             "held out; give more prompts, or hold out fewer (--eval-conversations)"
         )
+    if start and plan.drafter.get("draft_vocab_size", start.config.draft_vocab_size) != start.config.draft_vocab_size:
+        ids = _draft_vocabulary(target, tokenizer, tokenized, plan.drafter["draft_vocab_size"], report)
+        start = with_draft_vocabulary(start, ids, target.get_output_embeddings().weight)
     config = start.config if start else _drafter_config(target, tokenizer, tokenized, plan, report)
     tokens = sum(len(chat.input_ids) for chat in tokenized)
     size = feature_bytes(tokens, len(config.target_tap_layers), config.target_hidden_size)
@@ -174,7 +179,7 @@ def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
     for name, value in plan.drafter.items():
         found = getattr(drafter.config, name)
-        if found != value:
+        if found != value and name != "draft_vocab_size":
             raise ValueError(
                 f"{plan.init_from} has {name}={found!r}, not {value!r}; leave {name} out, or train from scratch"
             )
@@ -250,11 +255,16 @@ def _drafter_config(
     overrides = dict(plan.drafter)
     default = HSDraftConfig.for_target(target, **overrides)
     if default.draft_vocab_ids is None and default.draft_vocab_size < default.vocab_size:
-        always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        chosen = choose_draft_vocabulary(tokenized, default.vocab_size, default.draft_vocab_size, always)
-        overrides |= {"draft_vocab_size": len(chosen.ids), "draft_vocab_ids": chosen.ids}
-        report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
+        ids = _draft_vocabulary(target, tokenizer, tokenized, default.draft_vocab_size, report)
+        overrides |= {"draft_vocab_size": len(ids), "draft_vocab_ids": ids}
     return HSDraftConfig.for_target(target, **overrides)
+
+
+def _draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
+    always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    chosen = choose_draft_vocabulary(tokenized, target.config.get_text_config().vocab_size, size, always)
+    report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
+    return chosen.ids
 
 
 @torch.no_grad()
@@ -318,6 +328,7 @@ def _fit(
         greater_is_better=True,
         remove_unused_columns=False,
         report_to="none",
+        bf16=plan.bf16,
         seed=plan.seed,
         use_cpu=target.device.type == "cpu",
     )

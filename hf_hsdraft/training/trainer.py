@@ -66,9 +66,11 @@ class DrafterTrainer(Trainer):
         starts = chain_starts(pack)
         starts = starts[order(len(starts))[: self.chains_per_step].to(starts.device)]
         rolled = max(1, int(len(starts) * self.rolled_fraction))
-        return chain_loss(
-            model, self.weights, self.teacher_head, pack, starts, num_rolled=rolled, depth_decay=self.depth_decay
-        )
+        # Not left to the model's forward: head and injector are called beside it.
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
+            return chain_loss(
+                model, self.weights, self.teacher_head, pack, starts, num_rolled=rolled, depth_decay=self.depth_decay
+            )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the accuracy per depth of the latest step to every training log line."""

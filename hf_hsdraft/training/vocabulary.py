@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..configuration_hsdraft import HSDraftConfig
+from ..modeling_hsdraft import HSDrafter
 from .conversations import TokenizedConversation
 
 
@@ -38,3 +40,32 @@ def choose_draft_vocabulary(
     ranked[list(always)] = torch.iinfo(torch.long).max
     ids = ranked.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
     return DraftVocabulary(ids.tolist(), float(counts[ids].sum() / counts.sum().clamp(min=1)))
+
+
+@torch.no_grad()
+def with_draft_vocabulary(drafter: HSDrafter, ids: Sequence[int], output_rows: torch.Tensor) -> HSDrafter:
+    """A copy of a drafter that proposes other tokens, with all that it learned.
+
+    Rows of tokens it knew are kept. Rows of new tokens are guessed from the target's: by the linear map from the
+    target's output rows to the drafter's that fits the known tokens best.
+
+    Args:
+        ids: ascending token ids of the new draft vocabulary.
+        output_rows: `[V, D]`, the target's output embedding.
+    """
+    old_ids, new_ids = drafter.draft_vocab_ids(), torch.tensor(ids)
+    fields = drafter.config.to_dict() | {"draft_vocab_ids": list(ids), "draft_vocab_size": len(ids)}
+    changed = HSDrafter(HSDraftConfig.from_dict(fields)).to(drafter.device, drafter.dtype)
+    changed.generation_config = drafter.generation_config
+    place = torch.full((drafter.config.vocab_size,), -1)
+    place[old_ids] = torch.arange(len(old_ids))
+    place = place[new_ids]
+    rows = output_rows.detach().cpu().float()
+    weights = drafter.state_dict()
+    for name in ("injector.up.weight", "lm_head.weight"):
+        if name in weights:
+            old = weights[name].cpu().float()
+            guessed = rows[new_ids] @ torch.linalg.lstsq(rows[old_ids], old, driver="gelsd").solution
+            weights[name] = torch.where((place >= 0)[:, None], old[place], guessed).to(drafter.dtype)
+    changed.load_state_dict(weights)
+    return changed
