@@ -97,7 +97,7 @@ def chain_loss(
     last = pack.input_ids.shape[0] - 1
     embeds = weights.embed(pack.input_ids.roll(-1))  # row i: the token after position i
     output = drafter(pack.taps, embeds, pack.position_ids, starts, pack.document_ids, num_rolled=num_rolled)
-    teacher, teacher_rows = _teacher_log_probs(teacher_head, pack, starts, len(output.hidden_states))
+    teacher = _teach(teacher_head, pack, starts, len(output.hidden_states))
     states = drafter.injector.advance(embeds[starts], None)
     losses, divergences, accuracies = [], [], []
     for depth, hidden in enumerate(output.hidden_states):
@@ -109,28 +109,36 @@ def chain_loss(
         goal = (chains + 2 + depth).clamp(max=last)
         valid = pack.answer_mask[goal] & (pack.document_ids[goal] == pack.document_ids[chains])
         valid &= chains + 2 + depth <= last
-        target = teacher[teacher_rows[goal - 1]]
-        log_probs = logits.log_softmax(dim=-1)
-        probs = target.exp()
-        divergence = (probs * (target - log_probs)).sum(dim=-1)
+        rows = teacher.rows[goal - 1]
+        # KL(p | q) = log sum exp(z) - p z - H(p): the drafter's log-probabilities never exist as a tensor.
+        divergence = logits.logsumexp(dim=-1) - (teacher.probs[rows] * logits).sum(dim=-1) - teacher.entropy[rows]
         count = valid.sum().clamp(min=1)
         divergence = (divergence * valid).sum() / count
         losses.append(divergence * depth_decay**depth)
         divergences.append(divergence.detach())
-        accuracies.append(((logits.argmax(-1) == target.argmax(-1)) & valid).sum() / count)
+        hits = logits.detach().max(dim=-1).indices == teacher.choice[rows]  # on CPUs several times faster than argmax
+        accuracies.append((hits & valid).sum() / count)
     weight = sum(depth_decay**depth for depth in range(len(losses)))
     return LossParts(torch.stack(losses).sum() / weight, torch.stack(divergences), torch.stack(accuracies))
 
 
-@torch.no_grad()
-def _teacher_log_probs(
-    teacher_head: torch.Tensor, pack: Pack, starts: torch.Tensor, steps: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's log-probabilities on the draft vocabulary, for the positions the chains need and no others.
+@dataclass(frozen=True)
+class _Teacher:
+    """The target's distributions on the draft vocabulary, for the positions the chains need and no others.
 
-    Returns:
-        `[U, V']`, and `[T]` the row of each position (meaningless where no chain needs it).
+    Attributes:
+        probs: `[U, V']`; entropy: `[U]`, in nats; choice: `[U]`, the most probable row of the draft vocabulary.
+        rows: `[T]`, which of the U belongs to a position (meaningless where no chain needs it).
     """
+
+    probs: torch.Tensor
+    entropy: torch.Tensor
+    choice: torch.Tensor
+    rows: torch.Tensor
+
+
+@torch.no_grad()
+def _teach(teacher_head: torch.Tensor, pack: Pack, starts: torch.Tensor, steps: int) -> _Teacher:
     length = pack.input_ids.shape[0]
     needed = torch.zeros(length + steps + 2, dtype=torch.bool, device=starts.device)
     for depth in range(steps):
@@ -138,4 +146,7 @@ def _teacher_log_probs(
     positions = torch.nonzero(needed[:length]).squeeze(-1)
     rows = torch.zeros(length, dtype=torch.long, device=starts.device)
     rows[positions] = torch.arange(len(positions), device=starts.device)
-    return (pack.final[positions] @ teacher_head.T).float().log_softmax(dim=-1), rows
+    logits = (pack.final[positions] @ teacher_head.T).float()
+    probs = logits.softmax(dim=-1)
+    entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)
+    return _Teacher(probs, entropy, logits.max(dim=-1).indices, rows)
