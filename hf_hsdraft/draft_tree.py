@@ -78,13 +78,14 @@ def build_beam_tree(
     """Grows a tree by beam search on cumulative probability and keeps its best nodes (Lyanna; EAGLE-2, section 4.1).
 
     Each depth expands the `beam_width` most probable nodes of the one before. Of all candidates seen, the `tree_size`
-    most probable stay: a child is never more probable than its parent, so what stays is a tree.
+    most probable stay: a child is never more probable than its parent, so what stays is a tree. Children are not
+    limited to the beam's width: where the drafter is unsure, many siblings of the root are worth more than deep paths.
 
     Args:
         expand: gives the children's log-probabilities.
         vocab_ids: `[V']`, int64, token ids behind the columns.
         depth: greatest depth, 1 or more.
-        beam_width: nodes expanded per depth, and children considered of each; 1 gives a chain.
+        beam_width: nodes expanded per depth; 1 gives a chain.
         tree_size: nodes beside the root.
         threshold: paths less probable than this are left out, 0 to 1.
     """
@@ -95,7 +96,7 @@ def build_beam_tree(
     all_tokens, all_scores, all_parents, all_depths = [], [], [], []
     beam = torch.zeros(1, dtype=torch.long, device=device)  # index of each beam node among all candidates, plus one
     count = 0
-    branching = min(beam_width, len(vocab_ids))
+    branching = 1 if beam_width == 1 else min(tree_size, len(vocab_ids))
     for level in range(1, depth + 1):
         log_probs, states = expand(level, tokens, states)
         best, columns = log_probs.topk(branching, dim=-1)

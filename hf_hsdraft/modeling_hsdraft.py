@@ -429,7 +429,7 @@ class HSDrafter(PreTrainedModel):
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
             place = embedding.weight.device
-            return embedding(tokens.to(place)).to(device, self.dtype)
+            return embedding(tokens.to(place)).detach().to(device, self.dtype)  # the target is never trained
 
         return TargetWeights(embed, head, vocab_ids)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..modeling_hsdraft import HSDrafter, TargetWeights
 from .features import Features
@@ -16,7 +17,7 @@ class Pack:
     """Several conversations side by side: what one training step reads.
 
     Attributes:
-        input_ids, answer_mask, position_ids, document_ids: `[T]`.
+        input_ids, answer_mask, position_ids, document_ids: `[T]`; document -1 is padding.
         taps: `[T, taps * D]`; final: `[T, D]`.
     """
 
@@ -28,15 +29,27 @@ class Pack:
     final: torch.Tensor
 
     @classmethod
-    def of(cls, conversations: Sequence[Features]) -> Pack:
+    def of(cls, conversations: Sequence[Features], pad_to_multiple_of: int = 1) -> Pack:
+        """Packs conversations.
+
+        Args:
+            pad_to_multiple_of: of T. Shapes that come back let a backend use its compiled kernels again.
+        """
         lengths = [len(features.input_ids) for features in conversations]
+        padding = -sum(lengths) % pad_to_multiple_of
+
+        def joined(parts: Iterable[torch.Tensor], value: int = 0) -> torch.Tensor:
+            whole = torch.cat(list(parts))
+            return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding), value=value)
+
+        documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         return cls(
-            input_ids=torch.cat([features.input_ids for features in conversations]),
-            answer_mask=torch.cat([features.answer_mask for features in conversations]),
-            position_ids=torch.cat([torch.arange(length) for length in lengths]),
-            document_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-            taps=torch.cat([features.taps for features in conversations]),
-            final=torch.cat([features.final for features in conversations]),
+            input_ids=joined(features.input_ids for features in conversations),
+            answer_mask=joined(features.answer_mask for features in conversations),
+            position_ids=joined(torch.arange(length) for length in lengths),
+            document_ids=joined([documents], value=-1),
+            taps=joined(features.taps for features in conversations),
+            final=joined(features.final for features in conversations),
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Pack:
@@ -146,6 +159,7 @@ def _teach(teacher_head: torch.Tensor, pack: Pack, starts: torch.Tensor, steps: 
     positions = torch.nonzero(needed[:length]).squeeze(-1)
     rows = torch.zeros(length, dtype=torch.long, device=starts.device)
     rows[positions] = torch.arange(len(positions), device=starts.device)
+    positions = F.pad(positions, (0, -len(positions) % 64))  # a shape that comes back, as in `Pack.of`
     logits = (pack.final[positions] @ teacher_head.T).float()
     probs = logits.softmax(dim=-1)
     entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)

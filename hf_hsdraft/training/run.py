@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +306,10 @@ def _fit(
     prompts = [_first_user_message(conversations[index]) for index in held[: plan.eval_prompts]]
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     rows = target.get_output_embeddings().weight.detach()
-    teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, torch.float32)
+    compute_dtype = torch.bfloat16 if plan.bf16 else torch.float32  # autocast would cast the head anew at every depth
+    teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, compute_dtype)
+    if weights.head is not None:
+        weights = replace(weights, head=weights.head.to(compute_dtype))
     arguments = TrainingArguments(
         output_dir=str(out / "checkpoints"),
         max_steps=plan.max_steps,

@@ -14,8 +14,8 @@ from .loss import LossParts, Pack, chain_loss, chain_starts
 
 
 def collate(conversations: Sequence[Features]) -> dict[str, torch.Tensor]:
-    """Packs conversations side by side; no padding, documents are kept apart by the attention mask."""
-    return dict(vars(Pack.of(conversations)))
+    """Packs conversations side by side; documents are kept apart by the attention mask."""
+    return dict(vars(Pack.of(conversations, pad_to_multiple_of=128)))
 
 
 class DrafterTrainer(Trainer):
