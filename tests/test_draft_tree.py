@@ -80,6 +80,16 @@ def test_an_exhaustive_beam_keeps_the_most_probable_paths(seed, depth, vocab, wi
     assert sorted(tree.scores[1:], reverse=True) == pytest.approx(best, abs=1e-4)
 
 
+@given(**{**shapes, "width": st.integers(2, 9)})
+@settings(max_examples=30, deadline=None)
+def test_siblings_are_not_limited_by_the_width(seed, depth, vocab, width, size):
+    """The children of the root that are probable enough are there, however narrow the beam."""
+    tree, table = grow(seed, depth, vocab, width, size)
+    least = min(tree.scores[1:]) if len(tree) == size + 1 else -float("inf")
+    expected = {token for token in range(vocab) if float(table[0][0, token]) > least + 1e-5}
+    assert expected <= {tree.tokens[node] for node in range(1, len(tree)) if tree.depths[node] == 1}
+
+
 @given(**{**shapes, "width": st.just(1)})
 @settings(max_examples=20, deadline=None)
 def test_width_one_is_the_greedy_chain(seed, depth, vocab, width, size):

@@ -78,3 +78,23 @@ def test_loss_is_the_divergence_of_the_true_next_tokens(target, features):
             expected = (goal.exp() * (goal - logits[0].log_softmax(-1))).sum()
             # Features are kept in bfloat16.
             torch.testing.assert_close(parts.divergence[depth], expected, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_padding_changes_neither_loss_nor_gradients(target, features, layers):
+    drafter = make_drafter(target, num_hidden_layers=layers, initializer_range=0.05)
+    weights = borrow(drafter, target)
+    starts = torch.tensor([8, 17, 30, 43])  # the last ones reach past the end of their documents
+    results = []
+    for multiple in (1, 64):
+        pack = Pack.of(features, pad_to_multiple_of=multiple)
+        assert pack.input_ids.shape[0] % multiple == 0
+        drafter.zero_grad()
+        parts = chain_loss(drafter, weights, weights.head, pack.to(torch.device("cpu"), torch.float32), starts)
+        parts.loss.backward()
+        results.append((parts, drafter.fuse.weight.grad.clone()))
+    (plain, gradient), (padded, padded_gradient) = results
+    torch.testing.assert_close(padded.divergence, plain.divergence)
+    torch.testing.assert_close(padded.accuracy, plain.accuracy)
+    torch.testing.assert_close(padded_gradient, gradient, atol=1e-5, rtol=1e-4)
+    assert all(parameter.grad is None for parameter in target.parameters())  # it is never trained

@@ -22,7 +22,14 @@ class DraftShape:
     beam_width: int
 
 
-SHAPES = (DraftShape(1, 3, 3), DraftShape(2, 5, 3), DraftShape(3, 8, 4), DraftShape(4, 14, 6), DraftShape(6, 24, 8))
+SHAPES = (
+    DraftShape(1, 3, 3),
+    DraftShape(2, 5, 3),
+    DraftShape(3, 8, 4),
+    DraftShape(4, 14, 6),
+    DraftShape(6, 24, 8),
+    DraftShape(6, 48, 8),
+)
 _PROMPT = "Explain in a few sentences why the sky is blue, then add 17 and 25 step by step."
 
 
