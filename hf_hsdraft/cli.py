@@ -101,6 +101,10 @@ def bench(
     try:
         for name in names:
             Variant.parse(name)
+        if len(set(names)) < len(names):
+            raise ValueError(f"a variant is named twice: {variants}")
+        if json_out is not None and not json_out.parent.is_dir():
+            raise ValueError(f"no such folder for --json: {json_out.parent}")
         questions = [prompt for path in prompts for prompt in read_prompts(path)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -139,6 +143,9 @@ def train(
     num_draft_steps: Annotated[
         int | None, typer.Option(min=1, help="K, hidden states rolled out per round; default 6.")
     ] = None,
+    tree_size: Annotated[
+        int | None, typer.Option(min=1, help="Nodes per round, at least K; default 24. Decides no weights.")
+    ] = None,
     num_hidden_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the trunk; default 1.")] = None,
     injector: Annotated[Injector | None, typer.Option(help="Default: path.")] = None,
     head: Annotated[Head | None, typer.Option(help="The target's output rows (default), or trained ones.")] = None,
@@ -158,6 +165,7 @@ def train(
 
     sizes = {
         "num_draft_steps": num_draft_steps,
+        "tree_size": tree_size,
         "num_hidden_layers": num_hidden_layers,
         "draft_vocab_size": draft_vocab_size,
         "injector": injector and injector.value,
@@ -216,7 +224,7 @@ def main() -> None:
     """The command; what a user got wrong is said in a line, not in a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,6 +163,10 @@ class HSDraftConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} is invalid: expected an integer of 1 or more")
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
+                raise ValueError(f"{name}={value!r} is invalid: expected a positive number")
         for name, allowed in (("injector", INJECTORS), ("head", HEADS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected one of {', '.join(allowed)}")
@@ -207,7 +212,9 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={self.draft_vocab_size}: they must agree"
             )
-        if any(low >= high for low, high in itertools.pairwise(ids)) or ids[0] < 0 or ids[-1] >= self.vocab_size:
+        integers = all(isinstance(token, int) and not isinstance(token, bool) for token in ids)
+        ascending = integers and all(low < high for low, high in itertools.pairwise(ids))
+        if not ascending or ids[0] < 0 or ids[-1] >= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class DraftStatistics:
 
     Attributes:
         new_tokens: tokens emitted.
-        target_forwards: forwards of the target, the prompt's included.
+        target_forwards: forwards of the target; reading the prompt is one, however it is chunked.
         accepted_lengths: drafted tokens emitted in each round after the prompt's forward.
         drafted_nodes: nodes verified in each round, the root not counted.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
@@ -106,6 +107,12 @@ def check_target(target: Any, drafter: HSDrafter) -> None:
             )
 
 
+def _window(target: Any) -> int:
+    """Positions the target has; unlimited where its configuration names no limit."""
+    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    return sys.maxsize if window is None else window
+
+
 def _check_call(target: Any, drafter: HSDrafter, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> None:
     """Everything that would make the call fail or be wrong, before any work is done."""
     check_target(target, drafter)
@@ -122,8 +129,8 @@ def _check_call(target: Any, drafter: HSDrafter, input_ids: torch.Tensor, config
             f"the batch holds {input_ids.shape[0]} prompts; drafting supports one so far. Call generate() for each "
             "prompt, or leave assistant_model out."
         )
-    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if window is not None and input_ids.shape[1] > window:
+    window = _window(target)
+    if input_ids.shape[1] > window:
         raise ValueError(
             f"the prompt has {input_ids.shape[1]} tokens, the target's context window is {window}; shorten the prompt"
         )
@@ -166,31 +173,34 @@ def speculative_decoding(
     output = runtime.prefill(input_ids, generation_config, model_kwargs)
     clock.stop("prefill_seconds")
     tree = DraftTree.root(int(input_ids[0, -1]))
-    verdict = walk(tree, text.chooser(output.logits[-1:]))
-    _, finished = text.emit(tree, verdict)
-    if not finished:
+    verdict = text.walk(tree, output.logits[-1:])
+    text.emit(tree, verdict)
+    if not verdict.finished:
         rows = runtime.real_rows(output)
         next_tokens = text.ids[0, -len(output.taps) :][rows]  # x_{i+1} of each row i, up to the token just chosen
         generator.read(output.taps[rows], next_tokens, output.positions[rows])
     position = int(output.positions[-1]) + 1
-    while not finished:
+    window = _window(target)
+    while not verdict.finished:
         clock.start()
-        tree = generator.draft(max_depth=text.room - 1)
+        # No node beyond the text's greatest length, nor beyond the last position that the target has.
+        tree = generator.draft(max_depth=max(min(text.room - 1, window - 1 - position), 0))
         clock.stop("draft_seconds")
         with runtime.undone_on_error():
             output = runtime.verify(tree, position)
-            verdict = walk(tree, text.chooser(output.logits))
+            verdict = text.walk(tree, output.logits)
             clock.stop("verify_seconds")
-            emitted, finished = text.emit(tree, verdict)
-        runtime.commit(tree, verdict.path[: emitted - 1])
-        if not finished:
+            text.emit(tree, verdict)
+        runtime.commit(tree, verdict.path)
+        emitted = len(verdict.path) + 1
+        if not verdict.finished:
             generator.settle([tree.tokens[node] for node in verdict.path])
             rows = torch.tensor([0, *verdict.path], device=output.taps.device)
             generator.read(output.taps[rows], text.ids[0, -emitted:], output.positions[rows])
         position += emitted
         clock.stop("commit_seconds")
         if statistics is not None:
-            statistics.accepted_lengths.append(min(emitted, len(verdict.path)))
+            statistics.accepted_lengths.append(verdict.num_drafted)
             statistics.drafted_nodes.append(len(tree) - 1)
     if streamer is not None:
         streamer.end()
@@ -238,31 +248,39 @@ class _Text:
         """Tokens that may still be emitted."""
         return self._config.max_length - self.length
 
-    def chooser(self, logits: torch.Tensor) -> ChooseToken:
-        """The target's own choice at each node, for `logits` `[nodes, V]`."""
+    def walk(self, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+        """What of the tree is accepted, by the target's own choices in `logits` `[nodes, V]`."""
+        self._visited.clear()
+        return walk(tree, self._chooser(logits), self._ends)
+
+    def emit(self, tree: DraftTree, verdict: Verdict) -> None:
+        """Appends what was accepted, and the target's token after it."""
+        tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        new = self.ids.new_tensor([tokens])
+        self.ids = torch.cat([self.ids, new], dim=-1)
+        self.scores, self.raw_logits = self._with_visited()
+        if self._streamer is not None:
+            self._streamer.put(new.cpu())
+
+    def _chooser(self, logits: torch.Tensor) -> ChooseToken:
         keep = self.scores is not None or self.raw_logits is not None
         if not self._config.do_sample and not keep and len(self._process) == 0:
             return greedy_choice(logits)
-        self._visited.clear()
         on_scores: Callable[..., None] | None = (
             (lambda raw, scores: self._visited.append((raw, scores))) if keep else None
         )
         return processed_choice(logits, self.ids, self._process, self._config.do_sample, on_scores)
 
-    def emit(self, tree: DraftTree, verdict: Verdict) -> tuple[int, bool]:
-        """Appends the accepted tokens up to the first that ends the text: how many, and whether one did."""
-        before, finished = self.length, False
-        tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-        longest = torch.cat([self.ids, self.ids.new_tensor([tokens])], dim=-1)
-        for index in range(len(tokens)):
-            self.ids = longest[:, : before + index + 1]
-            if self._visited:
-                raw, scores = self._visited[index]
-                self.scores = None if self.scores is None else (*self.scores, scores)
-                self.raw_logits = None if self.raw_logits is None else (*self.raw_logits, raw)
-            if bool(self._stop(self.ids, self.scores).all()):
-                finished = True
-                break
-        if self._streamer is not None:
-            self._streamer.put(self.ids[:, before:].cpu())
-        return self.length - before, finished
+    def _ends(self, tokens: list[int]) -> bool:
+        """Whether the user's stopping criteria end the text after these tokens, asked once for each."""
+        ids = torch.cat([self.ids, self.ids.new_tensor([tokens])], dim=-1)
+        return bool(self._stop(ids, self._with_visited()[0]).all())
+
+    def _with_visited(self) -> tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...] | None]:
+        """Scores and raw logits of the text, those of the tokens chosen in the current walk included."""
+        scores, raw_logits = self.scores, self.raw_logits
+        if scores is not None:
+            scores = (*scores, *(processed for _, processed in self._visited))
+        if raw_logits is not None:
+            raw_logits = (*raw_logits, *(raw for raw, _ in self._visited))
+        return scores, raw_logits

@@ -60,6 +60,12 @@ def why_no_trees(target: Any, cache: Any) -> str:
         return "its positions follow from cache slots (no position_ids), and siblings in a tree share a position"
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "some of its layers attend locally by cache slot, which a tree's slots do not follow"
+    rope_types = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
+    if rope_types & {"dynamic", "longrope"}:
+        return (
+            "its rotary frequencies follow the furthest position of a forward (rope_type 'dynamic' or 'longrope'), and "
+            "a tree reaches further than the token being decoded"
+        )
     if "mrope_section" in rope:
         return "its rotary embedding has several position axes (mrope), which are not supported so far"
     return ""
@@ -85,7 +91,7 @@ class TargetRuntime:
         self.cache = cache
         self._tap_layers = list(tap_layers)
         self._additive = target.config.get_text_config()._attn_implementation == "eager"
-        self._attended: torch.Tensor | None = None  # [prompt slots], bool; None if none of them is padding
+        self._attended: torch.Tensor | None = None  # [prompt slots], bool; None without a mask
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> TargetOutput:
         """Reads the prompt `[1, length]`, less what the cache already holds, as plain decoding does.

@@ -12,6 +12,9 @@ from .draft_tree import DraftTree
 # Given a node and the tokens drafted on the way to it (the root's excluded), the target's own next token there.
 ChooseToken = Callable[[int, list[int]], int]
 
+# Given the tokens chosen since the root: does the text end with the last of them?
+EndsText = Callable[[list[int]], bool]
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -20,18 +23,23 @@ class Verdict:
     Attributes:
         path: accepted node indices, the root excluded; may be empty.
         next_token: the token the target chose after the path, the bonus token.
+        finished: the text ends with it.
+        num_drafted: emitted tokens that the tree held: the path's, and the last token of a text if it was drafted.
     """
 
     path: list[int]
     next_token: int
+    finished: bool
+    num_drafted: int
 
 
-def walk(tree: DraftTree, choose: ChooseToken) -> Verdict:
+def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
     """Follows the target's own choices through the tree for as long as they are drafted. Exact.
 
     The target's token is chosen at each node as plain decoding would choose it, greedily or by sampling, without a look
     at the drafted children; they only decide how far one forward pass reaches. So the emitted text has the target's
-    distribution whatever the tree holds, and sampling consumes random numbers as plain decoding does.
+    distribution whatever the tree holds, and sampling consumes random numbers exactly as plain decoding does: one draw
+    a token, none after the text's last one.
     """
     children = tree.children()
     path: list[int] = []
@@ -40,10 +48,11 @@ def walk(tree: DraftTree, choose: ChooseToken) -> Verdict:
     while True:
         token = choose(node, tokens)
         following = children[node].get(token)
-        if following is None:
-            return Verdict(path, token)
-        path.append(following)
         tokens.append(token)
+        finished = ends(tokens)
+        if following is None or finished:
+            return Verdict(path, token, finished, len(path) + (following is not None))
+        path.append(following)
         node = following
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSCandidateGenerator, HSDrafter
@@ -21,8 +31,16 @@ def options(drafter: HSDrafter, **values) -> HSDrafter:
     return drafter
 
 
+@pytest.fixture
+def trained(overfitted) -> Iterator[HSDrafter]:
+    """`overfitted`, whatever drafting options a test sets on it."""
+    stored = copy.deepcopy(overfitted.generation_config)
+    yield overfitted
+    overfitted.generation_config = stored
+
+
 @pytest.fixture(scope="module")
-def trained(target) -> HSDrafter:
+def overfitted(target) -> HSDrafter:
     """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
     from hf_hsdraft.training.conversations import TokenizedConversation
     from hf_hsdraft.training.features import Features
@@ -144,6 +162,53 @@ def test_eos_and_custom_criteria_cut_inside_a_round(target, trained, prompt):
         drafted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, **kwargs)
         assert expected.shape[1] < plain.shape[1]
         assert drafted.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sampling_draws_nothing_after_the_end(target, trained, prompt, seed):
+    """A call without a seed of its own goes on with the random stream that plain decoding would have left."""
+    kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.3, "eos_token_id": list(range(2, VOCAB, 7))}
+    streams = []
+    for assistant in (None, trained):
+        torch.manual_seed(seed)
+        first = target.generate(prompt, assistant_model=assistant, **kwargs)
+        second = target.generate(prompt, assistant_model=assistant, **kwargs)
+        streams.append((first.tolist(), second.tolist(), torch.get_rng_state().tolist()))
+    assert streams[0] == streams[1]
+
+
+def test_an_end_that_was_drafted_counts_as_drafted(target, trained, prompt):
+    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    output = target.generate(
+        prompt,
+        max_new_tokens=NEW,
+        do_sample=False,
+        assistant_model=trained,
+        eos_token_id=int(plain[0, -1]),
+        return_dict_in_generate=True,
+    )
+    statistics = output.statistics
+    assert statistics.new_tokens == output.sequences.shape[1] - prompt.shape[1]
+    # Every round adds a token of the target's own, but for a last one that ends with a drafted token.
+    missing = 1 + sum(statistics.accepted_lengths) + statistics.rounds - statistics.new_tokens
+    assert missing in (0, 1)
+
+
+@pytest.mark.parametrize("length", [50, 58, 63, 64])
+def test_no_draft_reaches_beyond_the_last_position(length):
+    """Learned positions end with the window: a text that ends inside it is decoded, however deep the drafter goes."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3, eos_token_id=None
+    )
+    target = AutoModelForCausalLM.from_config(config).eval()
+    drafter = make_drafter(target)
+    prompt = torch.randint(2, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+    longest = 65 - length
+    plain = target.generate(prompt, max_new_tokens=longest, do_sample=False)
+    kwargs = {"do_sample": False, "eos_token_id": int(plain[0, -1]), "max_new_tokens": 40}
+    expected = target.generate(prompt, **kwargs)
+    assert target.generate(prompt, assistant_model=drafter, **kwargs).tolist() == expected.tolist()
 
 
 def test_the_cache_continues_as_if_decoded_plainly(target, trained, prompt):

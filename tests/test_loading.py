@@ -63,6 +63,10 @@ def test_dtype_of_loading_is_respected(target, tmp_path, prompt):
         ("draft_vocab_ids", [1, VOCAB], f"0 to {VOCAB - 1}"),
         ("num_key_value_heads", 3, "divide"),
         ("head_dim", 7, "even"),
+        ("rope_theta", 0.0, "positive"),
+        ("rms_norm_eps", -1.0, "positive"),
+        ("initializer_range", "x", "positive"),
+        ("draft_vocab_ids", [1.5, 2.5], "token ids"),
         ("hidden_size", 48, "target_hidden_size=32"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -178,8 +179,78 @@ def test_training_in_bfloat16_keeps_float32_weights(chatty, tokenizer, tmp_path,
         return compute(drafter, *args, **kwargs)
 
     monkeypatch.setattr(trainer, "chain_loss", spied)
-    train(chatty, tokenizer, plan(tmp_path, bf16=True), report=lambda _: None)
+    drafter = train(chatty, tokenizer, plan(tmp_path, bf16=True), report=lambda _: None)
     assert set(seen) == {(True, torch.float32)}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = chatty.generate(ids, max_new_tokens=12, do_sample=False)
+    assert chatty.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+
+
+def test_settings_may_be_corrected_until_something_was_trained(chatty, tokenizer, tmp_path, monkeypatch):
+    """Answers are the expensive part: a mistake in the drafter's sizes or the learning rate must not cost them."""
+    from hf_hsdraft.training import run
+
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_fit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    answers = (tmp_path / "out" / "answers.jsonl").read_text()
+    with pytest.raises(ValueError, match="max_new_tokens: 12 -> 9"):
+        train(chatty, tokenizer, plan(tmp_path, max_new_tokens=9), report=lambda _: None)
+    sizes = {"num_draft_steps": 2, "tree_size": 4, "injector_rank": 8, "draft_vocab_size": 30}
+    drafter = train(chatty, tokenizer, plan(tmp_path, drafter=sizes, learning_rate=1e-3), report=lambda _: None)
+    assert drafter.config.num_draft_steps == 2
+    assert (tmp_path / "out" / "answers.jsonl").read_text() == answers
+
+
+def test_half_written_checkpoints_are_passed_over(chatty, tokenizer, tmp_path):
+    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    checkpoints = tmp_path / "out" / "checkpoints"
+    (checkpoints / "checkpoint-4" / "trainer_state.json").unlink()
+    train(chatty, tokenizer, plan(tmp_path, max_steps=6), report=lambda _: None)
+    assert (checkpoints / "checkpoint-6" / "trainer_state.json").exists()
+
+
+def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokenizer, tmp_path, monkeypatch):
+    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_hsdraft.training.run._write_json", lambda *_: None)
+        patch.setattr(HSDrafter, "save_pretrained", interrupted)
+        patch.setattr("hf_hsdraft.training.run._fit", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            train(chatty, tokenizer, plan(tmp_path, max_steps=8), report=lambda _: None)
+    said = []
+    train(chatty, tokenizer, plan(tmp_path, max_steps=8), report=said.append)
+    assert not any("already finished" in line for line in said)
+    said.clear()
+    train(chatty, tokenizer, plan(tmp_path, max_steps=8), report=said.append)
+    assert said == ["already finished: 8 of 8 steps"]
+
+
+def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenizer, tmp_path):
+    """Before a single answer is generated."""
+    from conftest import make_target
+
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match="rotary frequencies"):
+        train(make_target(rope_parameters=dynamic), tokenizer, plan(tmp_path), report=lambda _: None)
+    with pytest.raises(ValueError, match="tree_size=6"):
+        sizes = {"num_draft_steps": 30, "tree_size": 6}
+        train(chatty, tokenizer, plan(tmp_path, drafter=sizes), report=lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):
+    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    with pytest.raises(ValueError, match="target: "):
+        train(make_target(eos_token_id=4, seed=5), tokenizer, plan(tmp_path, max_steps=6), report=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +289,19 @@ def test_answers_survive_a_torn_line_without_loss_or_doubles(chatty, tokenizer, 
     keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
     assert sorted(keys) == [prompt.key for prompt in prompts]
     assert path.read_bytes().startswith(complete)
+
+
+def test_answers_without_a_padding_token(chatty, tokenizer, tmp_path):
+    """Llama's and Mistral's tokenizers have none; batches are padded with the end of the turn then."""
+    bare = copy.deepcopy(tokenizer)
+    bare.pad_token = None
+    prompts = read_prompts(write_prompts(tmp_path / "prompts.jsonl", 5))
+    rows = []
+    for name, each in (("bare", bare), ("padded", tokenizer)):
+        answer_prompts(chatty, each, prompts, tmp_path / name, temperatures=(0.0,), max_new_tokens=8, batch_size=5)
+        rows.append((tmp_path / name).read_text())
+    assert rows[0] == rows[1]
+    assert bare.pad_token is None
 
 
 def test_greedy_answers_are_the_targets_own(chatty, tokenizer, tmp_path):
@@ -330,3 +414,7 @@ def test_bench_refuses_unknown_variants(saved, chatty):
     result = CliRunner().invoke(app, ["bench", *arguments, "--variants", "forest"])
     assert result.exit_code != 0
     assert "forest" in str(result.exception) + result.output
+    for wrong, expected in ((["--variants", "tree,tree"], "twice"), (["--json", "missing/x.json"], "no such folder")):
+        result = CliRunner().invoke(app, ["bench", *arguments, *wrong])
+        assert result.exit_code != 0
+        assert expected in str(result.exception) + result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -30,7 +31,8 @@ def answer_prompts(
     """Lets the target answer every prompt and appends the conversations to `path`, one JSON object a line.
 
     Restartable: prompts whose `key` is already in the file are skipped, and a line torn by a kill is removed first.
-    Batches hold prompts of similar length; the order of batches and their temperatures depend on `seed` alone.
+    Batches hold prompts of similar length; order and temperatures of the batches follow from `seed` and from what is
+    left to answer.
 
     Args:
         temperatures: drawn from per batch, 0 meaning greedy; repeat a value to weigh it.
@@ -41,6 +43,7 @@ def answer_prompts(
         The number of conversations in the file.
     """
     path = Path(path)
+    tokenizer = _with_padding(tokenizer)
     done = _keys_present(path)
     pending = list({prompt.key: prompt for prompt in prompts if prompt.key not in done}.values())
     lengths = {
@@ -61,6 +64,15 @@ def answer_prompts(
             if on_batch is not None:
                 on_batch(len(done), tokens)
     return len(done)
+
+
+def _with_padding(tokenizer: Any) -> Any:
+    """The tokenizer, or a copy that pads with the end of the turn where it has no token for padding (Llama's)."""
+    if tokenizer.pad_token_id is not None:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _user(content: str) -> Message:
@@ -108,10 +120,11 @@ def _answer_batch(
             padding=True,
             tokenizer_kwargs={"padding_side": "left"},
         ).to(target.device)
-        output = target.generate(**inputs, **sampling, max_new_tokens=max_new_tokens)
+        output = target.generate(
+            **inputs, **sampling, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id
+        )
         replies = output[:, inputs["input_ids"].shape[1] :]
-        pad = tokenizer.pad_token_id
-        tokens += int((replies != pad).sum()) if pad is not None else replies.numel()
+        tokens += int((replies != tokenizer.pad_token_id).sum())  # without an end that doubles as padding
         for index, text in zip(active, tokenizer.batch_decode(replies, skip_special_tokens=True), strict=True):
             histories[index].append({"role": "assistant", "content": text.strip()})
     return histories, tokens

@@ -72,11 +72,13 @@ class LossParts:
         divergence: forward KL from the target's to the drafter's distribution on the draft vocabulary, in nats.
         accuracy: how often the drafter's first choice is the target's, both within the draft vocabulary and with the
             true previous tokens injected.
+        count: chains that reach this deep, the number both are averages of.
     """
 
     loss: torch.Tensor
     divergence: torch.Tensor
     accuracy: torch.Tensor
+    count: torch.Tensor
 
 
 def chain_starts(pack: Pack) -> torch.Tensor:
@@ -112,7 +114,7 @@ def chain_loss(
     output = drafter(pack.taps, embeds, pack.position_ids, starts, pack.document_ids, num_rolled=num_rolled)
     teacher = _teach(teacher_head, pack, starts, len(output.hidden_states))
     states = drafter.injector.advance(embeds[starts], None)
-    losses, divergences, accuracies = [], [], []
+    losses, divergences, accuracies, counts = [], [], [], []
     for depth, hidden in enumerate(output.hidden_states):
         chains = starts[: hidden.shape[0]]
         logits = drafter.logits(hidden, weights).float()
@@ -125,14 +127,17 @@ def chain_loss(
         rows = teacher.rows[goal - 1]
         # KL(p | q) = log sum exp(z) - p z - H(p): the drafter's log-probabilities never exist as a tensor.
         divergence = logits.logsumexp(dim=-1) - (teacher.probs[rows] * logits).sum(dim=-1) - teacher.entropy[rows]
-        count = valid.sum().clamp(min=1)
+        counts.append(valid.sum())
+        count = counts[-1].clamp(min=1)
         divergence = (divergence * valid).sum() / count
         losses.append(divergence * depth_decay**depth)
         divergences.append(divergence.detach())
         hits = logits.detach().max(dim=-1).indices == teacher.choice[rows]  # on CPUs several times faster than argmax
         accuracies.append((hits & valid).sum() / count)
     weight = sum(depth_decay**depth for depth in range(len(losses)))
-    return LossParts(torch.stack(losses).sum() / weight, torch.stack(divergences), torch.stack(accuracies))
+    return LossParts(
+        torch.stack(losses).sum() / weight, torch.stack(divergences), torch.stack(accuracies), torch.stack(counts)
+    )
 
 
 @dataclass(frozen=True)

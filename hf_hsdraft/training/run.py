@@ -6,22 +6,22 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import DynamicCache, TrainingArguments
 
 from ..configuration_hsdraft import HSDraftConfig
 from ..decoding import check_target
 from ..modeling_hsdraft import HSDrafter
+from ..target_runtime import why_no_trees
 from .answers import answer_prompts
 from .conversations import (
     Conversation,
     Prompt,
-    TokenizedConversation,
     read_conversations,
     read_prompts,
     tokenize_conversation,
@@ -83,8 +83,7 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
     Raises:
         ValueError: there is nothing to train on, or the plan does not fit the target.
     """
-    out = Path(plan.out)
-    out.mkdir(parents=True, exist_ok=True)
+    _check_target(target, tokenizer)
     start = _start(target, plan)
     finished, prompts = _read(plan)
     if len(finished) + len(prompts) <= plan.eval_conversations:
@@ -92,12 +91,13 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
             f"{len(finished) + len(prompts)} conversations and prompts are too few: {plan.eval_conversations} of them "
             "are held out; give more, or hold out fewer (--eval-conversations)"
         )
-    _claim(out, plan)
-    done = _steps_done(out)
-    if done >= plan.max_steps and (out / "model.safetensors").exists():
-        report(f"already finished: {done} of {plan.max_steps} steps")
-        trained: HSDrafter = HSDrafter.from_pretrained(out)
-        return trained
+    out = Path(plan.out)
+    arguments = _training_arguments(target, plan, out)
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(out, target, plan)
+    if _finished_steps(out) >= plan.max_steps:
+        report(f"already finished: {_finished_steps(out)} of {plan.max_steps} steps")
+        return _load(out)
     torch.manual_seed(plan.seed)
     conversations = _conversations(target, tokenizer, plan, finished, prompts, out, report)
     pairs = [(chat, tokenize_conversation(tokenizer, chat, plan.max_length)) for chat in conversations]
@@ -123,14 +123,21 @@ def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = prin
         on_shard=lambda done, of: report(f"features: {done}/{of} shards"),
     )
     drafter = (start or HSDrafter(config)).to(target.device)
-    _check_teacher(target, tokenized[0], features[0].final)
     if not start:
         start_from_target(drafter, target, features)
     report(f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters")
-    _fit(target, tokenizer, drafter, features, conversations, plan, out, report)
+    _fit(target, tokenizer, drafter, features, conversations, plan, arguments, report)
     drafter.to(torch.bfloat16).save_pretrained(out)
+    _write_json(out / _FINISHED, {"steps": plan.max_steps})
+    return _load(out)
+
+
+def _load(out: Path) -> HSDrafter:
+    drafter: HSDrafter = HSDrafter.from_pretrained(out)
     return drafter
 
+
+_PLAN, _FINISHED = "training_plan.json", "finished.json"
 
 # What may change between a run and its resumption; anything else would mix two different drafters.
 _MAY_CHANGE = {
@@ -142,28 +149,63 @@ _MAY_CHANGE = {
     "answer_batch_size",
     "out",
 }
+# As long as nothing was trained, only what decides the answers has to stay.
+_DECIDES_ANSWERS = {"target", "prompts", "prompt_digests", "max_prompts", "max_new_tokens", "greedy_only", "seed"}
 
 
-def _claim(out: Path, plan: TrainingPlan) -> None:
+def _claim(out: Path, target: Any, plan: TrainingPlan) -> None:
     """Writes the plan into the folder, or checks that the folder belongs to the same one.
 
     Raises:
         ValueError: the folder holds a run of another plan; the message names the fields that differ.
     """
-    path = out / "training_plan.json"
+    path = out / _PLAN
     digests = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in plan.prompts]
-    document = {**asdict(plan), "prompts": [Path(name).name for name in plan.prompts], "prompt_digests": digests}
+    fields = {**asdict(plan), "prompts": [Path(name).name for name in plan.prompts], "prompt_digests": digests}
+    document = json.loads(json.dumps({**fields, "target": _fingerprint(target)}))  # tuples become lists, as on disk
     if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        differing = sorted(name for name in document if name not in _MAY_CHANGE and stored.get(name) != document[name])
+        stored = {**_plan_defaults(), **json.loads(path.read_text(encoding="utf-8"))}
+        fixed = document.keys() - _MAY_CHANGE if _steps_done(out) else _DECIDES_ANSWERS
+        differing = sorted(name for name in fixed if stored.get(name) != document[name])
         if differing:
             changes = ", ".join(f"{name}: {stored.get(name)!r} -> {document[name]!r}" for name in differing)
             raise ValueError(
                 f"{out} holds a run with other settings ({changes}); resume it with the same, or use a new --out"
             )
+    _write_json(path, document)
+
+
+def _plan_defaults() -> dict[str, Any]:
+    """Fields that a plan written by an older version may lack."""
+    return {f.name: f.default for f in dataclass_fields(TrainingPlan) if f.default is not MISSING}
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def _fingerprint(target: Any) -> str:
+    """Tells targets apart, and dtypes: answers and features of one are not those of another."""
+    rows = target.get_output_embeddings().weight.detach()[:64].cpu().contiguous()
+    digest = hashlib.sha256(rows.view(torch.uint8).numpy().tobytes())
+    return f"{type(target).__name__}, {target.dtype}, {digest.hexdigest()[:12]}"
+
+
+def _check_target(target: Any, tokenizer: Any) -> None:
+    """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
+    reason = why_no_trees(target, DynamicCache(config=target.config))
+    if reason:
+        raise ValueError(f"{type(target).__name__} cannot be drafted for: {reason}.")
+    if target.device.type == "cuda" and target.device.index:
+        raise ValueError(
+            f"training runs on the first visible GPU, not on {target.device}: use --device cuda, and "
+            f"CUDA_VISIBLE_DEVICES={target.device.index} to choose"
+        )
+    message = [{"role": "user", "content": "Count from one to ten."}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    _check_teacher(target, ids["input_ids"])
 
 
 def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
@@ -173,6 +215,7 @@ def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
         ValueError: it was made for another target, or the plan asks for other sizes than it has.
     """
     if plan.init_from is None:
+        HSDraftConfig.for_target(target, **plan.drafter)  # raises where the sizes cannot be
         return None
     drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
     check_target(target, drafter)
@@ -183,18 +226,23 @@ def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
             raise ValueError(
                 f"{plan.init_from} has {name}={found!r}, not {value!r}; leave {name} out, or train from scratch"
             )
+    size = plan.drafter.get("draft_vocab_size", 1)
+    if not 1 <= size <= drafter.config.vocab_size:
+        raise ValueError(f"draft_vocab_size={size} is invalid: expected 1 to {drafter.config.vocab_size}")
     return drafter
 
 
 @torch.no_grad()
-def _check_teacher(target: Any, chat: TokenizedConversation, final: torch.Tensor) -> None:
+def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
     """Raises a ValueError unless the target's logits are its final hidden states times its output rows.
 
     Scaled, capped or biased logits would be another distribution than the one the drafter is taught.
     """
-    logits = target(chat.input_ids[None].to(target.device), use_cache=False).logits[0].float().cpu()
+    last = target.config.get_text_config().num_hidden_layers
+    output = target(input_ids.to(target.device), output_hidden_states=[last], use_cache=False)
+    logits = output.logits[0].float().cpu()
     rows = target.get_output_embeddings().weight.detach().float().cpu()
-    rebuilt = final.float() @ rows.T
+    rebuilt = output.hidden_states[last][0].to("cpu", torch.bfloat16).float() @ rows.T
     error = float((rebuilt.log_softmax(-1).exp() - logits.log_softmax(-1).exp()).abs().sum(-1).mean())
     if error > 0.1:  # total variation times two; bfloat16 features stay well below
         raise ValueError(
@@ -211,11 +259,25 @@ def _read(plan: TrainingPlan) -> tuple[list[Conversation], list[Prompt]]:
     return finished, prompts[: plan.max_prompts]
 
 
+def _last_checkpoint(out: Path) -> Path | None:
+    """The newest complete checkpoint of a run; what a kill left half-written is passed over.
+
+    The Trainer writes its state last, so a checkpoint that has it is whole.
+    """
+    found = [path for path in (out / "checkpoints").glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
 def _steps_done(out: Path) -> int:
     """Steps of the last checkpoint in a run's folder, 0 if there is none."""
-    checkpoints = out / "checkpoints"
-    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
-    return int(last.rsplit("-", 1)[1]) if last else 0
+    last = _last_checkpoint(out)
+    return int(last.name.rsplit("-", 1)[1]) if last else 0
+
+
+def _finished_steps(out: Path) -> int:
+    """Steps after which the drafter in a run's folder was saved, 0 if none was."""
+    path = out / _FINISHED
+    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.exists() else 0
 
 
 def _conversations(
@@ -289,27 +351,8 @@ def start_from_target(drafter: HSDrafter, target: Any, features: FeatureDataset,
     drafter.injector.up.weight[:, : leading.shape[1]].copy_(leading)
 
 
-def _fit(
-    target: Any,
-    tokenizer: Any,
-    drafter: HSDrafter,
-    features: FeatureDataset,
-    conversations: Sequence[Conversation],
-    plan: TrainingPlan,
-    out: Path,
-    report: Report,
-) -> None:
-    from ..bench.measure import measure_tau
-
-    held = range(plan.eval_conversations)
-    training = torch.utils.data.Subset(features, range(plan.eval_conversations, len(features)))
-    prompts = [_first_user_message(conversations[index]) for index in held[: plan.eval_prompts]]
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    rows = target.get_output_embeddings().weight.detach()
-    compute_dtype = torch.bfloat16 if plan.bf16 else torch.float32  # autocast would cast the head anew at every depth
-    teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, compute_dtype)
-    if weights.head is not None:
-        weights = replace(weights, head=weights.head.to(compute_dtype))
+def _training_arguments(target: Any, plan: TrainingPlan, out: Path) -> TrainingArguments:
+    """Raises an ImportError if the packages of the `train` extra are missing."""
     arguments = TrainingArguments(
         output_dir=str(out / "checkpoints"),
         max_steps=plan.max_steps,
@@ -331,10 +374,35 @@ def _fit(
         greater_is_better=True,
         remove_unused_columns=False,
         report_to="none",
-        bf16=plan.bf16,
         seed=plan.seed,
         use_cpu=target.device.type == "cpu",
     )
+    # The loss reaches past the model's forward, which a DataParallel wrapper would hide.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+def _fit(
+    target: Any,
+    tokenizer: Any,
+    drafter: HSDrafter,
+    features: FeatureDataset,
+    conversations: Sequence[Conversation],
+    plan: TrainingPlan,
+    arguments: TrainingArguments,
+    report: Report,
+) -> None:
+    from ..bench.measure import measure_tau
+
+    held = range(plan.eval_conversations)
+    training = torch.utils.data.Subset(features, range(plan.eval_conversations, len(features)))
+    prompts = [_first_user_message(conversations[index]) for index in held[: plan.eval_prompts]]
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    rows = target.get_output_embeddings().weight.detach()
+    compute_dtype = torch.bfloat16 if plan.bf16 else torch.float32  # autocast would cast the head anew at every depth
+    teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, compute_dtype)
+    if weights.head is not None:
+        weights = replace(weights, head=weights.head.to(compute_dtype))
     trainer = DrafterTrainer(
         drafter,
         arguments,
@@ -344,10 +412,12 @@ def _fit(
         chains_per_step=plan.chains_per_step,
         rolled_fraction=plan.rolled_fraction,
         depth_decay=plan.depth_decay,
+        bf16=plan.bf16,
         train_dataset=training,
         eval_dataset=torch.utils.data.Subset(features, list(held)),
     )
-    trainer.train(resume_from_checkpoint=_steps_done(out) > 0)
+    last = _last_checkpoint(Path(plan.out))
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
     best = trainer.state.best_model_checkpoint
     if best:
         report(f"best tau {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")

@@ -28,6 +28,8 @@ class DrafterTrainer(Trainer):
         chains_per_step: chain starts sampled from a batch. 0 < value.
         rolled_fraction: share of those chains that is followed beyond the first depth.
         depth_decay: weight of depth d is `depth_decay ** d`.
+        bf16: autocast of the whole loss. `args.bf16` would cast the model's forward alone, for good, and with it what
+            tau is measured by.
     """
 
     control: Any
@@ -43,6 +45,7 @@ class DrafterTrainer(Trainer):
         chains_per_step: int = 160,
         rolled_fraction: float = 0.5,
         depth_decay: float = 0.8,
+        bf16: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, args=args, data_collator=collate, **kwargs)
@@ -52,6 +55,7 @@ class DrafterTrainer(Trainer):
         self.chains_per_step = chains_per_step
         self.rolled_fraction = rolled_fraction
         self.depth_decay = depth_decay
+        self.bf16 = bf16
         self._recent: LossParts | None = None
 
     def compute_loss(
@@ -66,8 +70,7 @@ class DrafterTrainer(Trainer):
         starts = chain_starts(pack)
         starts = starts[order(len(starts))[: self.chains_per_step].to(starts.device)]
         rolled = max(1, int(len(starts) * self.rolled_fraction))
-        # Not left to the model's forward: head and injector are called beside it.
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16):
             return chain_loss(
                 model, self.weights, self.teacher_head, pack, starts, num_rolled=rolled, depth_decay=self.depth_decay
             )
@@ -91,8 +94,15 @@ class DrafterTrainer(Trainer):
             for start in range(0, len(dataset), size)
         ]
         parts = [self._parts(model, pack, order) for pack in packs]
-        metrics = {f"{metric_key_prefix}_loss": float(torch.stack([part.loss for part in parts]).mean())}
-        for depth, value in enumerate(torch.stack([part.accuracy for part in parts]).mean(dim=0).tolist()):
+        # Pooled over chains: a pack with few of them, or none that deep, must not count as much as the others.
+        counts = torch.stack([part.count for part in parts]).clamp(min=1e-9)
+        divergence, accuracy = (
+            (torch.stack([getattr(part, name) for part in parts]) * counts).sum(dim=0) / counts.sum(dim=0)
+            for name in ("divergence", "accuracy")
+        )
+        weights = self.depth_decay ** torch.arange(len(divergence), device=divergence.device)
+        metrics = {f"{metric_key_prefix}_loss": float((divergence * weights).sum() / weights.sum())}
+        for depth, value in enumerate(accuracy.tolist()):
             metrics[f"{metric_key_prefix}_accuracy_{depth + 1}"] = round(value, 4)
         if self.measure_tau is not None:
             metrics[f"{metric_key_prefix}_tau"] = self.measure_tau(model)

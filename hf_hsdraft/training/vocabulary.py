@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def with_draft_vocabulary(drafter: HSDrafter, ids: Sequence[int], output_rows: t
     old_ids, new_ids = drafter.draft_vocab_ids(), torch.tensor(ids)
     fields = drafter.config.to_dict() | {"draft_vocab_ids": list(ids), "draft_vocab_size": len(ids)}
     changed = HSDrafter(HSDraftConfig.from_dict(fields)).to(drafter.device, drafter.dtype)
-    changed.generation_config = drafter.generation_config
+    changed.generation_config = copy.deepcopy(drafter.generation_config)
     place = torch.full((drafter.config.vocab_size,), -1)
     place[old_ids] = torch.arange(len(old_ids))
     place = place[new_ids]
