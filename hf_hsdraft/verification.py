@@ -58,7 +58,7 @@ def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
 
 def greedy_choice(logits: torch.Tensor) -> ChooseToken:
     """The most probable token of each node, for `logits` `[nodes, V]` that need no processing."""
-    choices = logits.argmax(dim=-1).tolist()
+    choices = logits.max(dim=-1).indices.tolist()  # the first of equals, as argmax, and faster on CPUs
     return lambda node, tokens: choices[node]
 
 

@@ -27,6 +27,7 @@ SHAPES = (
     DraftShape(2, 5, 3),
     DraftShape(3, 8, 4),
     DraftShape(4, 14, 6),
+    DraftShape(4, 32, 8),
     DraftShape(6, 24, 8),
     DraftShape(6, 48, 8),
 )
