@@ -296,7 +296,9 @@ class HSDrafter(PreTrainedModel):
                 would still decode correctly, only slowly, so this is not left to a warning.
         """
         name = str(pretrained_model_name_or_path)
-        if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
+        # A Hub name has at most one slash, and is not a folder here.
+        local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.isdir(name.partition("/")[0])
+        if local and not os.path.isdir(name):
             raise OSError(f"no such drafter folder: {os.path.abspath(name)}")
         want_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with all other mismatches at once
@@ -304,6 +306,10 @@ class HSDrafter(PreTrainedModel):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
+        except OSError as error:
+            if os.path.isdir(name):
+                raise
+            raise OSError(f"there is no drafter folder {os.path.abspath(name)}, and as a Hub name: {error}") from error
         except Exception as error:
             if type(error).__name__ != "SafetensorError":
                 raise

@@ -180,9 +180,13 @@ def folder(target, tmp_path):
     return tmp_path
 
 
-def test_missing_folders_and_unknown_options(target, drafter, prompt, tmp_path):
+def test_missing_folders_and_unknown_options(target, drafter, prompt, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no such drafter folder"):
         HSDrafter.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "drafters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="no such drafter folder"):
+        HSDrafter.from_pretrained("drafters/nowhere")  # its first part is a folder here, so no Hub name
     drafter.generation_config.beam_widht = 3
     with pytest.raises(ValueError, match="beam_widht"):
         generate(target, drafter, prompt)
