@@ -206,6 +206,21 @@ def test_settings_may_be_corrected_until_something_was_trained(chatty, tokenizer
     assert (tmp_path / "out" / "answers.jsonl").read_text() == answers
 
 
+def test_more_data_never_holds_out_what_was_learned(tmp_path):
+    """A drafter that goes on from another one's run must not be judged by chats which that one trained on."""
+    from hf_hsdraft.training.run import _conversations
+
+    chats = [Conversation((("user", f"w{index}"), ("assistant", f"w{index + 1}"))) for index in range(60)]
+    ordered = [
+        _conversations(None, None, plan(tmp_path), part, [], tmp_path, lambda _: None)
+        for part in (chats[:35], chats[::-1])
+    ]
+    learned_first, held_out_later = ordered[0][10:], ordered[1][:10]
+    assert not set(learned_first) & set(held_out_later)
+    assert sorted(ordered[1], key=chats.index) == chats
+    assert ordered[1] != chats
+
+
 def test_half_written_checkpoints_are_passed_over(chatty, tokenizer, tmp_path):
     train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
     checkpoints = tmp_path / "out" / "checkpoints"

@@ -302,12 +302,12 @@ def _print_categories(result: BenchResult, console: Console) -> None:
     categories = list(dict.fromkeys(result.categories))
     if len(categories) < 2:
         return
-    table = Table("tau by category", *result.runs)
+    table = Table("tau (speed-up) by category", *result.runs)
     for category in categories:
         picked = [index for index, name in enumerate(result.categories) if name == category]
         plain = [result.plain[index] for index in picked]
         rows = [summarise([runs[index] for index in picked], plain) for runs in result.runs.values()]
-        table.add_row(category or "(none)", *(f"{row.tau:.2f}" for row in rows))
+        table.add_row(category or "(none)", *(f"{row.tau:.2f} ({row.speed_up:.2f})" for row in rows))
     console.print(table)
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, TrainingArguments
 from ..configuration_hsdraft import HSDraftConfig
 from ..decoding import check_target
 from ..modeling_hsdraft import HSDrafter
-from ..target_runtime import why_no_trees
+from ..target_runtime import TargetRuntime
 from .answers import answer_prompts
 from .conversations import (
     Conversation,
@@ -195,9 +195,7 @@ def _fingerprint(target: Any) -> str:
 
 def _check_target(target: Any, tokenizer: Any) -> None:
     """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
-    reason = why_no_trees(target, DynamicCache(config=target.config))
-    if reason:
-        raise ValueError(f"{type(target).__name__} cannot be drafted for: {reason}.")
+    TargetRuntime(target, [], DynamicCache(config=target.config))  # raises where trees cannot be verified
     if target.device.type == "cuda" and target.device.index:
         raise ValueError(
             f"training runs on the first visible GPU, not on {target.device}: use --device cuda, and "
@@ -289,7 +287,11 @@ def _conversations(
     out: Path,
     report: Report,
 ) -> list[Conversation]:
-    """The finished conversations and the target's answers to all prompts, shuffled."""
+    """The finished conversations and the target's answers to all prompts, ordered by digest.
+
+    That is a shuffle which more data does not reshuffle: of the conversations held out, the first ones, none was
+    learned by an earlier run on a part of the same data, from whose drafter this one may start.
+    """
     conversations = list(finished)
     if conversations:
         report(f"{len(conversations)} finished conversations")
@@ -307,8 +309,7 @@ def _conversations(
             on_batch=lambda done, tokens: report(f"answers: {done}/{len(prompts)} prompts"),
         )
         conversations += read_conversations(answers, greedy_only=plan.greedy_only)
-    random.Random(plan.seed).shuffle(conversations)
-    return conversations
+    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((plan.seed, chat.messages)).encode()).hexdigest())
 
 
 def _drafter_config(
