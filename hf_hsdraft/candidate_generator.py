@@ -83,6 +83,43 @@ class DraftOptions:
         )
 
 
+@dataclass(frozen=True)
+class Expansion:
+    """Token information for one draft: called by a tree builder, level by level.
+
+    Attributes:
+        hidden: `[depth, D]`, the drafted states; logits: `[depth, V']`, what the head makes of them.
+        since: for leftover states (reuse form B), the injector's state before the root: they were drafted without the
+            root's token, so it is injected at the first depth too.
+    """
+
+    drafter: HSDrafter
+    weights: TargetWeights
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    since: torch.Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        return len(self.hidden)
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities `[N, V']` of the children at depth `level` of nodes with `tokens` `[N]`, and their states.
+
+        Args:
+            states: of the nodes' parents; `None` for the root, at level 1.
+        """
+        embeds = self.weights.embed(tokens)
+        states = self.drafter.injector.advance(embeds, self.since if level == 1 else states)
+        row = slice(level - 1, level)
+        logits = self.logits[row]
+        if level > 1 or self.since is not None:
+            logits = logits + self.drafter.injector(self.hidden[row], states)
+        return logits.float().log_softmax(dim=-1), states
+
+
 class HSCandidateGenerator(CandidateGenerator):
     """Drafts trees (or chains) for one sequence from the target's hidden states.
 
@@ -139,13 +176,13 @@ class HSCandidateGenerator(CandidateGenerator):
         logits = self.drafter.logits(hidden, self.weights)
         leftover, self._leftover = self._leftover, None
         if leftover is None or self.options.reuse == "none":
-            return self._grow(root, hidden, logits)
+            return self._grow(root, self._expansion(hidden, logits))
         leftover = leftover[:depth]
         old_logits = self.drafter.logits(leftover, self.weights)
         if self.options.reuse == "ensemble":
-            return self._grow(root, hidden, self._ensemble(logits, leftover, old_logits, root))
-        resampled = self._grow(root, leftover, old_logits, since=self._path_state())
-        return merge_trees(self._grow(root, hidden, logits), resampled, self.options.tree_size)
+            return self._grow(root, self._expansion(hidden, self._ensemble(logits, leftover, old_logits, root)))
+        resampled = self._grow(root, self._expansion(leftover, old_logits, since=self._path_state()))
+        return merge_trees(self._grow(root, self._expansion(hidden, logits)), resampled, self.options.tree_size)
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Says which drafted tokens were accepted; later hidden states stay predictions of their positions.
@@ -178,29 +215,15 @@ class HSCandidateGenerator(CandidateGenerator):
             state = self._advance(torch.tensor([token], device=self.drafter.device), state)
         return state
 
-    def _grow(
-        self, root: int, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None = None
-    ) -> DraftTree:
-        """Injects token information into drafted states `[depth, D]` and their `logits` `[depth, V']`.
+    def _expansion(self, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None = None) -> Expansion:
+        return Expansion(self.drafter, self.weights, hidden, logits, since)
 
-        Args:
-            since: for leftover states (reuse form B), the injector's state before the root: they were drafted without
-                the root's token, so it is injected at the first depth too.
-        """
-
-        def expand(level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            states = self._advance(tokens, since if level == 1 else states)
-            row = slice(level - 1, level)
-            node_logits = logits[row]
-            if level > 1 or since is not None:
-                node_logits = node_logits + self.drafter.injector(hidden[row], states)
-            return node_logits.float().log_softmax(dim=-1), states
-
+    def _grow(self, root: int, expansion: Expansion) -> DraftTree:
         return build_beam_tree(
-            expand,
+            expansion,
             root,
             self.weights.vocab_ids,
-            depth=len(hidden),
+            depth=expansion.depth,
             beam_width=self.options.beam_width,
             tree_size=self.options.tree_size,
             threshold=self.options.threshold,

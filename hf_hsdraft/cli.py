@@ -117,28 +117,52 @@ def bench(
     print_table(run_bench(model, tokenizer, chosen, questions, limit, max_new_tokens, console, json_out), console)
 
 
-@app.command()
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
+    "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
+    "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --chains-per-conversation, "
+    "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. Run the same command again to resume.",
+)
 def train(
-    prompts: Annotated[
-        list[Path],
-        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL: `turns` to answer, or `messages`; repeat."),
-    ],
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
     target: TargetOption = None,
-    max_steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 2000,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak, after the warm-up.")] = 6e-4,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts answered at most.")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL: `turns` to answer, or `messages`; repeat."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Prompts from a data set of the Hub or a folder.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="Its split.")] = "train",
+    dataset_column: Annotated[str | None, typer.Option(help="Text, turns or chat messages; default: found.")] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts at most; without files and data set, prompts the target invents (2000)."),
+    ] = None,
+    opening: Annotated[
+        list[str] | None, typer.Option(help="How invented prompts begin, for a domain; repeat, taken in turn.")
+    ] = None,
+    invented_turns: Annotated[int, typer.Option(min=0, help="Further user turns the target makes up.")] = 0,
+    answers_from: Annotated[str | None, typer.Option(help="OpenAI-compatible server that runs the target.")] = None,
+    server_model: Annotated[str | None, typer.Option(help="The target's name there.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="Of answers, drawn from evenly; repeat. Default: 0 0 0.7 1.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a conversation.")] = 1024,
+    answer_batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 64,
     greedy_only: Annotated[bool, typer.Option(help="Learn from greedy answers only.")] = False,
-    conversations_per_step: Annotated[int, typer.Option(min=1, help="Conversations packed into a step.")] = 2,
-    chains_per_step: Annotated[int, typer.Option(min=1, help="Chain starts sampled from them.")] = 160,
-    rolled_fraction: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Share of the chains followed beyond the first depth.")
-    ] = 0.5,
-    eval_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints, each with its tau.")] = 500,
+    skip_bad_lines: Annotated[bool, typer.Option(help="Report unusable lines of --prompts and go on.")] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Template file, for a target without one.")
+    ] = None,
+    cache_taps: Annotated[
+        bool, typer.Option(help="Keep the target's hidden states on disk; faster from the second epoch on.")
+    ] = False,
     eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
     eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
+    taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
     num_draft_steps: Annotated[
         int | None, typer.Option(min=1, help="K, hidden states rolled out per round; default 6.")
@@ -150,20 +174,26 @@ def train(
     injector: Annotated[Injector | None, typer.Option(help="Default: path.")] = None,
     head: Annotated[Head | None, typer.Option(help="The target's output rows (default), or trained ones.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
+    lora: Annotated[
+        int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
+    ] = None,
     target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: --target.")] = None,
-    bf16: Annotated[bool, typer.Option(help="Training steps in bfloat16 autocast, weights in float32.")] = False,
-    seed: int = 0,
     dtype: Annotated[
         Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
     ] = Dtype.float32,
-    device: DeviceOption = "cpu",
+    device: Annotated[str, typer.Option(help="Device to run on; auto spreads the target (device_map).")] = "cpu",
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     from .target_loading import DEFAULT_TARGET, load_target
+    from .training.arguments import parse_arguments
     from .training.run import TrainingPlan
     from .training.run import train as run
 
+    if lora is not None and init_from is None:
+        raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
+    arguments = parse_arguments(context.args)
     sizes = {
+        "target_tap_layers": None if taps is None else _layers(taps),
         "num_draft_steps": num_draft_steps,
         "tree_size": tree_size,
         "num_hidden_layers": num_hidden_layers,
@@ -174,28 +204,114 @@ def train(
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET
     plan = TrainingPlan(
-        prompts=[str(path) for path in prompts],
         out=str(out),
-        max_steps=max_steps,
-        learning_rate=learning_rate,
-        conversations_per_step=conversations_per_step,
-        chains_per_step=chains_per_step,
-        rolled_fraction=rolled_fraction,
-        max_length=max_length,
+        prompts=[str(path) for path in prompts or ()],
+        dataset=dataset,
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        dataset_column=dataset_column,
+        num_prompts=num_prompts,
+        openings=opening or [""],
+        invented_turns=invented_turns,
+        answers_from=answers_from,
+        server_model=server_model,
+        **({} if not temperature else {"temperatures": temperature}),
         max_new_tokens=max_new_tokens,
-        max_prompts=max_prompts,
+        max_length=max_length,
         greedy_only=greedy_only,
+        answer_batch_size=answer_batch_size,
+        skip_bad_lines=skip_bad_lines,
+        cache_taps=cache_taps,
         eval_conversations=eval_conversations,
         eval_prompts=eval_prompts,
-        eval_steps=eval_steps,
         init_from=init_from,
-        bf16=bf16,
-        seed=seed,
+        lora=lora,
         drafter=overrides,
     )
     model, tokenizer = load_target(target, dtype.torch, device)
-    run(model, tokenizer, plan, report=console.print)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    run(model, tokenizer, plan, arguments, report=console.print)
     console.print(f"drafter saved in {out}")
+
+
+@app.command()
+def check(
+    drafter: Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")],
+    target: Annotated[
+        str | None, typer.Argument(help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts in all.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Mean total variation allowed; 0: by dtype.")] = 0.0,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Checks that training computes what decoding uses, depth by depth; exits with 1 if not."""
+    from .bench.measure import encode_prompt
+    from .modeling_hsdraft import HSDrafter
+    from .target_loading import load_target
+    from .training.conversations import read_prompts
+    from .training.parity import PROMPTS, parity
+
+    texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    loaded = HSDrafter.from_pretrained(drafter, dtype=dtype.torch).to(device).eval()
+    model, tokenizer = load_target(target, dtype.torch, device)
+    inputs = [encode_prompt(tokenizer, text, device)["input_ids"] for text in texts[:limit]]
+    report = parity(loaded, model, inputs, max_new_tokens, tolerance)
+    for line in report.lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    if not report.passed:
+        raise ValueError(report.explain())
+
+
+@app.command()
+def estimate(
+    target: Annotated[str, typer.Argument(help="Hub name or folder of the target, or a config.json.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the training conversations.")] = 1_000_000,
+    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over them.")] = 3.0,
+    flops_per_second: Annotated[float | None, typer.Option(min=1.0, help="Of the machine, as reached.")] = None,
+    chains_per_token: Annotated[float, typer.Option(min=0.0, max=1.0, help="Chain starts per token.")] = 0.5,
+    rolled_fraction: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share followed to depth K.")] = 0.5,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens packed into a step.")] = 1024,
+    cache_taps: Annotated[bool, typer.Option(help="With the target's hidden states on disk.")] = False,
+    world_size: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
+    sharded: Annotated[bool, typer.Option(help="Target sharded over the devices (FSDP, ZeRO 3).")] = False,
+    num_draft_steps: Annotated[int, typer.Option(min=1, help="K.")] = 6,
+) -> None:
+    """Says what training a drafter for a target would take, with the arithmetic; runs nothing."""
+    from transformers import AutoConfig
+
+    from .configuration_hsdraft import HSDraftConfig
+    from .training.estimate import estimate as run
+    from .training.estimate import explain
+
+    config = AutoConfig.from_pretrained(target)
+    figures = run(
+        config,
+        HSDraftConfig.for_target_config(config, num_draft_steps=num_draft_steps),
+        tokens=tokens,
+        epochs=epochs,
+        flops_per_second=flops_per_second,
+        chains_per_token=chains_per_token,
+        rolled_fraction=rolled_fraction,
+        conversations_tokens_per_step=tokens_per_step,
+        cached=cache_taps,
+        world_size=world_size,
+        sharded=sharded,
+    )
+    for line in explain(figures):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected layer numbers such as 3,16,28, found {text!r}") from None
 
 
 def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
@@ -224,7 +340,7 @@ def main() -> None:
     """The command; what a user got wrong is said in a line, not in a traceback."""
     try:
         app()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)
 

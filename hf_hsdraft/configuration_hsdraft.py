@@ -122,14 +122,18 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"{type(target).__name__} is an encoder-decoder; hidden-state drafting needs a decoder-only target"
             )
-        config = target.config.get_text_config()
+        return cls.for_target_config(target.config, **{"target_name": getattr(target, "name_or_path", ""), **overrides})
+
+    @classmethod
+    def for_target_config(cls, target_config: Any, **overrides: Any) -> HSDraftConfig:
+        """As [`for_target`], from the target's configuration alone."""
+        config = target_config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
         heads = config.num_attention_heads
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
             "target_num_hidden_layers": config.num_hidden_layers,
-            "target_name": getattr(target, "name_or_path", ""),
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
             "intermediate_size": getattr(config, "intermediate_size", None),

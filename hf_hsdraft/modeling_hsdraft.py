@@ -60,8 +60,10 @@ class HSDrafterOutput(ModelOutput):
     Attributes:
         hidden_states: K tensors `[S, D]`: g_0 .. g_{K-1} of each chain; g_d predicts the token at start + 2 + d.
         context: the context cache with the new positions appended.
+        loss: what the drafter's `loss_function` made of the labels, if there were any.
     """
 
+    loss: Any = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     context: DraftContext | None = None
 
@@ -366,6 +368,7 @@ class HSDrafter(PreTrainedModel):
         context: DraftContext | None = None,
         num_draft_steps: int | None = None,
         num_rolled: int | None = None,
+        labels: Any = None,
     ) -> HSDrafterOutput:
         """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
 
@@ -378,6 +381,8 @@ class HSDrafter(PreTrainedModel):
             context: what earlier calls read; `None` for nothing. Not changed.
             num_draft_steps: K of this call, the configuration's by default.
             num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
+            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
+                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
         """
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         x = self.fuse_inputs(taps, embeds)
@@ -411,13 +416,15 @@ class HSDrafter(PreTrainedModel):
             for index, layer in enumerate(trunk):
                 x, own[index] = layer.roll(x, (cos[:, step], sin[:, step]), layers[index], mask, own[index])
             states.append(x)
-        return HSDrafterOutput(hidden_states=tuple(states), context=DraftContext(layers))
+        loss = None if labels is None else self.loss_function(self, states, labels)
+        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=DraftContext(layers))
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
-        head = weights.head if self.lm_head is None else self.lm_head.weight
-        assert head is not None
-        return F.linear(self.norm(hidden), head)
+        if self.lm_head is not None:
+            return self.lm_head(self.norm(hidden))
+        assert weights.head is not None
+        return F.linear(self.norm(hidden), weights.head)
 
     def draft_vocab_ids(self) -> torch.Tensor:
         """`[V']`, int64: the token id behind each row of the head."""

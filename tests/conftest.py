@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 
 VOCAB = 97
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+WORDS = ["user", "assistant", "end", *(f"w{index}" for index in range(VOCAB - 5))]
 
 
 def make_target(attention: str = "sdpa", seed: int = 0, **overrides):
@@ -51,3 +60,28 @@ def drafter(target) -> HSDrafter:
 @pytest.fixture
 def prompt() -> torch.Tensor:
     return torch.randint(2, VOCAB, (1, 11), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word a token, with a chat template; the end of a turn is token 4."""
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="end", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="session")
+def chatty():
+    """A target that ends its turns."""
+    target = make_target(eos_token_id=4)
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+def write_prompts(path: Path, count: int) -> Path:
+    rows = [{"turns": [f"w{index} w{2 * index + 1} w3"], "category": "ab"[index % 2]} for index in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -44,7 +44,7 @@ def overfitted(target) -> HSDrafter:
     """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
     from hf_hsdraft.training.conversations import TokenizedConversation
     from hf_hsdraft.training.features import Features
-    from hf_hsdraft.training.loss import Pack, chain_loss, chain_starts
+    from hf_hsdraft.training.loss import ChainLoss, Pack, sample_chains, true_labels
 
     drafter = make_drafter(target, initializer_range=0.02).train()
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -59,10 +59,14 @@ def overfitted(target) -> HSDrafter:
         features.append(Features(chat.input_ids, chat.answer_mask, taps.detach(), states[-1][0].detach()))
     pack = Pack.of(features)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    starts = chain_starts(pack)
+    chains = sample_chains(pack, per_conversation=100, rolled_fraction=1.0, seeds=range(6))
+    labels = true_labels(pack, chains, drafter.config.num_draft_steps)
+    drafter.loss_function = ChainLoss(weights, weights.head, depth_weights=[1.0] * drafter.config.num_draft_steps)
+    embeds = weights.embed(pack.input_ids.roll(-1))
     for _ in range(150):
         optimizer.zero_grad()
-        chain_loss(drafter, weights, weights.head, pack, starts).loss.backward()
+        output = drafter(pack.taps, embeds, pack.position_ids, chains.starts, pack.document_ids, labels=labels)
+        output.loss.loss.backward()
         optimizer.step()
     return drafter.eval()
 

@@ -2,88 +2,78 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, make_target
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from conftest import VOCAB, make_drafter, make_target, write_prompts
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli import app
-from hf_hsdraft.training.answers import answer_prompts
-from hf_hsdraft.training.conversations import (
-    Conversation,
-    Prompt,
-    read_conversations,
-    read_prompts,
-    tokenize_conversation,
-)
+from hf_hsdraft.training import loss as loss_module
+from hf_hsdraft.training.conversations import Conversation
 from hf_hsdraft.training.run import TrainingPlan, train
-from hf_hsdraft.training.vocabulary import choose_draft_vocabulary, with_draft_vocabulary
+from hf_hsdraft.training.trainer import TrainingDiverged
+from hf_hsdraft.training.vocabulary import with_draft_vocabulary
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-)
-WORDS = ["user", "assistant", "end", *(f"w{index}" for index in range(VOCAB - 5))]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="end", chat_template=TEMPLATE
-    )
-
-
-@pytest.fixture(scope="module")
-def chatty():
-    target = make_target(eos_token_id=4)
-    target.generation_config.pad_token_id = 0
-    return target
-
-
-def write_prompts(path: Path, count: int) -> Path:
-    rows = [{"turns": [f"w{index} w{2 * index + 1} w3"], "category": "ab"[index % 2]} for index in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+SIZES = {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}
 
 
 def plan(folder: Path, **overrides) -> TrainingPlan:
     fields = {
         "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))],
         "out": str(folder / "out"),
-        "max_steps": 4,
-        "eval_steps": 2,
         "eval_conversations": 3,
         "eval_prompts": 2,
-        "eval_new_tokens": 6,
         "max_new_tokens": 12,
         "answer_batch_size": 5,
-        "logging_steps": 1,
-        "drafter": {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40},
+        "drafter": SIZES,
     }
     return TrainingPlan(**{**fields, **overrides})
 
 
-def test_training_ends_with_a_drafter_that_loads_and_decodes(chatty, tokenizer, tmp_path):
+def run(target, tokenizer, planned: TrainingPlan, report=lambda _: None, **arguments) -> HSDrafter:
+    fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
+    return train(target, tokenizer, planned, {**fields, **arguments}, report=report)
+
+
+def keys_of(folder: Path) -> list[str]:
+    from datasets import load_dataset
+
+    return load_dataset(str(folder), cache_dir=str(folder / "cache"))["train"]["key"]
+
+
+def decodes_as_plain(target, drafter) -> bool:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+    return target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_training_ends_with_a_drafter_that_loads_and_decodes(chatty, tokenizer, tmp_path, cached):
     lines: list[str] = []
-    train(chatty, tokenizer, plan(tmp_path), report=lines.append)
+    run(chatty, tokenizer, plan(tmp_path, cache_taps=cached), report=lines.append)
     drafter = HSDrafter.from_pretrained(tmp_path / "out")
     assert drafter.dtype == torch.bfloat16 and len(drafter.config.draft_vocab_ids) == 40
     assert 4 in drafter.config.draft_vocab_ids  # the end of a turn can be drafted
-    ids = torch.tensor([[5, 6, 7, 8]])
-    plain = chatty.generate(ids, max_new_tokens=12, do_sample=False)
-    drafted = chatty.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter)
-    assert drafted.tolist() == plain.tolist()
+    assert decodes_as_plain(chatty, drafter)
     assert any("cover" in line for line in lines)
+    assert any("GB on disk" in line for line in lines) == cached
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} >= {"learning_curves.png", "acceptance.png"}
+    last = [
+        entry for entry in json.loads((tmp_path / "out" / "figures.json").read_text())["history"] if "eval_tau" in entry
+    ][-1]
+    assert {"eval_tau", "eval_acceptance_1", "eval_accuracy_3", "eval_loss"} <= last.keys()
+
+
+def test_cached_and_online_taps_train_the_same_drafter(chatty, tokenizer, tmp_path):
+    cached = run(chatty, tokenizer, plan(tmp_path, cache_taps=True, out=str(tmp_path / "cached")))
+    online = run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "online")))
+    for name, value in cached.state_dict().items():
+        torch.testing.assert_close(online.state_dict()[name], value, atol=2e-3, rtol=2e-2)
 
 
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
@@ -100,49 +90,49 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypa
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(trainer.DrafterTrainer, "compute_loss", dies_at_step_three)
+    planned = plan(tmp_path, cache_taps=True)
     with pytest.raises(KeyboardInterrupt):
-        train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
-    answers = (tmp_path / "out" / "answers.jsonl").read_text()
-    assert len(answers.splitlines()) == 12
+        run(chatty, tokenizer, planned)
+    data = tmp_path / "out" / "data"
+    answers = {path.name: path.read_bytes() for path in (data / "data").iterdir()}
+    keys = keys_of(data)
+    assert len(set(keys)) == len(keys) == 12
     monkeypatch.setattr(features, "_write_shard", lambda *_: pytest.fail("features were computed again"))
     steps.clear()
-    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    run(chatty, tokenizer, planned)
     assert steps == [2, 3]
-    assert (tmp_path / "out" / "answers.jsonl").read_text() == answers
+    assert {path.name: path.read_bytes() for path in (data / "data").iterdir()} == answers
     steps.clear()
-    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    run(chatty, tokenizer, planned)
     assert not steps  # a finished run is finished
 
 
 def test_a_run_is_not_resumed_with_other_settings(chatty, tokenizer, tmp_path):
     """Other data would give the checkpoint's rows another draft vocabulary."""
-    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
-    changed = plan(tmp_path, learning_rate=0.5)
-    with pytest.raises(ValueError, match=r"learning_rate: 0\.0006 -> 0\.5"):
-        train(chatty, tokenizer, changed, report=lambda _: None)
+    run(chatty, tokenizer, plan(tmp_path))
+    with pytest.raises(ValueError, match=r"learning_rate: '0\.0006' -> '0\.5'"):
+        run(chatty, tokenizer, plan(tmp_path), learning_rate=0.5)
+    changed = plan(tmp_path)
     write_prompts(tmp_path / "prompts.jsonl", 13)
     with pytest.raises(ValueError, match="prompt_digests"):
-        train(chatty, tokenizer, TrainingPlan(**{**vars(changed), "learning_rate": 6e-4}), report=lambda _: None)
+        run(chatty, tokenizer, changed)
 
 
 def test_a_drafter_to_start_from_keeps_its_own_sizes(chatty, tokenizer, tmp_path):
-    from conftest import make_drafter
-
     make_drafter(chatty, target_tap_layers=[1, 3], num_draft_steps=2, tree_size=4).save_pretrained(tmp_path / "first")
     start = str(tmp_path / "first")
     with pytest.raises(ValueError, match="num_draft_steps=2"):
-        train(chatty, tokenizer, plan(tmp_path, init_from=start), report=lambda _: None)
-    continued = plan(tmp_path, init_from=start, drafter={}, out=str(tmp_path / "second"))
-    drafter = train(chatty, tokenizer, continued, report=lambda _: None)
+        run(chatty, tokenizer, plan(tmp_path, init_from=start))
+    continued = plan(tmp_path, init_from=start, drafter={"tree_size": 9}, out=str(tmp_path / "second"))
+    drafter = run(chatty, tokenizer, continued)
     assert drafter.config.target_tap_layers == [1, 3] and drafter.config.num_draft_steps == 2
+    assert drafter.config.tree_size == drafter.generation_config.tree_size == 9  # decides no weights
 
 
 def test_a_drafter_to_start_from_may_change_its_vocabulary(chatty, tokenizer, tmp_path):
-    from conftest import make_drafter
-
     make_drafter(chatty, draft_vocab_size=20, draft_vocab_ids=range(20)).save_pretrained(tmp_path / "first")
     wider = plan(tmp_path, init_from=str(tmp_path / "first"), drafter={"draft_vocab_size": 40})
-    drafter = train(chatty, tokenizer, wider, report=lambda _: None)
+    drafter = run(chatty, tokenizer, wider)
     assert drafter.config.draft_vocab_size == len(drafter.config.draft_vocab_ids) == 40
     assert HSDrafter.from_pretrained(tmp_path / "out").draft_vocab_ids().tolist() == drafter.config.draft_vocab_ids
 
@@ -150,8 +140,6 @@ def test_a_drafter_to_start_from_may_change_its_vocabulary(chatty, tokenizer, tm
 @pytest.mark.parametrize("head", ["target", "trained"])
 def test_a_new_vocabulary_keeps_what_was_learned(chatty, head):
     """Old rows stay as they are; new ones follow the map from the target's rows that explains the old ones."""
-    from conftest import make_drafter
-
     old_ids, new_ids = list(range(0, 80)), [*range(10, 80), 85, 90]
     drafter = make_drafter(chatty, head=head, draft_vocab_size=80, draft_vocab_ids=old_ids)
     rows = chatty.get_output_embeddings().weight.detach()
@@ -169,52 +157,44 @@ def test_a_new_vocabulary_keeps_what_was_learned(chatty, head):
 
 
 def test_training_in_bfloat16_keeps_float32_weights(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import trainer
-
     seen = []
-    compute = trainer.chain_loss
+    compute = loss_module.ChainLoss.__call__
 
-    def spied(drafter, *args, **kwargs):
+    def spied(self, drafter, *args, **kwargs):
         seen.append((torch.is_autocast_enabled("cpu"), drafter.fuse.weight.dtype))
-        return compute(drafter, *args, **kwargs)
+        return compute(self, drafter, *args, **kwargs)
 
-    monkeypatch.setattr(trainer, "chain_loss", spied)
-    drafter = train(chatty, tokenizer, plan(tmp_path, bf16=True), report=lambda _: None)
+    monkeypatch.setattr(loss_module.ChainLoss, "__call__", spied)
+    drafter = run(chatty, tokenizer, plan(tmp_path), bf16=True)
     assert set(seen) == {(True, torch.float32)}
-    ids = torch.tensor([[5, 6, 7, 8]])
-    plain = chatty.generate(ids, max_new_tokens=12, do_sample=False)
-    assert chatty.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    assert decodes_as_plain(chatty, drafter)
 
 
 def test_settings_may_be_corrected_until_something_was_trained(chatty, tokenizer, tmp_path, monkeypatch):
     """Answers are the expensive part: a mistake in the drafter's sizes or the learning rate must not cost them."""
-    from hf_hsdraft.training import run
 
     def interrupted(*_args, **_kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "_fit", interrupted)
+        patch.setattr("hf_hsdraft.training.run._train_on", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
-    answers = (tmp_path / "out" / "answers.jsonl").read_text()
+            run(chatty, tokenizer, plan(tmp_path))
+    keys = keys_of(tmp_path / "out" / "data")
     with pytest.raises(ValueError, match="max_new_tokens: 12 -> 9"):
-        train(chatty, tokenizer, plan(tmp_path, max_new_tokens=9), report=lambda _: None)
+        run(chatty, tokenizer, plan(tmp_path, max_new_tokens=9))
     sizes = {"num_draft_steps": 2, "tree_size": 4, "injector_rank": 8, "draft_vocab_size": 30}
-    drafter = train(chatty, tokenizer, plan(tmp_path, drafter=sizes, learning_rate=1e-3), report=lambda _: None)
+    drafter = run(chatty, tokenizer, plan(tmp_path, drafter=sizes), learning_rate=1e-3)
     assert drafter.config.num_draft_steps == 2
-    assert (tmp_path / "out" / "answers.jsonl").read_text() == answers
+    assert keys_of(tmp_path / "out" / "data") == keys
 
 
-def test_more_data_never_holds_out_what_was_learned(tmp_path):
+def test_more_data_never_holds_out_what_was_learned():
     """A drafter that goes on from another one's run must not be judged by chats which that one trained on."""
-    from hf_hsdraft.training.run import _conversations
+    from hf_hsdraft.training.run import _in_order
 
     chats = [Conversation((("user", f"w{index}"), ("assistant", f"w{index + 1}"))) for index in range(60)]
-    ordered = [
-        _conversations(None, None, plan(tmp_path), part, [], tmp_path, lambda _: None)
-        for part in (chats[:35], chats[::-1])
-    ]
+    ordered = [_in_order(part, 0) for part in (chats[:35], chats[::-1])]
     learned_first, held_out_later = ordered[0][10:], ordered[1][:10]
     assert not set(learned_first) & set(held_out_later)
     assert sorted(ordered[1], key=chats.index) == chats
@@ -222,50 +202,122 @@ def test_more_data_never_holds_out_what_was_learned(tmp_path):
 
 
 def test_half_written_checkpoints_are_passed_over(chatty, tokenizer, tmp_path):
-    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    run(chatty, tokenizer, plan(tmp_path))
     checkpoints = tmp_path / "out" / "checkpoints"
     (checkpoints / "checkpoint-4" / "trainer_state.json").unlink()
-    train(chatty, tokenizer, plan(tmp_path, max_steps=6), report=lambda _: None)
+    run(chatty, tokenizer, plan(tmp_path), max_steps=6)
     assert (checkpoints / "checkpoint-6" / "trainer_state.json").exists()
 
 
 def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokenizer, tmp_path, monkeypatch):
-    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    run(chatty, tokenizer, plan(tmp_path))
 
     def interrupted(*_args, **_kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_hsdraft.training.run._write_json", lambda *_: None)
-        patch.setattr(HSDrafter, "save_pretrained", interrupted)
-        patch.setattr("hf_hsdraft.training.run._fit", lambda *_: None)
+        patch.setattr("hf_hsdraft.training.run._save", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(chatty, tokenizer, plan(tmp_path, max_steps=8), report=lambda _: None)
-    said = []
-    train(chatty, tokenizer, plan(tmp_path, max_steps=8), report=said.append)
+            run(chatty, tokenizer, plan(tmp_path), max_steps=8)
+    said: list[str] = []
+    run(chatty, tokenizer, plan(tmp_path), max_steps=8, report=said.append)
     assert not any("already finished" in line for line in said)
     said.clear()
-    train(chatty, tokenizer, plan(tmp_path, max_steps=8), report=said.append)
+    run(chatty, tokenizer, plan(tmp_path), max_steps=8, report=said.append)
     assert said == ["already finished: 8 of 8 steps"]
 
 
 def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenizer, tmp_path):
     """Before a single answer is generated."""
-    from conftest import make_target
-
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ValueError, match="rotary frequencies"):
-        train(make_target(rope_parameters=dynamic), tokenizer, plan(tmp_path), report=lambda _: None)
+        run(make_target(rope_parameters=dynamic), tokenizer, plan(tmp_path))
     with pytest.raises(ValueError, match="tree_size=6"):
-        sizes = {"num_draft_steps": 30, "tree_size": 6}
-        train(chatty, tokenizer, plan(tmp_path, drafter=sizes), report=lambda _: None)
+        run(chatty, tokenizer, plan(tmp_path, drafter={"num_draft_steps": 30, "tree_size": 6}))
+    with pytest.raises(ValueError, match="objective='forward'"):
+        run(chatty, tokenizer, plan(tmp_path), objective="forward")
+    with pytest.raises(ValueError, match="depth_weights has 2 entries"):
+        run(chatty, tokenizer, plan(tmp_path), depth_weights=[1.0, 0.5])
     assert not (tmp_path / "out").exists()
 
 
 def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):
-    train(chatty, tokenizer, plan(tmp_path), report=lambda _: None)
+    run(chatty, tokenizer, plan(tmp_path))
     with pytest.raises(ValueError, match="target: "):
-        train(make_target(eos_token_id=4, seed=5), tokenizer, plan(tmp_path, max_steps=6), report=lambda _: None)
+        run(make_target(eos_token_id=4, seed=5), tokenizer, plan(tmp_path), max_steps=6)
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import objectives, trainer
+
+    def diverges(logits, teacher):
+        scale = math.nan if torch.is_grad_enabled() and len(calls) > 4 else 1.0
+        calls.append(None)
+        return objectives.forward_kl(logits, teacher) * scale
+
+    calls: list[None] = []
+    monkeypatch.setitem(trainer.OBJECTIVES, "forward_kl", diverges)
+    with pytest.raises(TrainingDiverged, match=r"loss is nan at step 2: .*--init-from"):
+        run(chatty, tokenizer, plan(tmp_path))
+    checkpoint = HSDrafter.from_pretrained(tmp_path / "out" / "checkpoints" / "checkpoint-2")
+    assert all(bool(torch.isfinite(value).all()) for value in checkpoint.state_dict().values())
+
+
+def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import budget
+
+    now = iter(range(10**6))
+    monkeypatch.setattr(budget.time, "monotonic", lambda: float(next(now)))
+    run(chatty, tokenizer, plan(tmp_path), max_minutes=2.0)
+    states = sorted((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))
+    spent = [json.loads(path.read_text())["stateful_callbacks"]["TimeBudget"]["attributes"]["spent"] for path in states]
+    assert max(spent) >= 120.0
+    rates = [entry["learning_rate"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
+    assert rates[-1] < 0.1 * max(rates)
+    assert decodes_as_plain(chatty, HSDrafter.from_pretrained(tmp_path / "out"))
+
+
+def test_training_stops_when_tau_does_not_grow(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import trainer
+
+    monkeypatch.setattr(trainer, "pooled_tau", lambda _: 1.0)
+    run(chatty, tokenizer, plan(tmp_path), max_steps=40, early_stopping_patience=2)
+    last = max(int(path.name.split("-")[1]) for path in (tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
+    assert last == 6
+
+
+@pytest.mark.parametrize("policy", ["student", "mixed"])
+def test_training_on_the_drafters_own_tokens(chatty, tokenizer, tmp_path, policy):
+    drafter = run(chatty, tokenizer, plan(tmp_path), data_policy=policy, objective="jensen_shannon")
+    assert decodes_as_plain(chatty, drafter)
+
+
+def test_hidden_state_regression_fades(chatty, tokenizer, tmp_path):
+    run(chatty, tokenizer, plan(tmp_path), regression_weight=1.0, regression_steps=3)
+    history = json.loads((tmp_path / "out" / "figures.json").read_text())["history"]
+    assert ["regression" in entry for entry in history if "loss" in entry] == [True, True, True, False]
+
+
+def test_lora_is_a_peft_adapter_that_switches_per_call(chatty, tokenizer, tmp_path):
+    base = run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "base")))
+    adapted = run(
+        chatty, tokenizer, plan(tmp_path, init_from=str(tmp_path / "base"), lora=2, drafter={}), learning_rate=0.05
+    )
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files
+    inputs = torch.randn(3, base.fuse.in_features // 4 * 3), torch.randn(3, 32), torch.arange(3)
+
+    def drafted(model) -> torch.Tensor:
+        with torch.no_grad():
+            return model.float()(*inputs).hidden_states[-1]
+
+    plain = drafted(base)
+    assert not torch.allclose(drafted(adapted), plain)
+    assert decodes_as_plain(chatty, adapted)
+    adapted.disable_adapters()
+    torch.testing.assert_close(drafted(adapted), plain)
+    adapted.enable_adapters()
+    assert not torch.allclose(drafted(adapted), plain)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +326,7 @@ def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):
 def test_trained_heads(chatty, tokenizer, tmp_path, sizes):
     overrides = {"num_draft_steps": 2, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40, "head_dim": 8}
     overrides |= {"num_key_value_heads": 1, **sizes}
-    drafter = train(chatty, tokenizer, plan(tmp_path, drafter=overrides), report=lambda _: None)
+    drafter = run(chatty, tokenizer, plan(tmp_path, drafter=overrides))
     loaded = HSDrafter.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.lm_head.weight, drafter.lm_head.weight)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -291,85 +343,7 @@ def test_targets_with_scaled_logits_are_not_taught_wrongly(tokenizer, tmp_path):
         num_key_value_heads=2, logits_scaling=8.0, initializer_range=0.3, pad_token_id=0, eos_token_id=4,
     )  # fmt: skip
     with pytest.raises(ValueError, match="scale, cap or bias"):
-        train(AutoModelForCausalLM.from_config(config).eval(), tokenizer, plan(tmp_path), report=lambda _: None)
-
-
-def test_answers_survive_a_torn_line_without_loss_or_doubles(chatty, tokenizer, tmp_path):
-    prompts = [Prompt(f"p:{index}", (f"w{index} w1",)) for index in range(7)]
-    path = tmp_path / "answers.jsonl"
-    answer_prompts(chatty, tokenizer, prompts[:4], path, max_new_tokens=5, batch_size=2)
-    complete = path.read_bytes()
-    path.write_bytes(complete + b'{"key": "p:5", "mess')
-    assert answer_prompts(chatty, tokenizer, prompts, path, max_new_tokens=5, batch_size=2) == 7
-    keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
-    assert sorted(keys) == [prompt.key for prompt in prompts]
-    assert path.read_bytes().startswith(complete)
-
-
-def test_answers_without_a_padding_token(chatty, tokenizer, tmp_path):
-    """Llama's and Mistral's tokenizers have none; batches are padded with the end of the turn then."""
-    bare = copy.deepcopy(tokenizer)
-    bare.pad_token = None
-    prompts = read_prompts(write_prompts(tmp_path / "prompts.jsonl", 5))
-    rows = []
-    for name, each in (("bare", bare), ("padded", tokenizer)):
-        answer_prompts(chatty, each, prompts, tmp_path / name, temperatures=(0.0,), max_new_tokens=8, batch_size=5)
-        rows.append((tmp_path / name).read_text())
-    assert rows[0] == rows[1]
-    assert bare.pad_token is None
-
-
-def test_greedy_answers_are_the_targets_own(chatty, tokenizer, tmp_path):
-    """Batched and padded, each answer is what the target says to that prompt alone."""
-    prompts = [Prompt(f"p:{index}", (" ".join(f"w{n}" for n in range(index + 1)),)) for index in range(5)]
-    path = tmp_path / "answers.jsonl"
-    answer_prompts(chatty, tokenizer, prompts, path, temperatures=(0.0,), max_new_tokens=10, batch_size=5)
-    for row in map(json.loads, path.read_text().splitlines()):
-        ids = tokenizer.apply_chat_template(
-            row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        alone = chatty.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
-        assert row["messages"][1]["content"] == tokenizer.decode(alone, skip_special_tokens=True).strip()
-
-
-def test_only_the_assistants_tokens_are_learned(tokenizer):
-    chat = Conversation((("user", "w1 w2"), ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6")))
-    tokenized = tokenize_conversation(tokenizer, chat, 100)
-    text = tokenizer.convert_ids_to_tokens(tokenized.input_ids.tolist())
-    learned = [word for word, mine in zip(text, tokenized.answer_mask.tolist(), strict=True) if mine]
-    assert learned == ["w3", "w4", "end", "w6", "end"]
-
-
-def test_the_draft_vocabulary_is_the_most_frequent_answers(tokenizer):
-    chats = [Conversation((("user", "w9 w9 w9 w9"), ("assistant", "w1 w1 w1 w2 w2 w3")))]
-    tokenized = [tokenize_conversation(tokenizer, chat, 100) for chat in chats]
-    chosen = choose_draft_vocabulary(tokenized, VOCAB, 3, always=[0])
-    w1, w2 = tokenizer.convert_tokens_to_ids(["w1", "w2"])
-    assert chosen.ids == [0, w1, w2]
-    assert chosen.coverage == pytest.approx(5 / 7)  # six words and the end of the turn
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [("{oops", "line 2: not valid JSON"), ("[1]", "a JSON object"), ('{"turns": []}', "non-empty"), ("{}", "`turns`")],
-)
-def test_bad_prompt_files_name_file_and_line(tmp_path, line, expected):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"turns": ["w1"]}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2") as error:
-        read_prompts(path)
-    assert expected in str(error.value)
-
-
-def test_bad_conversations_are_refused(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    for row, expected in (
-        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
-        ({"messages": [{"role": "user", "content": "w1"}]}, "nothing to learn from"),
-    ):
-        path.write_text(json.dumps(row))
-        with pytest.raises(ValueError, match=expected):
-            read_conversations(path)
+        run(AutoModelForCausalLM.from_config(config).eval(), tokenizer, plan(tmp_path))
 
 
 @pytest.fixture
@@ -421,8 +395,6 @@ def test_commands_train_bench_and_demo(saved):
 
 
 def test_bench_refuses_unknown_variants(saved, chatty):
-    from conftest import make_drafter
-
     make_drafter(chatty).save_pretrained(saved / "drafter")
     prompts = str(write_prompts(saved / "prompts.jsonl", 2))
     arguments = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter"), "--prompts", prompts]

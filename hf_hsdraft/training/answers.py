@@ -2,129 +2,172 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .conversations import Message, Prompt
+from .conversations import Message, Prompt, with_padding
+from .dataset import RowFolder
+from .prompts import invent_turns
+
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+_PART_ROWS, _PART_SECONDS = 64, 60.0  # a kill loses at most this much of what a server answered
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A conversation that the target finished.
+
+    Attributes:
+        prompt: what was asked.
+        temperature: of its answers; 0 is greedy.
+        messages: the user's and the assistant's, in turn.
+        new_tokens: tokens of the answers.
+    """
+
+    prompt: Prompt
+    temperature: float
+    messages: list[Message]
+    new_tokens: int
+
+
+def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> float:
+    """The temperature a prompt is answered at: drawn by its key, whatever else is answered, and when."""
+    return random.Random(f"{seed} {prompt.key}").choice(list(temperatures))
 
 
 def answer_prompts(
     target: Any,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    path: str | os.PathLike[str],
     *,
-    temperatures: Sequence[float] = (0.0, 0.0, 0.7, 1.0),
+    temperatures: Sequence[float] = TEMPERATURES,
     max_new_tokens: int = 256,
     max_prompt_tokens: int = 1024,
-    batch_size: int = 32,
+    batch_size: int = 64,
+    invented_turns: int = 0,
     seed: int = 0,
-    on_batch: Callable[[int, int], None] | None = None,
-) -> int:
-    """Lets the target answer every prompt and appends the conversations to `path`, one JSON object a line.
-
-    Restartable: prompts whose `key` is already in the file are skipped, and a line torn by a kill is removed first.
-    Batches hold prompts of similar length; order and temperatures of the batches follow from `seed` and from what is
-    left to answer.
+    on_skip: Callable[[Prompt, str], None] | None = None,
+) -> Iterator[list[Answered]]:
+    """Lets the target answer prompts in batches of one temperature and similar length, longest first.
 
     Args:
-        temperatures: drawn from per batch, 0 meaning greedy; repeat a value to weigh it.
-        max_prompt_tokens: longer prompts are left out, they would only be cut.
-        on_batch: called with (prompts done, answer tokens of the batch).
-
-    Returns:
-        The number of conversations in the file.
+        temperatures: drawn from by each prompt's key, 0 meaning greedy; repeat a value to weigh it.
+        max_prompt_tokens: first turns that are longer are left out.
+        invented_turns: further turns of a user that the target makes up itself, each answered as well.
+        on_skip: told of prompts left out, and why.
     """
-    path = Path(path)
-    tokenizer = _with_padding(tokenizer)
-    done = _keys_present(path)
-    pending = list({prompt.key: prompt for prompt in prompts if prompt.key not in done}.values())
-    lengths = {
-        prompt.key: len(
-            tokenizer.apply_chat_template([_user(prompt.turns[0])], add_generation_prompt=True)["input_ids"]
-        )
-        for prompt in pending
+    tokenizer = with_padding(tokenizer)
+    groups: dict[float, list[tuple[int, Prompt]]] = {}
+    for prompt in prompts:
+        first = [{"role": "user", "content": prompt.turns[0]}]
+        length = len(tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"])
+        if length <= max_prompt_tokens:
+            groups.setdefault(temperature_of(prompt, temperatures, seed), []).append((length, prompt))
+        elif on_skip is not None:
+            on_skip(prompt, f"its first turn has {length} tokens, more than {max_prompt_tokens}")
+    for temperature, group in sorted(groups.items()):
+        group.sort(key=lambda pair: (-pair[0], pair[1].key))  # what does not fit into memory shows at once
+        for start in range(0, len(group), batch_size):
+            batch = [prompt for _, prompt in group[start : start + batch_size]]
+            yield _answer_batch(target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed)
+
+
+def store_answers(
+    batches: Iterable[Sequence[Answered]], store: RowFolder, on_progress: Callable[[int, float], None] | None = None
+) -> None:
+    """Writes conversations as they come; small batches are gathered to parts of some size.
+
+    Args:
+        on_progress: called with the conversations stored so far and the tokens answered per second.
+    """
+    waiting: list[Answered] = []
+    tokens, count, begin = 0, 0, time.monotonic()
+    last = begin
+
+    def flush() -> None:
+        nonlocal count, last
+        store.append([_row(answered) for answered in waiting])
+        count, last = count + len(waiting), time.monotonic()
+        waiting.clear()
+        if on_progress is not None and count:
+            on_progress(count, tokens / max(last - begin, 1e-9))
+
+    try:
+        for batch in batches:
+            waiting.extend(batch)
+            tokens += sum(answered.new_tokens for answered in batch)
+            if len(waiting) >= _PART_ROWS or len(batch) > 1 or time.monotonic() - last > _PART_SECONDS:
+                flush()
+    finally:
+        flush()
+
+
+def _row(answered: Answered) -> dict[str, Any]:
+    prompt = answered.prompt
+    return {
+        "key": prompt.key,
+        "category": prompt.category,
+        "temperature": answered.temperature,
+        "new_tokens": answered.new_tokens,
+        "messages": answered.messages,
     }
-    pending = [prompt for prompt in pending if lengths[prompt.key] <= max_prompt_tokens]
-    with path.open("a", encoding="utf-8") as file:
-        for batch, temperature in _batches(pending, lengths, batch_size, temperatures, seed):
-            histories, tokens = _answer_batch(target, tokenizer, batch, temperature, max_new_tokens)
-            for prompt, history in zip(batch, histories, strict=True):
-                row = {"key": prompt.key, "temperature": temperature, "messages": history}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            done.update(prompt.key for prompt in batch)
-            if on_batch is not None:
-                on_batch(len(done), tokens)
-    return len(done)
-
-
-def _with_padding(tokenizer: Any) -> Any:
-    """The tokenizer, or a copy that pads with the end of the turn where it has no token for padding (Llama's)."""
-    if tokenizer.pad_token_id is not None:
-        return tokenizer
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
-def _keys_present(path: Path) -> set[str]:
-    """Keys of the complete lines; cuts a torn last line off so that appending stays safe."""
-    if not path.exists():
-        return set()
-    data = path.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    if len(complete) != len(data):
-        os.truncate(path, len(complete))
-    return {json.loads(line)["key"] for line in complete.decode("utf-8").splitlines() if line.strip()}
-
-
-def _batches(
-    prompts: list[Prompt], lengths: dict[str, int], batch_size: int, temperatures: Sequence[float], seed: int
-) -> Iterator[tuple[list[Prompt], float]]:
-    ordered = sorted(prompts, key=lambda prompt: (lengths[prompt.key], prompt.key))
-    batches = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
-    rng = random.Random(seed)
-    rng.shuffle(batches)
-    for batch in batches:
-        yield batch, rng.choice(list(temperatures))
 
 
 @torch.inference_mode()
 def _answer_batch(
-    target: Any, tokenizer: Any, batch: list[Prompt], temperature: float, max_new_tokens: int
-) -> tuple[list[list[Message]], int]:
+    target: Any,
+    tokenizer: Any,
+    batch: Sequence[Prompt],
+    temperature: float,
+    max_new_tokens: int,
+    invented_turns: int,
+    seed: int,
+) -> list[Answered]:
     histories: list[list[Message]] = [[] for _ in batch]
-    tokens = 0
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    for turn in range(max(len(prompt.turns) for prompt in batch)):
-        active = [index for index, prompt in enumerate(batch) if turn < len(prompt.turns)]
+    tokens = [0] * len(batch)
+    turns = [list(prompt.turns) for prompt in batch]
+    while active := [index for index, left in enumerate(turns) if left]:
         for index in active:
-            histories[index].append(_user(batch[index].turns[turn]))
-        inputs = tokenizer.apply_chat_template(
-            [histories[index] for index in active],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-            padding=True,
-            tokenizer_kwargs={"padding_side": "left"},
-        ).to(target.device)
-        output = target.generate(
-            **inputs, **sampling, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id
-        )
-        replies = output[:, inputs["input_ids"].shape[1] :]
-        tokens += int((replies != tokenizer.pad_token_id).sum())  # without an end that doubles as padding
-        for index, text in zip(active, tokenizer.batch_decode(replies, skip_special_tokens=True), strict=True):
-            histories[index].append({"role": "assistant", "content": text.strip()})
-    return histories, tokens
+            histories[index].append({"role": "user", "content": turns[index].pop(0)})
+        replies = _reply(target, tokenizer, [histories[index] for index in active], temperature, max_new_tokens)
+        for index, (text, count) in zip(active, replies, strict=True):
+            histories[index].append({"role": "assistant", "content": text})
+            tokens[index] += count
+        ended = [index for index in active if not turns[index]]
+        ended = [index for index in ended if len(histories[index]) < 2 * (len(batch[index].turns) + invented_turns)]
+        if ended:
+            invented = invent_turns(
+                target, tokenizer, [histories[index] for index in ended], seed=seed + len(histories)
+            )
+            for index, text in zip(ended, invented, strict=True):
+                turns[index] += [text] if text else []
+    return [
+        Answered(prompt, temperature, history, count)
+        for prompt, history, count in zip(batch, histories, tokens, strict=True)
+    ]
+
+
+def _reply(
+    target: Any, tokenizer: Any, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int
+) -> list[tuple[str, int]]:
+    """The target's next message in each chat, and its tokens."""
+    inputs = tokenizer.apply_chat_template(
+        list(histories),
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+        padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+    ).to(target.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+    pad = tokenizer.pad_token_id
+    output = target.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, pad_token_id=pad)
+    replies = output[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
+    counts = (replies != pad).sum(dim=1).tolist()  # without an end that doubles as padding
+    return [(text.strip(), count) for text, count in zip(texts, counts, strict=True)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,31 @@ class Prompt:
     turns: tuple[str, ...]
     category: str = ""
 
+    @classmethod
+    def of(cls, turns: Sequence[str], category: str = "") -> Prompt:
+        return cls(hashlib.sha256(json.dumps(list(turns)).encode()).hexdigest()[:16], tuple(turns), category)
+
 
 @dataclass(frozen=True)
 class Conversation:
     """A finished chat: alternating user and assistant messages, answers by the target."""
 
     messages: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, messages: Any) -> Conversation:
+        """Checks and takes over a list of messages.
+
+        Raises:
+            ValueError: a message lacks `role` or `content`, or none is the assistant's.
+        """
+        try:
+            pairs = tuple((str(message["role"]), str(message["content"])) for message in messages or ())
+        except (TypeError, KeyError):
+            raise ValueError("each message needs `role` and `content`") from None
+        if not any(role == "assistant" for role, _ in pairs):
+            raise ValueError("no assistant message, nothing to learn from")
+        return cls(pairs)
 
     def as_messages(self) -> list[Message]:
         return [{"role": role, "content": content} for role, content in self.messages]
@@ -53,69 +73,85 @@ class TokenizedConversation:
     answer_mask: torch.Tensor
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+OnBadLine = Callable[[str], None]
+
+
+def read_prompts(path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None) -> list[Prompt]:
+    """Reads prompts from a JSONL file in the MT-bench format (`turns`: a list of user messages).
+
+    Lines that already hold `messages` (answered conversations) are skipped; `read_conversations` takes them.
+
+    Args:
+        on_bad_line: told of each line that cannot be used, by number, and the others are read; `None` raises instead.
+
+    Raises:
+        ValueError: a line is not a JSON object or has neither `turns` nor `messages`.
+    """
+
+    def parse(row: dict[str, Any]) -> Prompt | None:
+        turns = row.get("turns")
+        if turns is None and "messages" in row:
+            return None
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
+            raise ValueError(f"expected `turns`, a non-empty list of strings, or `messages`; {found}")
+        return Prompt.of(turns, str(row.get("category", "")))
+
+    return [prompt for prompt in _parsed_lines(Path(path), parse, on_bad_line) if prompt is not None]
+
+
+def read_conversations(
+    path: str | os.PathLike[str], greedy_only: bool = False, on_bad_line: OnBadLine | None = None
+) -> list[Conversation]:
+    """Reads finished conversations (`messages`: objects with `role` and `content`) from a JSONL file.
+
+    Args:
+        greedy_only: leaves out lines whose `temperature` is above 0.
+        on_bad_line: as for `read_prompts`.
+
+    Raises:
+        ValueError: a line is malformed, or a conversation has no assistant message to learn from.
+    """
+
+    def parse(row: dict[str, Any]) -> Conversation | None:
+        if ("messages" not in row and "turns" in row) or (greedy_only and row.get("temperature", 0) > 0):
+            return None
+        return Conversation.of(row.get("messages"))
+
+    return [chat for chat in _parsed_lines(Path(path), parse, on_bad_line) if chat is not None]
+
+
+def _parsed_lines(path: Path, parse: Callable[[dict[str, Any]], Any], on_bad_line: OnBadLine | None) -> Iterator[Any]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: not valid JSON ({error}); expected one object a line"
-                ) from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
-            yield number, row
+                yield parse(_json_object(line))
+            except ValueError as error:
+                message = f"{path}, line {number}: {error}"
+                if on_bad_line is None:
+                    raise ValueError(message) from None
+                on_bad_line(message)
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """Reads prompts from a JSONL file in the MT-bench format (`turns`: a list of user messages).
-
-    Lines that already hold `messages` (answered conversations) are skipped; `read_conversations` takes them.
-
-    Raises:
-        ValueError: a line is not a JSON object or has neither `turns` nor `messages`.
-    """
-    path = Path(path)
-    prompts = []
-    for number, row in _json_lines(path):
-        turns = row.get("turns")
-        if turns is None and "messages" in row:
-            continue
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
-            raise ValueError(
-                f"{path}, line {number}: expected `turns`, a non-empty list of strings, or `messages`; {found}"
-            )
-        key = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16]
-        prompts.append(Prompt(key, tuple(turns), str(row.get("category", ""))))
-    return prompts
+def _json_object(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error}); expected one object a line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+    return row
 
 
-def read_conversations(path: str | os.PathLike[str], greedy_only: bool = False) -> list[Conversation]:
-    """Reads finished conversations (`messages`: objects with `role` and `content`) from a JSONL file.
-
-    Args:
-        greedy_only: leaves out lines whose `temperature` is above 0.
-
-    Raises:
-        ValueError: a line is malformed, or a conversation has no assistant message to learn from.
-    """
-    path = Path(path)
-    conversations = []
-    for number, row in _json_lines(path):
-        messages = row.get("messages")
-        if (messages is None and "turns" in row) or (greedy_only and row.get("temperature", 0) > 0):
-            continue
-        try:
-            pairs = tuple((str(message["role"]), str(message["content"])) for message in messages or ())
-        except (TypeError, KeyError):
-            raise ValueError(f"{path}, line {number}: each message needs `role` and `content`") from None
-        if not any(role == "assistant" for role, _ in pairs):
-            raise ValueError(f"{path}, line {number}: no assistant message, nothing to learn from")
-        conversations.append(Conversation(pairs))
-    return conversations
+def with_padding(tokenizer: Any) -> Any:
+    """The tokenizer, or a copy that pads with the end of the turn where it has no token for padding (Llama's)."""
+    if tokenizer.pad_token_id is not None:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedConversation:

@@ -1,13 +1,15 @@
-"""What training reads of the target, computed once: taps and final hidden states, kept on disk.
+"""What training reads of the target: taps and final hidden states, computed online or once and kept on disk.
 
-The target's forward costs more than a drafter's training step, and its outputs never change; a cached position costs
-(taps + 1) x hidden size x 2 bytes.
+Where the target's forward costs more than a drafter's training step, as on CPUs, keeping them pays from the second
+epoch on. A position costs (taps + 1) x hidden size x 2 bytes.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from .conversations import TokenizedConversation
+from .files import write_complete
 
 _SHARD = 32  # conversations per file: a kill loses at most this much work
 
@@ -53,6 +57,8 @@ def cache_features(
     conversations: Sequence[TokenizedConversation],
     folder: str | os.PathLike[str],
     on_shard: Callable[[int, int], None] | None = None,
+    share: tuple[int, int] = (0, 1),
+    wait: Callable[[], None] | None = None,
 ) -> FeatureDataset:
     """Runs the target over all conversations and stores what training needs; shards already there are kept.
 
@@ -61,18 +67,35 @@ def cache_features(
         folder: created if missing. A shard's name carries a digest of its tokens and taps, so stale shards of other
             data are never picked up.
         on_shard: called with (shards done, shards in all).
+        share: number of this process and of all that share the work.
+        wait: waits for the others.
+
+    Raises:
+        OSError: the disk has less room than the missing shards take; nothing has been written then.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = [conversations[start : start + _SHARD] for start in range(0, len(conversations), _SHARD)]
-    paths = []
-    for number, shard in enumerate(shards):
-        path = folder / f"features-{number:05d}-{_digest(shard, tap_layers)}.safetensors"
-        if not path.exists():
-            _write_shard(target, tap_layers, shard, path)
-        paths.append(path)
+    paths = [folder / f"features-{n:05d}-{_digest(shard, tap_layers)}.safetensors" for n, shard in enumerate(shards)]
+    hidden_size = target.config.get_text_config().hidden_size
+    tokens = sum(
+        len(chat.input_ids) for shard, path in zip(shards, paths, strict=True) if not path.exists() for chat in shard
+    )
+    needed, free = feature_bytes(tokens, len(tap_layers), hidden_size), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
+            "some space, or train without --cache-taps",
+        )
+    number, of = share
+    for index in range(number, len(shards), of):
+        if not paths[index].exists():
+            _write_shard(target, tap_layers, shards[index], paths[index])
         if on_shard is not None:
-            on_shard(number + 1, len(shards))
+            on_shard(index + 1, len(shards))
+    if wait is not None:
+        wait()
     return FeatureDataset(paths)
 
 
@@ -85,24 +108,41 @@ def _digest(shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -
 
 
 def _write_shard(target: Any, tap_layers: Sequence[int], shard: Sequence[TokenizedConversation], path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for index, features in enumerate(read_features(target, tap_layers, shard)):
+        tensors |= {f"{index}.{name}": value for name, value in vars(features).items()}
+    write_complete(path, lambda temporary: save_file(tensors, temporary))
+
+
+@torch.inference_mode()
+def read_features(
+    target: Any,
+    tap_layers: Sequence[int],
+    conversations: Sequence[TokenizedConversation],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Features]:
+    """One forward of the target over some conversations, padded on the right to the longest of them.
+
+    Args:
+        device, dtype: of the hidden states.
+    """
     last = target.config.get_text_config().num_hidden_layers
     wanted = sorted({*tap_layers, last})
-    tensors = {}
-    for index, conversation in enumerate(shard):
-        output = target(
-            conversation.input_ids[None].to(target.device),
-            output_hidden_states=wanted,
-            logits_to_keep=1,
-            use_cache=False,
-        )
-        states = {layer: output.hidden_states[layer][0].to("cpu", torch.bfloat16) for layer in wanted}
-        tensors[f"{index}.input_ids"] = conversation.input_ids
-        tensors[f"{index}.answer_mask"] = conversation.answer_mask
-        tensors[f"{index}.taps"] = torch.cat([states[layer] for layer in tap_layers], dim=-1)
-        tensors[f"{index}.final"] = states[last].contiguous()
-    temporary = path.with_suffix(".partial")
-    save_file(tensors, temporary)
-    temporary.replace(path)
+    ids = pad_sequence([conversation.input_ids for conversation in conversations], batch_first=True)
+    mask = pad_sequence([torch.ones_like(conversation.input_ids) for conversation in conversations], batch_first=True)
+    padded = {"attention_mask": mask.to(target.device)} if len(conversations) > 1 else {}
+    states = target(
+        ids.to(target.device), **padded, output_hidden_states=wanted, logits_to_keep=1, use_cache=False
+    ).hidden_states
+    features = []
+    for row, conversation in enumerate(conversations):
+        length = len(conversation.input_ids)
+        kept = {layer: states[layer][row, :length].to(device, dtype) for layer in wanted}
+        taps = torch.cat([kept[layer] for layer in tap_layers], dim=-1)
+        ids, answers = conversation.input_ids.to(device), conversation.answer_mask.to(device)
+        features.append(Features(ids, answers, taps, kept[last].contiguous()))
+    return features
 
 
 class FeatureDataset(Dataset[Features]):

@@ -1,209 +1,417 @@
-"""One training run from prompts to a saved drafter; what `hsdraft train` calls."""
+"""One training run from nothing, or from prompts, to a saved drafter; what `hsdraft train` calls."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, replace
-from dataclasses import fields as dataclass_fields
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, TrainingArguments
+from accelerate import PartialState
+from torch.utils.data import Subset
+from transformers import EarlyStoppingCallback
+from transformers import __version__ as transformers_version
 
+from .._version import __version__
+from ..bench.measure import encode_prompt
 from ..configuration_hsdraft import HSDraftConfig
 from ..decoding import check_target
 from ..modeling_hsdraft import HSDrafter
-from ..target_runtime import TargetRuntime
-from .answers import answer_prompts
-from .conversations import (
-    Conversation,
-    Prompt,
-    read_conversations,
-    read_prompts,
-    tokenize_conversation,
-)
-from .features import FeatureDataset, cache_features, feature_bytes
+from .adapters import with_lora
+from .answers import TEMPERATURES, Answered, answer_prompts, store_answers
+from .arguments import DrafterTrainingArguments
+from .budget import TimeBudget
+from .checks import check_target_can_teach, claim, fingerprint, finish, finished_steps, last_checkpoint, steps_done
+from .conversations import Conversation, Prompt, read_conversations, read_prompts, tokenize_conversation
+from .dataset import RowFolder
+from .features import cache_features, feature_bytes, read_features
+from .files import disk_full, is_disk_full, write_json
+from .pictures import draw_pictures
+from .prompts import invent_prompts, prompts_from_dataset
+from .server import answer_by_server
 from .trainer import DrafterTrainer
 from .vocabulary import choose_draft_vocabulary, with_draft_vocabulary
 
 Report = Callable[[str], None]
+INVENTED_PROMPTS = 2000  # where no prompts are given and no number is asked for
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What `hsdraft train` was asked to do.
+    """What a run learns from and what it makes; how it learns is said by `DrafterTrainingArguments`.
 
     Attributes:
+        out: folder of the run: prompts, answers, features, checkpoints and, at its top, the best drafter.
         prompts: JSONL files of prompts (`turns`) or of finished conversations (`messages`).
-        out: folder of the run: answers, features, checkpoints and, at its top, the best drafter.
-        max_steps: optimiser steps.
-        conversations_per_step: conversations packed into one step.
-        chains_per_step, rolled_fraction, depth_decay: see `DrafterTrainer`.
-        max_prompts: prompts answered at most, `None` for all.
+        dataset, dataset_config, dataset_split, dataset_column: see `prompts_from_dataset`.
+        num_prompts: prompts used at most. Without files and data set, prompts that the target invents.
+        openings: beginnings of invented prompts, see `invent_prompts`.
+        invented_turns: further user turns that the target makes up in each chat it answers.
+        answers_from: URL of an OpenAI-compatible server that runs the target; `None` answers here.
+        server_model: the target's name there.
+        temperatures: of the answers, drawn from evenly; 0 is greedy.
+        max_new_tokens: tokens of an answer; max_length: tokens of a conversation, the rest is cut.
         greedy_only: leave finished conversations with a `temperature` above 0 out.
+        skip_bad_lines: report lines of `prompts` that cannot be used, and go on.
+        cache_taps: keep the target's hidden states on disk instead of computing them in every step.
         eval_conversations: held-out conversations, the first `eval_prompts` of which also measure tau.
-        bf16: matrix products of the training steps in bfloat16 (autocast), weights and optimiser in float32.
+        init_from: drafter to start from; lora: rank of the updates to train on it instead of all its weights.
         drafter: overrides of `HSDraftConfig.for_target`.
     """
 
-    prompts: Sequence[str]
     out: str
-    max_steps: int = 2000
-    learning_rate: float = 6e-4
-    conversations_per_step: int = 2
-    chains_per_step: int = 160
-    rolled_fraction: float = 0.5
-    depth_decay: float = 0.8
-    max_length: int = 1024
+    prompts: Sequence[str] = ()
+    dataset: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    dataset_column: str | None = None
+    num_prompts: int | None = None
+    openings: Sequence[str] = ("",)
+    invented_turns: int = 0
+    answers_from: str | None = None
+    server_model: str | None = None
+    temperatures: Sequence[float] = TEMPERATURES
     max_new_tokens: int = 256
-    max_prompts: int | None = None
+    max_length: int = 1024
     greedy_only: bool = False
-    answer_batch_size: int = 32
+    answer_batch_size: int = 64
+    skip_bad_lines: bool = False
+    cache_taps: bool = False
     eval_conversations: int = 48
     eval_prompts: int = 16
-    eval_new_tokens: int = 48
-    eval_steps: int = 500
-    logging_steps: int = 25
     init_from: str | None = None
-    bf16: bool = False
-    seed: int = 0
+    lora: int | None = None
     drafter: dict[str, Any] = field(default_factory=dict)
 
 
-def train(target: Any, tokenizer: Any, plan: TrainingPlan, report: Report = print) -> HSDrafter:
-    """Answers the prompts with the target, caches its features, trains a drafter and keeps the best one by tau.
+# What may change between a run and its resumption; anything else would mix two different drafters.
+_MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "server_model", "cache_taps"}
+_ARGUMENTS_FIXED = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "objective",
+    "data_policy",
+    "depth_decay",
+    "depth_weights",
+    "regression_weight",
+    "regression_steps",
+    "chains_per_conversation",
+    "rolled_fraction",
+    "seed",
+    "bf16",
+)
 
-    Every stage restarts where a killed run stopped: answers are appended, feature shards are kept, the trainer resumes
-    from its last checkpoint.
+
+def train(
+    target: Any, tokenizer: Any, plan: TrainingPlan, arguments: Mapping[str, Any] | None = None, report: Report = print
+) -> HSDrafter:
+    """Makes prompts and answers, trains a drafter on them and keeps the best one by tau.
+
+    Every stage restarts where a killed run stopped: prompts and answers are appended, feature shards are kept, the
+    trainer resumes from its last checkpoint. On several processes (`accelerate launch`) each answers its share.
+
+    Args:
+        arguments: fields of `DrafterTrainingArguments` to set otherwise than by default.
+
+    Returns:
+        the drafter as it was saved.
 
     Raises:
-        ValueError: there is nothing to train on, or the plan does not fit the target.
+        ValueError: there is nothing to train on, or plan, arguments and target do not fit together.
+        TrainingDiverged: the loss became infinite or not a number.
+        OSError: a disk is full; what was finished is kept.
     """
-    _check_target(target, tokenizer)
-    start = _start(target, plan)
-    finished, prompts = _read(plan)
-    if len(finished) + len(prompts) <= plan.eval_conversations:
-        raise ValueError(
-            f"{len(finished) + len(prompts)} conversations and prompts are too few: {plan.eval_conversations} of them "
-            "are held out; give more, or hold out fewer (--eval-conversations)"
-        )
     out = Path(plan.out)
-    arguments = _training_arguments(target, plan, out)
-    out.mkdir(parents=True, exist_ok=True)
-    _claim(out, target, plan)
-    if _finished_steps(out) >= plan.max_steps:
-        report(f"already finished: {_finished_steps(out)} of {plan.max_steps} steps")
-        return _load(out)
-    torch.manual_seed(plan.seed)
-    conversations = _conversations(target, tokenizer, plan, finished, prompts, out, report)
+    args = _training_arguments(target, out, arguments or {})
+    state = PartialState()
+    report = report if state.is_main_process else _silent
+    check_target_can_teach(target, tokenizer)
+    start = _start(target, plan)
+    sizes = start.config if start else HSDraftConfig.for_target(target, **plan.drafter)
+    args.weights_of_depths(sizes.num_draft_steps)
+    bad: list[str] = []
+    finished, prompts = _given(plan, args.seed, bad.append if plan.skip_bad_lines else None)
+    for line in bad:
+        report(f"left out: {line}")
+    _check_amount(plan, len(finished) + len(prompts))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if state.is_main_process:
+            claim(out, _settings(target, plan, args), {*_MAY_CHANGE, "max_steps"})
+        if 0 < args.max_steps <= finished_steps(out):
+            report(f"already finished: {finished_steps(out)} of {args.max_steps} steps")
+            return _load(out, plan)
+        torch.manual_seed(args.seed)
+        conversations = finished + _answers(target, tokenizer, plan, args.seed, prompts, out, report)
+        return _train_on(target, tokenizer, plan, args, start, conversations, report)
+    except OSError as error:
+        if is_disk_full(error) and "the disk is full" not in str(error):
+            raise disk_full(out) from error
+        raise
+
+
+def _train_on(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    args: DrafterTrainingArguments,
+    start: HSDrafter | None,
+    conversations: Sequence[Conversation],
+    report: Report,
+) -> HSDrafter:
+    out, state = Path(plan.out), PartialState()
+    conversations = _in_order(conversations, args.seed)
     pairs = [(chat, tokenize_conversation(tokenizer, chat, plan.max_length)) for chat in conversations]
     pairs = [pair for pair in pairs if bool(pair[1].answer_mask[2:].any())]  # a chain predicts x_2 at the earliest
-    conversations, tokenized = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    if len(tokenized) <= plan.eval_conversations:
-        raise ValueError(
-            f"only {len(tokenized)} conversations hold answers to learn from, of which {plan.eval_conversations} are "
-            "held out; give more prompts, or hold out fewer (--eval-conversations)"
-        )
+    _check_amount(plan, len(pairs))
+    tokenized = [pair[1] for pair in pairs]
+    tokens, answers = (sum(int(part.sum()) for part in parts) for parts in _token_counts(tokenized))
+    report(f"{len(pairs):,} conversations, {tokens:,} tokens, {answers:,} of them answers")
     if start and plan.drafter.get("draft_vocab_size", start.config.draft_vocab_size) != start.config.draft_vocab_size:
         ids = _draft_vocabulary(target, tokenizer, tokenized, plan.drafter["draft_vocab_size"], report)
         start = with_draft_vocabulary(start, ids, target.get_output_embeddings().weight)
     config = start.config if start else _drafter_config(target, tokenizer, tokenized, plan, report)
-    tokens = sum(len(chat.input_ids) for chat in tokenized)
-    size = feature_bytes(tokens, len(config.target_tap_layers), config.target_hidden_size)
-    report(f"features of {tokens:,} tokens, {size / 1e6:,.0f} MB on disk")
-    features = cache_features(
-        target,
-        config.target_tap_layers,
-        tokenized,
-        out / "features",
-        on_shard=lambda done, of: report(f"features: {done}/{of} shards"),
-    )
-    drafter = (start or HSDrafter(config)).to(target.device)
+    dataset: Any = tokenized
+    if plan.cache_taps:
+        size = feature_bytes(tokens, len(config.target_tap_layers), config.target_hidden_size)
+        report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
+        dataset = cache_features(
+            target,
+            config.target_tap_layers,
+            tokenized,
+            out / "features",
+            on_shard=lambda done, of: report(f"taps: {done}/{of} shards"),
+            share=(state.process_index, state.num_processes),
+            wait=state.wait_for_everyone,
+        )
+    drafter = (start or HSDrafter(config)).to(args.device)
     if not start:
-        start_from_target(drafter, target, features)
-    report(f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters")
-    _fit(target, tokenizer, drafter, features, conversations, plan, arguments, report)
-    drafter.to(torch.bfloat16).save_pretrained(out)
-    _write_json(out / _FINISHED, {"steps": plan.max_steps})
-    return _load(out)
+        sample = read_features(target, config.target_tap_layers, tokenized[: min(16, len(tokenized))])
+        start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
+    model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    report(
+        f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters, {trained / 1e6:.1f}M trained"
+    )
+    prompts = [_first_user_message(chat) for chat, _ in pairs[: min(plan.eval_prompts, plan.eval_conversations)]]
+    last = last_checkpoint(out)
+    trainer = DrafterTrainer(
+        model,
+        args,
+        target=target,
+        tau_prompts=[encode_prompt(tokenizer, prompt, target.device) for prompt in prompts],
+        train_dataset=Subset(dataset, range(plan.eval_conversations, len(pairs))),
+        eval_dataset=Subset(dataset, range(plan.eval_conversations)),
+        budget=_budget(args, last),
+        callbacks=_callbacks(args),
+    )
+    report(_what_is_computed(trainer, config))
+    begin = time.perf_counter()
+    if args.max_steps > steps_done(out):  # the Trainer would take one step more
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+    else:
+        trainer.restore_best(last)
+    seconds = time.perf_counter() - begin
+    if trainer.state.best_model_checkpoint:
+        step = str(trainer.state.best_model_checkpoint).rsplit("-", 1)[1]
+        report(f"best tau {trainer.state.best_metric:.2f}, at step {step}")
+    trainer.evaluate()  # of what is saved
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+    report(f"trained for {seconds / 60:.1f} minutes, peak memory {peak:.1f} GB")
+    if state.is_main_process:
+        _save(trainer, plan, out)
+        finish(out, trainer.state.global_step)
+    state.wait_for_everyone()
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    return _load(out, plan)
 
 
-def _load(out: Path) -> HSDrafter:
-    drafter: HSDrafter = HSDrafter.from_pretrained(out)
+def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path) -> None:
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    if plan.lora is None:
+        model.loss_function = None
+        model.to(torch.bfloat16).save_pretrained(out)
+    else:
+        model.save_pretrained(out)
+    history = trainer.state.log_history
+    calibration = asdict(trainer.calibration) if trainer.calibration else None
+    write_json(out / "figures.json", {"history": history, "calibration": calibration})
+    draw_pictures(history, calibration, out)
+
+
+def _load(out: Path, plan: TrainingPlan) -> HSDrafter:
+    drafter: HSDrafter
+    if plan.lora is None:
+        drafter = HSDrafter.from_pretrained(out)
+    else:
+        drafter = HSDrafter.from_pretrained(plan.init_from)
+        drafter.load_adapter(str(out))
     return drafter
 
 
-_PLAN, _FINISHED = "training_plan.json", "finished.json"
-
-# What may change between a run and its resumption; anything else would mix two different drafters.
-_MAY_CHANGE = {
-    "max_steps",
-    "eval_steps",
-    "logging_steps",
-    "eval_prompts",
-    "eval_new_tokens",
-    "answer_batch_size",
-    "out",
-}
-# As long as nothing was trained, only what decides the answers has to stay.
-_DECIDES_ANSWERS = {"target", "prompts", "prompt_digests", "max_prompts", "max_new_tokens", "greedy_only", "seed"}
-
-
-def _claim(out: Path, target: Any, plan: TrainingPlan) -> None:
-    """Writes the plan into the folder, or checks that the folder belongs to the same one.
-
-    Raises:
-        ValueError: the folder holds a run of another plan; the message names the fields that differ.
-    """
-    path = out / _PLAN
-    digests = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in plan.prompts]
-    fields = {**asdict(plan), "prompts": [Path(name).name for name in plan.prompts], "prompt_digests": digests}
-    document = json.loads(json.dumps({**fields, "target": _fingerprint(target)}))  # tuples become lists, as on disk
-    if path.exists():
-        stored = {**_plan_defaults(), **json.loads(path.read_text(encoding="utf-8"))}
-        fixed = document.keys() - _MAY_CHANGE if _steps_done(out) else _DECIDES_ANSWERS
-        differing = sorted(name for name in fixed if stored.get(name) != document[name])
-        if differing:
-            changes = ", ".join(f"{name}: {stored.get(name)!r} -> {document[name]!r}" for name in differing)
-            raise ValueError(
-                f"{out} holds a run with other settings ({changes}); resume it with the same, or use a new --out"
-            )
-    _write_json(path, document)
+def _given(
+    plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None
+) -> tuple[list[Conversation], list[Prompt]]:
+    """Finished conversations and prompts of files and data set; none of either where the target is to invent them."""
+    finished, prompts = [], []
+    for path in plan.prompts:
+        chats = read_conversations(path, plan.greedy_only, on_bad_line)
+        asked = read_prompts(path, None if on_bad_line is None else _ignore)
+        if not chats and not asked:
+            raise ValueError(f"{path} holds no prompts: expected lines with `turns` or `messages`")
+        finished += chats
+        prompts += asked
+    if plan.dataset is not None:
+        prompts += prompts_from_dataset(plan.dataset, plan.dataset_config, plan.dataset_split, plan.dataset_column)
+    unique = {prompt.key: prompt for prompt in prompts}
+    order = sorted(unique, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).hexdigest())
+    return finished, [unique[key] for key in order][: plan.num_prompts]
 
 
-def _plan_defaults() -> dict[str, Any]:
-    """Fields that a plan written by an older version may lack."""
-    return {f.name: f.default for f in dataclass_fields(TrainingPlan) if f.default is not MISSING}
-
-
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
-def _fingerprint(target: Any) -> str:
-    """Tells targets apart, and dtypes: answers and features of one are not those of another."""
-    rows = target.get_output_embeddings().weight.detach()[:64].cpu().contiguous()
-    digest = hashlib.sha256(rows.view(torch.uint8).numpy().tobytes())
-    return f"{type(target).__name__}, {target.dtype}, {digest.hexdigest()[:12]}"
-
-
-def _check_target(target: Any, tokenizer: Any) -> None:
-    """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
-    TargetRuntime(target, [], DynamicCache(config=target.config))  # raises where trees cannot be verified
-    if target.device.type == "cuda" and target.device.index:
+def _check_amount(plan: TrainingPlan, count: int) -> None:
+    if _invents(plan):
+        count = max(count, plan.num_prompts or INVENTED_PROMPTS)
+    if count <= plan.eval_conversations:
         raise ValueError(
-            f"training runs on the first visible GPU, not on {target.device}: use --device cuda, and "
-            f"CUDA_VISIBLE_DEVICES={target.device.index} to choose"
+            f"{count} conversations and prompts are too few: {plan.eval_conversations} of them are held out; give "
+            "more, or hold out fewer (--eval-conversations)"
         )
-    message = [{"role": "user", "content": "Count from one to ten."}]
-    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    _check_teacher(target, ids["input_ids"])
+
+
+def _invents(plan: TrainingPlan) -> bool:
+    return not plan.prompts and plan.dataset is None
+
+
+def _answers(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    seed: int,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+) -> list[Conversation]:
+    """The target's answers to all prompts, invented first where there are none."""
+    state = PartialState()
+    recipe = _recipe(target, tokenizer, plan, seed)
+    if _invents(plan):
+        count = plan.num_prompts or INVENTED_PROMPTS
+        made = RowFolder(out / "prompts", "Prompts a chat model invented.", {**recipe, "openings": list(plan.openings)})
+        if state.is_main_process:
+            invent_prompts(
+                target,
+                tokenizer,
+                count,
+                made,
+                openings=plan.openings,
+                seed=seed,
+                on_batch=lambda done: report(f"prompts invented: {done}/{count}"),
+            )
+        state.wait_for_everyone()
+        prompts = [Prompt.of(row["turns"], "invented") for row in made.rows()][:count]
+    store = RowFolder(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
+    done = store.keys()
+    pending = [prompt for prompt in prompts if prompt.key not in done]
+    if not prompts:
+        return []
+    share = pending[state.process_index :: state.num_processes]
+    skipped: list[str] = []
+    # A conversation is cut at `max_length`; a prompt must leave room for an answer, and fit the target's window.
+    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
+    batches: Iterable[Sequence[Answered]]
+    if plan.answers_from is not None and share:
+        batches = (
+            [answered]
+            for answered in answer_by_server(
+                plan.answers_from,
+                share,
+                model=plan.server_model,
+                temperatures=_temperatures(plan),
+                max_new_tokens=plan.max_new_tokens,
+                seed=seed,
+                on_skip=lambda prompt, why: skipped.append(why),
+            )
+        )
+    else:
+        batches = answer_prompts(
+            target,
+            tokenizer,
+            share,
+            temperatures=_temperatures(plan),
+            max_new_tokens=plan.max_new_tokens,
+            max_prompt_tokens=limit,
+            batch_size=plan.answer_batch_size,
+            invented_turns=plan.invented_turns,
+            seed=seed,
+            on_skip=lambda prompt, why: skipped.append(why),
+        )
+    store_answers(
+        batches,
+        store,
+        on_progress=lambda count, speed: report(f"answers: {count}/{len(share)} prompts, {speed:,.0f} tokens/s"),
+    )
+    if skipped:
+        report(f"{len(skipped)} prompts left out; the first because {skipped[0]}")
+    state.wait_for_everyone()
+    wanted = {prompt.key for prompt in prompts}
+    return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+
+def _temperatures(plan: TrainingPlan) -> Sequence[float]:
+    return (0.0,) if plan.greedy_only else plan.temperatures
+
+
+def _recipe(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int) -> dict[str, Any]:
+    """Everything that decides the answers."""
+    return {
+        "target": fingerprint(target),
+        "target_name": plan.drafter.get("target_name", ""),
+        "target_revision": getattr(target.config, "_commit_hash", None),
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        "temperatures": list(_temperatures(plan)),
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": plan.max_new_tokens,
+        "invented_turns": plan.invented_turns,
+        "seed": seed,
+        "hf_hsdraft": __version__,
+        "transformers": transformers_version,
+    }
+
+
+def _in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:
+    """Ordered by digest: a shuffle which more data does not reshuffle.
+
+    Of the conversations held out, the first ones, none was learned by an earlier run on a part of the same data, from
+    whose drafter this one may start.
+    """
+    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())
+
+
+def _token_counts(tokenized: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [torch.ones_like(chat.input_ids) for chat in tokenized], [chat.answer_mask for chat in tokenized]
+
+
+def _settings(target: Any, plan: TrainingPlan, args: DrafterTrainingArguments) -> dict[str, Any]:
+    digests = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in plan.prompts]
+    return {
+        **asdict(plan),
+        "prompts": [Path(name).name for name in plan.prompts],
+        "prompt_digests": digests,
+        "target": fingerprint(target),
+        **{name: str(getattr(args, name)) for name in _ARGUMENTS_FIXED},
+    }
 
 
 def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
@@ -218,6 +426,11 @@ def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
     check_target(target, drafter)
     drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
+    for name in ("tree_size", "beam_width"):  # decide no weights
+        if name in plan.drafter:
+            setattr(drafter.config, name, plan.drafter[name])
+            setattr(drafter.generation_config, name, plan.drafter[name])
+    drafter.config.check()
     for name, value in plan.drafter.items():
         found = getattr(drafter.config, name)
         if found != value and name != "draft_vocab_size":
@@ -228,88 +441,6 @@ def _start(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     if not 1 <= size <= drafter.config.vocab_size:
         raise ValueError(f"draft_vocab_size={size} is invalid: expected 1 to {drafter.config.vocab_size}")
     return drafter
-
-
-@torch.no_grad()
-def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
-    """Raises a ValueError unless the target's logits are its final hidden states times its output rows.
-
-    Scaled, capped or biased logits would be another distribution than the one the drafter is taught.
-    """
-    last = target.config.get_text_config().num_hidden_layers
-    output = target(input_ids.to(target.device), output_hidden_states=[last], use_cache=False)
-    logits = output.logits[0].float().cpu()
-    rows = target.get_output_embeddings().weight.detach().float().cpu()
-    rebuilt = output.hidden_states[last][0].to("cpu", torch.bfloat16).float() @ rows.T
-    error = float((rebuilt.log_softmax(-1).exp() - logits.log_softmax(-1).exp()).abs().sum(-1).mean())
-    if error > 0.1:  # total variation times two; bfloat16 features stay well below
-        raise ValueError(
-            f"{type(target).__name__} changes its logits after the output layer (scale, cap or bias): the teacher "
-            f"would be wrong by {error:.2f} in total variation. Training for such targets is not supported yet."
-        )
-
-
-def _read(plan: TrainingPlan) -> tuple[list[Conversation], list[Prompt]]:
-    """Finished conversations of all files, and the prompts to answer in the order of the plan's seed."""
-    finished = [chat for path in plan.prompts for chat in read_conversations(path, greedy_only=plan.greedy_only)]
-    prompts = [prompt for path in plan.prompts for prompt in read_prompts(path)]
-    random.Random(plan.seed).shuffle(prompts)
-    return finished, prompts[: plan.max_prompts]
-
-
-def _last_checkpoint(out: Path) -> Path | None:
-    """The newest complete checkpoint of a run; what a kill left half-written is passed over.
-
-    The Trainer writes its state last, so a checkpoint that has it is whole.
-    """
-    found = [path for path in (out / "checkpoints").glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
-
-
-def _steps_done(out: Path) -> int:
-    """Steps of the last checkpoint in a run's folder, 0 if there is none."""
-    last = _last_checkpoint(out)
-    return int(last.name.rsplit("-", 1)[1]) if last else 0
-
-
-def _finished_steps(out: Path) -> int:
-    """Steps after which the drafter in a run's folder was saved, 0 if none was."""
-    path = out / _FINISHED
-    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.exists() else 0
-
-
-def _conversations(
-    target: Any,
-    tokenizer: Any,
-    plan: TrainingPlan,
-    finished: Sequence[Conversation],
-    prompts: Sequence[Prompt],
-    out: Path,
-    report: Report,
-) -> list[Conversation]:
-    """The finished conversations and the target's answers to all prompts, ordered by digest.
-
-    That is a shuffle which more data does not reshuffle: of the conversations held out, the first ones, none was
-    learned by an earlier run on a part of the same data, from whose drafter this one may start.
-    """
-    conversations = list(finished)
-    if conversations:
-        report(f"{len(conversations)} finished conversations")
-    if prompts:
-        answers = out / "answers.jsonl"
-        answer_prompts(
-            target,
-            tokenizer,
-            prompts,
-            answers,
-            temperatures=(0.0,) if plan.greedy_only else (0.0, 0.0, 0.7, 1.0),
-            max_new_tokens=plan.max_new_tokens,
-            batch_size=plan.answer_batch_size,
-            seed=plan.seed,
-            on_batch=lambda done, tokens: report(f"answers: {done}/{len(prompts)} prompts"),
-        )
-        conversations += read_conversations(answers, greedy_only=plan.greedy_only)
-    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((plan.seed, chat.messages)).encode()).hexdigest())
 
 
 def _drafter_config(
@@ -331,15 +462,17 @@ def _draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], siz
 
 
 @torch.no_grad()
-def start_from_target(drafter: HSDrafter, target: Any, features: FeatureDataset, sample: int = 16) -> None:
+def start_from_target(drafter: HSDrafter, target: Any, finals: torch.Tensor) -> None:
     """Starts the parts that have an obvious counterpart in the target from it.
 
     The final norm takes the scale of the target's final hidden states, the injector's output the leading directions of
     the target's head: from the first step on both speak the head's language.
+
+    Args:
+        finals: `[N, D]`, float32, some final hidden states of the target.
     """
     if drafter.config.hidden_size != drafter.config.target_hidden_size:
         return
-    finals = torch.cat([features[index].final for index in range(min(sample, len(features)))]).float()
     drafter.norm.weight.copy_(finals.pow(2).mean(dim=0).sqrt())
     rows = target.get_output_embeddings().weight.detach()
     head = rows[drafter.draft_vocab_ids().to(rows.device)].to(drafter.device, torch.float32)
@@ -352,77 +485,49 @@ def start_from_target(drafter: HSDrafter, target: Any, features: FeatureDataset,
     drafter.injector.up.weight[:, : leading.shape[1]].copy_(leading)
 
 
-def _training_arguments(target: Any, plan: TrainingPlan, out: Path) -> TrainingArguments:
-    """Raises an ImportError if the packages of the `train` extra are missing."""
-    arguments = TrainingArguments(
-        output_dir=str(out / "checkpoints"),
-        max_steps=plan.max_steps,
-        per_device_train_batch_size=plan.conversations_per_step,
-        per_device_eval_batch_size=plan.conversations_per_step,
-        learning_rate=plan.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(100, plan.max_steps // 10),
-        adam_beta2=0.95,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        eval_strategy="steps",
-        eval_steps=plan.eval_steps,
-        save_steps=plan.eval_steps,
-        save_total_limit=2,
-        logging_steps=plan.logging_steps,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_tau",
-        greater_is_better=True,
-        remove_unused_columns=False,
-        report_to="none",
-        seed=plan.seed,
-        use_cpu=target.device.type == "cpu",
+def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) -> DrafterTrainingArguments:
+    """Raises a ValueError or TypeError for arguments that do not exist or contradict each other."""
+    fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}
+    if "eval_steps" in fields and "save_steps" not in fields:
+        fields["save_steps"] = fields["eval_steps"]  # the best checkpoint must be one that was measured
+    args = DrafterTrainingArguments(**fields)
+    # One process trains on one device; several are started by `accelerate launch`.
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
+
+
+def _callbacks(args: DrafterTrainingArguments) -> list[Any]:
+    patience = args.early_stopping_patience
+    return [] if patience is None else [EarlyStoppingCallback(early_stopping_patience=patience)]
+
+
+def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | None:
+    """The clock of a run, less what was spent before its last checkpoint."""
+    if args.max_minutes is None:
+        return None
+    if last is None:
+        return TimeBudget(args.max_minutes)
+    states = json.loads((last / "trainer_state.json").read_text(encoding="utf-8"))["stateful_callbacks"]
+    return TimeBudget(args.max_minutes, spent=states["TimeBudget"]["attributes"]["spent"])
+
+
+def _what_is_computed(trainer: DrafterTrainer, config: HSDraftConfig) -> str:
+    args, loss = trainer.args, trainer.loss
+    return (
+        f"{args.objective} on {args.data_policy} data; at most {args.chains_per_conversation} chains a conversation, "
+        f"{args.rolled_fraction:.0%} of them {config.num_draft_steps} deep, depth weights "
+        f"{', '.join(f'{weight:.2f}' for weight in loss.depth_weights)}; logits of {loss.rows_per_chunk} predictions x "
+        f"{config.draft_vocab_size:,} tokens at a time"
     )
-    # The loss reaches past the model's forward, which a DataParallel wrapper would hide.
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    return arguments
-
-
-def _fit(
-    target: Any,
-    tokenizer: Any,
-    drafter: HSDrafter,
-    features: FeatureDataset,
-    conversations: Sequence[Conversation],
-    plan: TrainingPlan,
-    arguments: TrainingArguments,
-    report: Report,
-) -> None:
-    from ..bench.measure import measure_tau
-
-    held = range(plan.eval_conversations)
-    training = torch.utils.data.Subset(features, range(plan.eval_conversations, len(features)))
-    prompts = [_first_user_message(conversations[index]) for index in held[: plan.eval_prompts]]
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    rows = target.get_output_embeddings().weight.detach()
-    compute_dtype = torch.bfloat16 if plan.bf16 else torch.float32  # autocast would cast the head anew at every depth
-    teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, compute_dtype)
-    if weights.head is not None:
-        weights = replace(weights, head=weights.head.to(compute_dtype))
-    trainer = DrafterTrainer(
-        drafter,
-        arguments,
-        weights=weights,
-        teacher_head=teacher_head,
-        measure_tau=lambda model: measure_tau(target, tokenizer, model, prompts, plan.eval_new_tokens),
-        chains_per_step=plan.chains_per_step,
-        rolled_fraction=plan.rolled_fraction,
-        depth_decay=plan.depth_decay,
-        bf16=plan.bf16,
-        train_dataset=training,
-        eval_dataset=torch.utils.data.Subset(features, list(held)),
-    )
-    last = _last_checkpoint(Path(plan.out))
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
-    best = trainer.state.best_model_checkpoint
-    if best:
-        report(f"best tau {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")
 
 
 def _first_user_message(chat: Conversation) -> str:
     return next(content for role, content in chat.messages if role == "user")
+
+
+def _silent(_: str) -> None:
+    """Reports of all processes but the first."""
+
+
+def _ignore(_: str) -> None:
+    """A bad line that was reported before."""

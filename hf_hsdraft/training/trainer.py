@@ -2,111 +2,240 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
+from transformers.trainer_callback import TrainerState
 
-from ..modeling_hsdraft import HSDrafter, TargetWeights
-from .features import Features
-from .loss import LossParts, Pack, chain_loss, chain_starts
+from ..bench.measure import pooled_tau
+from ..decoding import DraftStatistics
+from ..modeling_hsdraft import HSDrafter
+from .arguments import DrafterTrainingArguments
+from .budget import TimeBudget
+from .calibration import Calibration
+from .conversations import TokenizedConversation
+from .features import Features, read_features
+from .loss import ChainLabels, ChainLoss, Chains, LossParts, Pack, sample_chains, true_labels
+from .objectives import OBJECTIVES
+from .on_policy import drafted_labels
 
 
-def collate(conversations: Sequence[Features]) -> dict[str, torch.Tensor]:
-    """Packs conversations side by side; documents are kept apart by the attention mask."""
-    return dict(vars(Pack.of(conversations, pad_to_multiple_of=128)))
+class TrainingDiverged(RuntimeError):
+    """The loss is not a number any more; checkpoints written before are good."""
+
+
+def collate(conversations: Sequence[Features | TokenizedConversation]) -> dict[str, Any]:
+    """A step's conversations as they are; they are packed where the target can be asked for features."""
+    return {"conversations": list(conversations)}
 
 
 class DrafterTrainer(Trainer):
-    """Trains a drafter on cached features of the target.
+    """Trains a drafter against a frozen target.
 
     Args:
-        weights: what the drafter borrows of its target.
-        teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
-        measure_tau: returns tau of the drafter as it is now, by actually generating; `None` skips that.
-        chains_per_step: chain starts sampled from a batch. 0 < value.
-        rolled_fraction: share of those chains that is followed beyond the first depth.
-        depth_decay: weight of depth d is `depth_decay ** d`.
-        bf16: autocast of the whole loss. `args.bf16` would cast the model's forward alone, for good, and with it what
-            tau is measured by.
+        model: an `HSDrafter`, or a PEFT model of one.
+        target: gives the features of conversations that come without, labels for drafted tokens, and tau.
+        tau_prompts: inputs of `generate()` that measure tau.
+        budget: ends training by the clock and sets the learning rate; `None` leaves both to `args`.
+        train_dataset, eval_dataset: `Features` (cached) or `TokenizedConversation`s (features are computed online).
     """
 
     control: Any
+    lr_scheduler: Any
+    args: DrafterTrainingArguments
 
     def __init__(
         self,
-        model: HSDrafter,
-        args: TrainingArguments,
+        model: Any,
+        args: DrafterTrainingArguments,
         *,
-        weights: TargetWeights,
-        teacher_head: torch.Tensor,
-        measure_tau: Callable[[HSDrafter], float] | None = None,
-        chains_per_step: int = 160,
-        rolled_fraction: float = 0.5,
-        depth_decay: float = 0.8,
-        bf16: bool = False,
+        target: Any,
+        tau_prompts: Sequence[dict[str, torch.Tensor]] = (),
+        budget: TimeBudget | None = None,
         **kwargs: Any,
     ) -> None:
+        self.target = target
+        self.tau_prompts = tau_prompts
+        self.budget = budget
+        drafter = _base(model)
+        weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+        rows = target.get_output_embeddings().weight.detach()
+        # The frozen head is kept in the dtype that products are computed in: casting it anew costs as much as they do.
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
+        self.weights = weights if weights.head is None else replace(weights, head=weights.head.to(dtype))
+        self.loss = ChainLoss(
+            self.weights,
+            self.teacher_head,
+            OBJECTIVES[args.objective],
+            args.weights_of_depths(drafter.config.num_draft_steps),
+            chunk_logits=2**21 if drafter.device.type == "cpu" else 2**26,
+        )
+        drafter.loss_function = self.loss
         super().__init__(model=model, args=args, data_collator=collate, **kwargs)
-        self.weights = weights
-        self.teacher_head = teacher_head
-        self.measure_tau = measure_tau
-        self.chains_per_step = chains_per_step
-        self.rolled_fraction = rolled_fraction
-        self.depth_decay = depth_decay
-        self.bf16 = bf16
+        if budget is not None:
+            self.add_callback(budget)
         self._recent: LossParts | None = None
+        self._tokens, self._since = 0, time.perf_counter()
+        self.calibration: Calibration | None = None
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, **kwargs: Any
-    ) -> Any:
-        parts = self._parts(model, inputs, torch.randperm)
-        self._recent = parts
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.budget is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self.budget.schedule(self.optimizer if optimizer is None else optimizer)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any) -> Any:
+        measured = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or 1)) == 0
+        conversations = inputs["conversations"]
+        self._tokens += sum(len(conversation.input_ids) for conversation in conversations)
+        parts = self._parts(model, conversations, self.state.global_step, measured)
+        if not bool(torch.isfinite(parts.loss)):
+            raise TrainingDiverged(
+                f"the loss is {parts.loss.item()} at step {self.state.global_step}: checkpoints until then are good. "
+                "Go on from one with --init-from, another --out and a lower --learning-rate"
+            )
+        if measured:
+            self._recent = parts
         return (parts.loss, {"loss": parts.loss}) if return_outputs else parts.loss
 
-    def _parts(self, model: Any, inputs: dict[str, torch.Tensor], order: Callable[[int], torch.Tensor]) -> LossParts:
-        pack = Pack(**inputs).to(self.args.device, self.teacher_head.dtype)
-        starts = chain_starts(pack)
-        starts = starts[order(len(starts))[: self.chains_per_step].to(starts.device)]
-        rolled = max(1, int(len(starts) * self.rolled_fraction))
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16):
-            return chain_loss(
-                model, self.weights, self.teacher_head, pack, starts, num_rolled=rolled, depth_decay=self.depth_decay
-            )
+    def _parts(self, model: Any, conversations: Sequence[Any], step: int, measured: bool) -> LossParts:
+        pack = self.pack(conversations)
+        drafter = _base(self.accelerator.unwrap_model(model))
+        seeds = [zlib.crc32(chat.input_ids.cpu().numpy().tobytes()) + step for chat in conversations]
+        args = self.args
+        chains = sample_chains(pack, args.chains_per_conversation, args.rolled_fraction, seeds, pad_to_multiple_of=32)
+        labels = self._labels(drafter, pack, chains)
+        count = labels.count
+        if model.training and self.accelerator.num_processes > 1:
+            # Gradients of all processes are averaged: divided by the average count, they are those of one large batch.
+            count = self.accelerator.reduce(count.float(), reduction="mean")
+        weight = (
+            args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
+        )
+        output = model(
+            taps=pack.taps,
+            embeds=self.weights.embed(pack.input_ids.roll(-1)),  # row i: the token after position i
+            position_ids=pack.position_ids,
+            starts=chains.starts,
+            document_ids=pack.document_ids,
+            num_rolled=chains.num_rolled,
+            labels=replace(labels, count=count, regression=weight, measured=measured),
+        )
+        loss: LossParts = output["loss"]
+        return loss
+
+    def pack(self, conversations: Sequence[Features | TokenizedConversation]) -> Pack:
+        """What a step reads of conversations, the target asked for those that come without features."""
+        taps = _base(self.model).config.target_tap_layers
+        bare = [chat for chat in conversations if not isinstance(chat, Features)]
+        read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
+        features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
+        return Pack.of(features, pad_to_multiple_of=128).to(self.args.device, self.teacher_head.dtype)
+
+    def _labels(self, drafter: HSDrafter, pack: Pack, chains: Chains) -> ChainLabels:
+        steps = drafter.config.num_draft_steps
+        labels = true_labels(pack, chains, steps)
+        if self.args.data_policy == "teacher" or not drafter.training:
+            return labels
+        share = 1.0 if self.args.data_policy == "student" else 0.5
+        return drafted_labels(drafter, self.target, self.weights, pack, chains, labels, share)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the accuracy per depth of the latest step to every training log line."""
+        """Adds tokens/s and the accuracy per depth of the latest step to every training log line."""
         if self._recent is not None and "loss" in logs:
             logs |= {f"accuracy_{depth + 1}": round(a, 3) for depth, a in enumerate(self._recent.accuracy.tolist())}
+            if float(self._recent.regression):
+                logs["regression"] = round(float(self._recent.regression), 4)
+            now = time.perf_counter()
+            logs["tokens_per_second"] = round(self._tokens * self.accelerator.num_processes / (now - self._since), 1)
+            self._tokens, self._since = 0, now
         super().log(logs, *args, **kwargs)
 
     @torch.no_grad()
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Held-out loss and accuracy per depth, and tau measured by generating."""
+        """Held-out loss and accuracy per depth; tau and acceptance per depth measured by generating."""
+        begin = time.perf_counter()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        model = self.model.eval()
-        generator = torch.Generator().manual_seed(self.args.seed)
-        order = lambda n: torch.randperm(n, generator=generator)  # noqa: E731
+        model = self.model_wrapped if self.model_wrapped is not None else self.model
+        model.eval()
         size = self.args.per_device_eval_batch_size
-        packs = [
-            collate([dataset[i] for i in range(start, min(start + size, len(dataset)))])
-            for start in range(0, len(dataset), size)
-        ]
-        parts = [self._parts(model, pack, order) for pack in packs]
-        # Pooled over chains: a pack with few of them, or none that deep, must not count as much as the others.
-        counts = torch.stack([part.count for part in parts]).clamp(min=1e-9)
+        batches = [range(at, min(at + size, len(dataset))) for at in range(0, len(dataset), size)]
+        parts = [self._parts(model, [dataset[i] for i in batch], 0, measured=True) for batch in batches]
+        # Pooled over predictions: a pack with few of them, or none that deep, must not count as much as the others.
+        counts = torch.stack([part.count for part in parts])
         divergence, accuracy = (
-            (torch.stack([getattr(part, name) for part in parts]) * counts).sum(dim=0) / counts.sum(dim=0)
+            (torch.stack([getattr(part, name) for part in parts]) * counts).sum(dim=0) / counts.sum(dim=0).clamp(min=1)
             for name in ("divergence", "accuracy")
         )
-        weights = self.depth_decay ** torch.arange(len(divergence), device=divergence.device)
-        metrics = {f"{metric_key_prefix}_loss": float((divergence * weights).sum() / weights.sum())}
-        for depth, value in enumerate(accuracy.tolist()):
-            metrics[f"{metric_key_prefix}_accuracy_{depth + 1}"] = round(value, 4)
-        if self.measure_tau is not None:
-            metrics[f"{metric_key_prefix}_tau"] = self.measure_tau(model)
+        self.calibration = Calibration.of(parts, len(divergence))
+        scale = torch.tensor(self.args.weights_of_depths(len(divergence)), device=divergence.device)
+        metrics = {f"{metric_key_prefix}_loss": float((divergence * scale).sum() / scale.sum())}
+        metrics |= _by_depth(f"{metric_key_prefix}_accuracy", accuracy.tolist())
+        if self.tau_prompts:
+            calls = self._decode()
+            metrics[f"{metric_key_prefix}_tau"] = pooled_tau(calls)
+            metrics |= _by_depth(f"{metric_key_prefix}_acceptance", acceptance(calls, len(divergence)))
+        metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - begin, 1)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         model.train()
+        self._since += time.perf_counter() - begin  # tokens/s is of training alone
         return metrics
+
+    def _decode(self) -> list[DraftStatistics]:
+        drafter = self.snapshot()
+        return [
+            self.target.generate(
+                **prompt,
+                assistant_model=drafter,
+                do_sample=False,
+                max_new_tokens=self.args.eval_new_tokens,
+                return_dict_in_generate=True,
+            ).statistics
+            for prompt in self.tau_prompts
+        ]
+
+    def restore_best(self, checkpoint: Any) -> None:
+        """Takes over state and best weights of a run that had ended at `checkpoint`, for it to be saved."""
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self._load_best_model()
+
+    def snapshot(self) -> HSDrafter:
+        """The drafter as it is now, free of what mixed precision and data parallelism have wrapped around it."""
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
+        if not isinstance(model, HSDrafter):
+            return _base(model).eval()  # PEFT: its layers are inside, nothing is wrapped around the drafter itself
+        copy = HSDrafter(model.config)
+        copy.load_state_dict(model.state_dict())
+        copy.generation_config = model.generation_config
+        return copy.to(model.device).eval()
+
+
+def acceptance(calls: Sequence[DraftStatistics], steps: int) -> list[float]:
+    """Share of the rounds that came to depth d - 1 and accepted a node of depth d, for d = 1 .. `steps`."""
+    lengths = [length for call in calls for length in call.accepted_lengths]
+    reached = [sum(length >= depth for length in lengths) for depth in range(steps + 1)]
+    return [after / before if before else math.nan for before, after in itertools.pairwise(reached)]
+
+
+def _by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_{depth}": round(value, 4) for depth, value in enumerate(values, 1)}
+
+
+def _base(model: Any) -> HSDrafter:
+    """The drafter inside a PEFT model, or itself."""
+    drafter: HSDrafter = model if isinstance(model, HSDrafter) else model.get_base_model()
+    return drafter
+
+
+__all__ = ["DrafterTrainer", "DrafterTrainingArguments", "TrainingDiverged"]

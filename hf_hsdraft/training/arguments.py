@@ -1,0 +1,112 @@
+"""transformers' `TrainingArguments` with what the drafter's loss needs, in code and on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from .objectives import OBJECTIVES
+
+DATA_POLICIES = ("teacher", "student", "mixed")
+
+
+@dataclass
+class DrafterTrainingArguments(TrainingArguments):
+    """transformers' `TrainingArguments` with what the drafter's loss needs, and defaults that suit it.
+
+    Args:
+        objective: name in `objectives.OBJECTIVES` (DistillSpec, section 4).
+        data_policy: whose tokens the chains follow: `"teacher"`, the text; `"student"`, the drafter's own draws,
+            labelled by the target; `"mixed"`, half of each (DistillSpec, section 4).
+        depth_decay: depth d weighs `depth_decay ** d`.
+        depth_weights: the weight of each depth, instead of `depth_decay`.
+        regression_weight: weight of the hidden-state regression at the first step; it falls to 0 over
+            `regression_steps` (warm-up).
+        chains_per_conversation: chain starts drawn from each conversation of a step.
+        rolled_fraction: share of those chains that is followed beyond the first depth.
+        eval_new_tokens: tokens generated per held-out prompt to measure tau.
+        max_minutes: wall-clock time of training, evaluations included; the learning rate falls with it, and `max_steps`
+            does not count.
+        early_stopping_patience: evaluations without a better tau after which training stops; `None` never does.
+    """
+
+    max_steps: int = 2000
+    learning_rate: float = 6e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.05
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.01
+    optim: str = "adamw_torch_fused"
+    per_device_train_batch_size: int = 2
+    per_device_eval_batch_size: int = 2
+    eval_strategy: str = "steps"
+    eval_steps: float = 500
+    save_steps: float = 500
+    save_total_limit: int = 2
+    logging_steps: float = 25
+    load_best_model_at_end: bool = True
+    metric_for_best_model: str = "eval_tau"
+    greater_is_better: bool = True
+    report_to: str = "none"
+    ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
+    objective: str = field(default="forward_kl", metadata={"help": ", ".join(OBJECTIVES)})
+    data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
+    depth_decay: float = field(default=0.8, metadata={"help": "Depth d weighs depth_decay ** d."})
+    depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
+    regression_weight: float = field(default=0.0, metadata={"help": "Hidden-state regression at the first step."})
+    regression_steps: int = field(default=500, metadata={"help": "Steps after which it has no weight."})
+    chains_per_conversation: int = field(default=160, metadata={"help": "Chain starts drawn from a conversation."})
+    rolled_fraction: float = field(default=0.5, metadata={"help": "Share of them followed beyond the first depth."})
+    eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
+    max_minutes: float | None = field(default=None, metadata={"help": "Minutes of training, instead of steps."})
+    early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
+
+    def __post_init__(self) -> None:
+        for name, known in (("objective", tuple(OBJECTIVES)), ("data_policy", DATA_POLICIES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
+        if not 0.0 < self.rolled_fraction <= 1.0:
+            raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
+        if self.chains_per_conversation < 1:
+            raise ValueError(f"chains_per_conversation={self.chains_per_conversation} is invalid: expected 1 or more")
+        if self.depth_weights is not None and (min(self.depth_weights) < 0 or sum(self.depth_weights) <= 0):
+            raise ValueError(f"depth_weights={self.depth_weights} is invalid: expected numbers of 0 or more, not all 0")
+        if self.max_minutes is not None:
+            if self.max_minutes <= 0:
+                raise ValueError(f"max_minutes={self.max_minutes} is invalid: expected above 0")
+            self.max_steps = 10**9
+        self.remove_unused_columns = False
+        super().__post_init__()
+
+    def weights_of_depths(self, steps: int) -> list[float]:
+        """`[K]`.
+
+        Raises:
+            ValueError: `depth_weights` has another length.
+        """
+        if self.depth_weights is None:
+            return [self.depth_decay**depth for depth in range(steps)]
+        if len(self.depth_weights) != steps:
+            raise ValueError(f"depth_weights has {len(self.depth_weights)} entries, the drafter {steps} draft steps")
+        return list(self.depth_weights)
+
+
+def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
+    """Command-line options of `DrafterTrainingArguments`, as fields: only those that are given.
+
+    Raises:
+        ValueError: there is no such option, or its value has the wrong type.
+    """
+    parser = _Parser(DrafterTrainingArguments, allow_abbrev=False, add_help=False)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return vars(parser.parse_args(list(options)))
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; expected an option of `hsdraft train --help` or a field of TrainingArguments")

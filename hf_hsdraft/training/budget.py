@@ -1,0 +1,55 @@
+"""Training by the clock: the learning rate follows the time that is left, and training ends with it."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+
+class TimeBudget(TrainerCallback, ExportableState):
+    """Ends training after some minutes, those before a resumption included; evaluations count as well.
+
+    Args:
+        minutes: of training.
+        warmup: share of them in which the learning rate rises; it falls as a cosine after that.
+    """
+
+    def __init__(self, minutes: float, warmup: float = 0.05, spent: float = 0.0) -> None:
+        self.minutes = minutes
+        self.warmup = warmup
+        self.spent = spent  # seconds, before this process
+        self._begin: float | None = None
+
+    @property
+    def progress(self) -> float:
+        """Share of the time that is spent, 0 to 1."""
+        return min(1.0, self._seconds() / (60.0 * self.minutes))
+
+    def scale(self) -> float:
+        """What the peak learning rate is multiplied by now."""
+        if self.progress < self.warmup:
+            return max(self.progress / self.warmup, 1e-3)
+        return 0.5 * (1.0 + math.cos(math.pi * (self.progress - self.warmup) / (1.0 - self.warmup)))
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self.scale())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self.progress >= 1.0:
+            control.should_evaluate = control.should_save = control.should_training_stop = True
+        return control
+
+    def state(self) -> dict[str, Any]:
+        args = {"minutes": self.minutes, "warmup": self.warmup, "spent": self._seconds()}
+        return {"args": args, "attributes": {"spent": self._seconds()}}
+
+    def _seconds(self) -> float:
+        return self.spent + (0.0 if self._begin is None else time.monotonic() - self._begin)

@@ -1,0 +1,109 @@
+"""What is made sure of before hours are spent: that the target can teach, and whose run a folder holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..target_runtime import TargetRuntime
+from .files import write_json
+
+_PLAN, _FINISHED = "training_plan.json", "finished.json"
+
+
+def check_target_can_teach(target: Any, tokenizer: Any) -> None:
+    """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
+    TargetRuntime(target, [], DynamicCache(config=target.config))  # raises where trees cannot be verified
+    if target.device.type == "cuda" and target.device.index:
+        raise ValueError(
+            f"training runs on the first visible GPU, not on {target.device}: use --device cuda, and "
+            f"CUDA_VISIBLE_DEVICES={target.device.index} to choose"
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the target's tokenizer has no chat template, so chats cannot be rendered as the target reads them: "
+            "pass one (--chat-template FILE)"
+        )
+    message = [{"role": "user", "content": "Count from one to ten."}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    _check_teacher(target, ids["input_ids"])
+
+
+@torch.no_grad()
+def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
+    """Raises a ValueError unless the target's logits are its final hidden states times its output rows.
+
+    Scaled, capped or biased logits would be another distribution than the one the drafter is taught.
+    """
+    last = target.config.get_text_config().num_hidden_layers
+    output = target(input_ids.to(target.device), output_hidden_states=[last], use_cache=False)
+    logits = output.logits[0].float().cpu()
+    rows = target.get_output_embeddings().weight.detach().float().cpu()
+    rebuilt = output.hidden_states[last][0].to("cpu", torch.bfloat16).float() @ rows.T
+    error = float((rebuilt.log_softmax(-1).exp() - logits.log_softmax(-1).exp()).abs().sum(-1).mean())
+    if error > 0.1:  # total variation times two; bfloat16 features stay well below
+        raise ValueError(
+            f"{type(target).__name__} changes its logits after the output layer (scale, cap or bias): the teacher "
+            f"would be wrong by {error:.2f} in total variation. Training for such targets is not supported yet."
+        )
+
+
+def fingerprint(target: Any) -> str:
+    """Tells targets apart, and dtypes: answers and features of one are not those of another."""
+    rows = target.get_output_embeddings().weight.detach()[:64].cpu().contiguous()
+    digest = hashlib.sha256(rows.view(torch.uint8).numpy().tobytes())
+    return f"{type(target).__name__}, {target.dtype}, {digest.hexdigest()[:12]}"
+
+
+def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
+    """Writes the settings of a run into its folder, or checks that they are the ones it was trained with.
+
+    As long as there is no checkpoint they may be corrected: answers and features have checks of their own.
+
+    Raises:
+        ValueError: the folder holds a run with other settings; the message names those that differ.
+    """
+    path = out / _PLAN
+    settings = json.loads(json.dumps(settings))  # tuples become lists, as on disk
+    if path.exists() and steps_done(out):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(
+            name for name in settings if name in stored and name not in may_change and stored[name] != settings[name]
+        )
+        if differing:
+            changes = ", ".join(f"{name}: {stored[name]!r} -> {settings[name]!r}" for name in differing)
+            raise ValueError(
+                f"{out} holds a run with other settings ({changes}); resume it with the same, or use a new --out"
+            )
+    write_json(path, settings)
+
+
+def finish(out: Path, steps: int) -> None:
+    """Notes after how many steps the drafter in a run's folder was saved."""
+    write_json(out / _FINISHED, {"steps": steps})
+
+
+def last_checkpoint(out: Path) -> Path | None:
+    """The newest complete checkpoint of a run; what a kill left half-written is passed over.
+
+    The Trainer writes its state last, so a checkpoint that has it is whole.
+    """
+    found = [path for path in (out / "checkpoints").glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
+def steps_done(out: Path) -> int:
+    """Steps of the last checkpoint in a run's folder, 0 if there is none."""
+    last = last_checkpoint(out)
+    return int(last.name.rsplit("-", 1)[1]) if last else 0
+
+
+def finished_steps(out: Path) -> int:
+    """Steps after which the drafter in a run's folder was saved, 0 if none was."""
+    path = out / _FINISHED
+    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.exists() else 0

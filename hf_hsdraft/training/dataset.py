@@ -1,0 +1,107 @@
+"""Rows on disk as a `datasets` folder: parquet parts that are complete or absent, with the recipe beside them.
+
+`datasets.load_dataset(folder)` reads it. A part is renamed into place when complete, so a kill loses at most the part
+being made; rows have keys, so nothing is made twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .files import write_complete, write_json
+
+_CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*.parquet
+---
+
+{title}
+
+How these rows were made is in `recipe.json`.
+"""
+
+
+class RowFolder:
+    """A growing `datasets` folder.
+
+    Args:
+        folder: created when the first rows come.
+        title: a line for its card.
+        recipe: everything that decides the rows; compared with what the folder was begun with.
+        writer: number of this process among those that add rows at the same time.
+
+    Raises:
+        ValueError: the folder was begun with another recipe; the message names the differences.
+    """
+
+    def __init__(self, folder: Path, title: str = "", recipe: dict[str, Any] | None = None, writer: int = 0) -> None:
+        self.folder = folder
+        self._title = title
+        self._recipe = None if recipe is None else json.loads(json.dumps(recipe))
+        self._writer = writer
+        path = folder / "recipe.json"
+        if self._recipe is not None and path.exists():
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            names = sorted({*stored, *self._recipe})
+            changes = [
+                f"{name}: {_short(stored.get(name))} -> {_short(self._recipe.get(name))}"
+                for name in names
+                if stored.get(name) != self._recipe.get(name)
+            ]
+            if changes:
+                raise ValueError(
+                    f"{folder} was made with other settings ({'; '.join(changes)}); use the same, or another folder"
+                )
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All rows, each key once, in the order of the parts."""
+        from pyarrow import parquet
+
+        seen = set()
+        for part in self._parts():
+            for row in parquet.read_table(part).to_pylist():
+                if row["key"] not in seen:
+                    seen.add(row["key"])
+                    yield row
+
+    def keys(self) -> set[str]:
+        from pyarrow import parquet
+
+        return {key for part in self._parts() for key in parquet.read_table(part, columns=["key"])["key"].to_pylist()}
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds one part; each row has a `key`, and all have the same columns."""
+        if not rows:
+            return
+        from datasets import Dataset
+
+        (self.folder / "data").mkdir(parents=True, exist_ok=True)
+        if self._writer == 0 and not (self.folder / "README.md").exists():
+            if self._recipe is not None:
+                write_json(self.folder / "recipe.json", self._recipe)
+            card = _CARD.format(title=self._title)
+            write_complete(self.folder / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+        number = len(list((self.folder / "data").glob(f"part-{self._writer:03d}-*.parquet")))
+        part = self.folder / "data" / f"part-{self._writer:03d}-{number:05d}.parquet"
+        table = Dataset.from_list(list(rows)).with_format("arrow")[:]
+        write_complete(part, lambda path: _write_parquet(table, path))
+
+    def _parts(self) -> list[Path]:
+        return sorted((self.folder / "data").glob("*.parquet"))
+
+
+def _write_parquet(table: Any, path: Path) -> None:
+    from pyarrow import parquet
+
+    parquet.write_table(table, path)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,195 @@
+"""What training a drafter would need, before anything is run: arithmetic over two configurations, shown as it is done.
+
+Operations are those of products with weight matrices, 2 per weight and row. A trained part takes three such products
+(forward, gradient of its input, gradient of its weights), a frozen one on the way to trained parts two.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ..configuration_hsdraft import HSDraftConfig
+from ..modeling_hsdraft import HSDrafter
+
+_NOT_COUNTED = (
+    "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "
+    "of the target's activations. Steps are taken to run in float32; in bfloat16 activations need about half."
+)
+_JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
+_PARTS = {"tap_norms": "fusion", "token_norm": "fusion", "fuse": "fusion"}
+_PARTS |= {"layers": "layers", "injector": "injector", "lm_head": "head"}  # what is left belongs to the roll step
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training run would need.
+
+    Attributes:
+        figures: value of every figure by its name: parameters, bytes ("taps on disk", "memory" of one device and its
+            summands), operations ("operations" of the whole run and its parts) and seconds ("time", if known).
+        lines: the same figures in words, each with its formula and the numbers in it.
+    """
+
+    figures: Mapping[str, float]
+    lines: tuple[str, ...]
+
+
+def explain(estimate: Estimate) -> list[str]:
+    """The lines to print: every figure with its arithmetic, then what is left out."""
+    return [*estimate.lines, _NOT_COUNTED]
+
+
+def estimate(
+    config: PreTrainedConfig,
+    drafter: HSDraftConfig,
+    *,
+    tokens: int,
+    epochs: float,
+    target_bytes: int = 2,
+    flops_per_second: float | None = None,
+    chains_per_token: float,
+    rolled_fraction: float,
+    conversations_tokens_per_step: int,
+    cached: bool,
+    world_size: int = 1,
+    sharded: bool = False,
+    chunk_logits: int = 2**20,
+) -> Estimate:
+    """Estimates disk, memory, operations and time of training `drafter` for a target of `config`.
+
+    Both are built without storage to count parameters. Of a mixture of experts, all experts count as used.
+
+    Args:
+        tokens: positions of all conversations.
+        epochs: passes over them.
+        target_bytes: bytes of a weight of the target, and of what is borrowed from it.
+        flops_per_second: operations that one device sustains; `None` leaves the time out.
+        chains_per_token: share of the positions at which a chain starts, above 0.
+        rolled_fraction: share of the chains that is followed beyond the first depth.
+        conversations_tokens_per_step: positions that one device reads in one step.
+        cached: the target writes its features once, instead of running in every epoch.
+        world_size: devices, each with conversations of its own.
+        sharded: every device holds only its share of the target.
+        chunk_logits: logits of drafter and teacher that exist at a time, in elements each.
+
+    Raises:
+        ValueError: a number is out of range, or the drafter was made for another target.
+    """
+    d, positions, chains = drafter, conversations_tokens_per_step, chains_per_token
+    positive = {"tokens": tokens, "epochs": epochs, "target_bytes": target_bytes, "world_size": world_size}
+    positive |= {"conversations_tokens_per_step": positions, "chunk_logits": chunk_logits, "chains_per_token": chains}
+    positive |= {} if flops_per_second is None else {"flops_per_second": flops_per_second}
+    for name, number in positive.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name}={number!r} is invalid: expected a number above 0")
+    for name, share in (("chains_per_token", chains), ("rolled_fraction", rolled_fraction)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name}={share!r} is invalid: expected a share from 0 to 1")
+    sizes = config.get_text_config()
+    found, wanted = (sizes.hidden_size, sizes.vocab_size), (d.target_hidden_size, d.vocab_size)
+    if found != wanted:
+        raise ValueError(f"the drafter is for a target of (hidden size, vocabulary) {wanted}, but this one has {found}")
+    figures: dict[str, float] = {}
+    lines: list[str] = []
+
+    def add(name: str, unit: str, formula: str, *numbers: float, sign: str = "x") -> float:
+        """Joins the numbers from left to right; without any, the figure is 0 and the formula says why."""
+        figures[name] = functools.reduce(_JOINED[sign], numbers) if numbers else 0
+        shown = f" {sign} ".join(_readable(number, unit if sign == "+" else "") for number in numbers)
+        lines.append(f"{name}: {formula}" + (f" = {shown} = {_readable(figures[name], unit)}" if numbers else ""))
+        return figures[name]
+
+    def total(name: str, unit: str, first: str) -> float:
+        """Adds up all figures from `first` on."""
+        names = list(figures)[list(figures).index(first) :]
+        return add(name, unit, " + ".join(names), *(figures[part] for part in names), sign="+")
+
+    target, parts = _target_parts(config), _drafter_parts(d)
+    weights = add("target parameters", "", " + ".join(target), *target.values(), sign="+")
+    own = add("drafter parameters", "", " + ".join(parts), *parts.values(), sign="+")
+    features, hidden, wide = len(d.target_tap_layers) + 1, d.hidden_size, d.target_hidden_size
+    layers, vocab, heads = d.num_hidden_layers, d.draft_vocab_size, d.num_attention_heads
+    queries, keys = heads * d.head_dim, d.num_key_value_heads * d.head_dim
+    unrolled = (chains, rolled_fraction, d.num_draft_steps - 1)
+    rolls = add("roll steps", "", "chains per token x rolled x (depths - 1)", *unrolled)
+    drafts = add("predictions", "", "chains + roll steps", chains, rolls, sign="+")
+    deep = (layers - 1, chains, layers * rolls)
+    rows = add("layer rows", "", "(layers - 1) + chains + layers x roll steps", *deep, sign="+")
+
+    if cached:
+        add("taps on disk", "B", "tokens x (taps + 1) x hidden x 2 bytes", tokens, features, wide, 2)
+        add("target weights", "B", "none, the features are read from disk")
+    else:
+        add("taps on disk", "B", "none, the target runs in every step")
+        held = (weights, target_bytes, 1 / world_size if sharded else 1)
+        add("target weights", "B", "parameters x bytes x share of a device", *held)
+    add("drafter and optimiser", "B", "parameters x (4 weight + 4 gradient + 8 Adam) bytes", own, 16)
+    copies, tables = 1 if parts["head"] else 2, 1 if cached else 0
+    formula = f"({copies} x draft vocabulary + {tables} x vocabulary) x hidden x bytes"
+    add("borrowed rows", "B", formula, copies * vocab + tables * d.vocab_size, wide, target_bytes)
+    add("trunk inputs", "B", "tokens x 3 x (taps + 1) x hidden x 4 bytes", positions, 3, features, wide, 4)
+    row = 4 * hidden + 2 * queries + 4 * keys + 4 * d.intermediate_size
+    formula = "tokens x layer rows x (4 hidden + 2 queries + 2 keys and values + 4 inner) x 4 bytes"
+    add("layer activations", "B", formula, positions, rows, row, 4)
+    formula = "tokens x layer rows x heads x tokens x 4 bytes"
+    add("attention weights", "B", formula, positions, rows, heads, positions, 4)
+    add("logits", "B", "(drafter + teacher + gradient) x chunk x 4 bytes", 3, max(chunk_logits, vocab), 4)
+    total("memory", "B", "target weights")
+
+    layer, key_values = parts["layers"] // layers, 2 * hidden * keys
+    read = (parts["fusion"], (layers - 1) * layer, key_values, chains * (layer - key_values))
+    formula = "fusion + other layers + keys and values of the last + chains x rest of the last"
+    trunk = add("weights that read a token", "", formula, *read, sign="+")
+    again = 3 if parts["head"] else 2
+    add("trunk read per token", "FLOP", "2 x 3 products x weights that read a token", 2, 3, trunk)
+    formula = "2 x 3 products x roll steps x (roll + layers + injector)"
+    add("roll steps per token", "FLOP", formula, 2, 3, rolls, parts["roll"] + parts["layers"] + parts["injector"])
+    formula = "predictions x draft vocabulary x hidden"
+    add("draft head per token", "FLOP", f"2 x {again} products x {formula}", 2, again, drafts, vocab, hidden)
+    add("teacher head per token", "FLOP", f"2 x {formula}", 2, drafts, vocab, wide)
+    drafting = total("drafter per token", "FLOP", "trunk read per token")
+    forward = add("target per token", "FLOP", "2 x body", 2, target["body"])
+    formula, passes = ("1 pass, to write the features", 1.0) if cached else ("epochs", epochs)
+    add("target forwards", "FLOP", f"per token x tokens x {formula}", forward, tokens, passes)
+    add("drafter training", "FLOP", "per token x tokens x epochs", drafting, tokens, epochs)
+    whole = total("operations", "FLOP", "target forwards")
+    add("steps", "", "tokens x epochs / tokens of a step / devices", tokens * epochs, positions, world_size, sign="/")
+    if flops_per_second is None:
+        add("time", "s", "unknown; give the operations per second that one device sustains (--flops-per-second)")
+    else:
+        formula = "operations / operations per second of a device / devices"
+        add("time", "s", formula, whole, flops_per_second, world_size, sign="/")
+    return Estimate(figures, tuple(lines))
+
+
+def _target_parts(config: PreTrainedConfig) -> dict[str, int]:
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+    tables = {id(m.weight): m.weight.numel() for m in (target.get_input_embeddings(), target.get_output_embeddings())}
+    outside = sum(tables.values())  # one table if the two are tied
+    return {"body": target.num_parameters() - outside, "embedding and output head": outside}
+
+
+def _drafter_parts(config: HSDraftConfig) -> dict[str, int]:
+    with torch.device("meta"):
+        drafter = HSDrafter(config)
+    parts = dict.fromkeys(("fusion", "roll", "layers", "injector", "head"), 0)
+    for name, parameter in drafter.named_parameters():
+        parts[_PARTS.get(name.partition(".")[0], "roll")] += parameter.numel()
+    return parts
+
+
+def _readable(value: float, unit: str) -> str:
+    """Plain numbers as they are, others to three digits with a decimal prefix, seconds also in hours."""
+    if unit in ("", "s"):
+        plain = f"{value:,.0f}" if value == int(value) or 1e4 < value < 1e12 else f"{value:.6g}"
+        return f"{plain} s ({value / 3600:,.3g} hours)" if unit else plain
+    power = max(0, min(6, int(math.log10(value) // 3))) if value else 0
+    return f"{float(f'{value / 1000**power:.3g}'):g} {' kMGTPE'[power].strip()}{unit}"

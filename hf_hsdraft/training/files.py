@@ -1,0 +1,48 @@
+"""Files that are complete or absent: written under another name, renamed when done."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_complete(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a temporary file beside `path` and renames it; an error leaves neither behind.
+
+    Raises:
+        OSError: the file cannot be written; if the disk is full the message says so, and what to do.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if is_disk_full(error):
+            raise disk_full(path) from error
+        raise
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    text = json.dumps(document, indent=2) + "\n"
+    write_complete(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an exception says that there is no space; libraries wrap the operating system's error."""
+    code = getattr(error, "errno", None)
+    return code in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC).lower() in str(error).lower()
+
+
+def disk_full(path: Path) -> OSError:
+    free = shutil.disk_usage(path.parent if path.parent.exists() else Path("/")).free
+    return OSError(
+        errno.ENOSPC,
+        f"the disk is full ({free / 1e6:,.0f} MB left): {path} could not be written. Everything finished before it is "
+        "kept; free some space and run the same command again",
+    )

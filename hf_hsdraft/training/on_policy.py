@@ -1,0 +1,115 @@
+"""On-policy data: the drafter's own tokens, labelled by the target (DistillSpec, section 4, student data)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..modeling_hsdraft import HSDrafter, TargetWeights
+from .loss import ChainLabels, Chains, Pack, draft_logits
+
+
+@torch.no_grad()
+def drafted_labels(
+    drafter: HSDrafter,
+    target: Any,
+    weights: TargetWeights,
+    pack: Pack,
+    chains: Chains,
+    labels: ChainLabels,
+    share: float = 1.0,
+) -> ChainLabels:
+    """Labels in which the rolled chains follow tokens that the drafter draws, instead of the text.
+
+    The target reads the text and all drawn branches in one forward: a branch sees its document up to its parent and its
+    own tokens.
+
+    Args:
+        labels: those of the text, kept for the other chains.
+        share: of the rolled chains that follow the drafter, the first ones; 0 to 1.
+    """
+    steps = labels.tokens.shape[1]
+    count = int(chains.num_rolled * share)
+    if count < 1 or steps < 2:
+        return labels
+    starts = chains.starts[:count]
+    drawn, parents = _draw(drafter, weights, pack, starts, labels.tokens[:count, 0], steps)
+    teacher = _read_branches(target, pack, starts, drawn)
+    length = len(pack.input_ids)
+    rows = labels.rows.clone()
+    branch = torch.arange(count, device=starts.device)[:, None] * (steps - 1)
+    rows[:count, 1:] = length + branch + torch.arange(steps - 1, device=starts.device)
+    tokens, valid = labels.tokens.clone(), labels.valid.clone()
+    tokens[:count] = parents
+    ends = torch.isin(drawn, torch.tensor(_end_tokens(target), device=drawn.device))
+    alive = torch.cat([labels.valid[:count, :1], ~ends], dim=1).cumprod(dim=1).bool()
+    valid[:count] = alive
+    teacher = torch.cat([labels.teacher, teacher.to(labels.teacher)])
+    return replace(labels, tokens=tokens, teacher=teacher, rows=rows, valid=valid, count=valid.sum(dim=0))
+
+
+def _draw(
+    drafter: HSDrafter,
+    weights: TargetWeights,
+    pack: Pack,
+    starts: torch.Tensor,
+    first: torch.Tensor,
+    steps: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[S, K-1]` drawn along each chain, and the parents `[S, K]` they make with the true first one."""
+    hidden_states = drafter(
+        pack.taps.to(drafter.dtype),
+        weights.embed(pack.input_ids.roll(-1)),
+        pack.position_ids,
+        starts,
+        pack.document_ids,
+    ).hidden_states
+    parents, states = [first], None
+    weights = replace(weights, head=None if weights.head is None else weights.head.to(drafter.dtype))
+    for depth, hidden in enumerate(hidden_states[: steps - 1]):
+        states = drafter.injector.advance(weights.embed(parents[-1]), states)
+        logits = draft_logits(drafter, weights, hidden.to(drafter.dtype), states if depth else None)
+        choice = torch.multinomial(logits.float().softmax(dim=-1), 1).squeeze(-1)
+        parents.append(weights.vocab_ids[choice])
+    return torch.stack(parents[1:], dim=1), torch.stack(parents, dim=1)
+
+
+def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """The target's final hidden states `[S * (K-1), D]` at the drawn tokens."""
+    length, (count, steps) = len(pack.input_ids), drawn.shape
+    every = torch.arange(length, device=starts.device)
+    text = (every[None] <= every[:, None]) & (pack.document_ids[None] == pack.document_ids[:, None])
+    prefix = (every[None] <= starts[:, None] + 1) & (pack.document_ids[None] == pack.document_ids[starts, None])
+    chain = torch.arange(count, device=starts.device).repeat_interleave(steps)
+    depth = torch.arange(steps, device=starts.device).repeat(count)
+    own = (chain[None] == chain[:, None]) & (depth[None] <= depth[:, None])
+    mask = torch.cat(
+        [
+            torch.cat([text, text.new_zeros(length, len(chain))], dim=1),
+            torch.cat([prefix[chain], own], dim=1),
+        ]
+    )[None, None]
+    positions = torch.cat([pack.position_ids, pack.position_ids[starts][chain] + 2 + depth])
+    config = target.config.get_text_config()
+    if config._attn_implementation == "eager":  # a bool would be added to the scores
+        mask = torch.zeros(mask.shape, dtype=target.dtype, device=mask.device).masked_fill(
+            ~mask, torch.finfo(target.dtype).min
+        )
+    last = config.num_hidden_layers
+    output = target(
+        torch.cat([pack.input_ids, drawn.flatten()])[None].to(target.device),
+        attention_mask=mask.to(target.device),
+        position_ids=positions[None].to(target.device),
+        output_hidden_states=[last],
+        logits_to_keep=1,
+        use_cache=False,
+    )
+    states: torch.Tensor = output.hidden_states[last][0, length:]
+    return states.to(starts.device)
+
+
+def _end_tokens(target: Any) -> list[int]:
+    ends = target.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -1,0 +1,169 @@
+"""A training run in three pictures: learning curves, acceptance per depth, calibration of the confidence."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#767676"  # Okabe and Ito: told apart with any colour vision
+_COLUMNS = 4  # panels side by side at most
+
+
+def draw_pictures(
+    history: Sequence[Mapping[str, float]], calibration: Mapping[str, list] | None, folder: str | Path
+) -> list[Path]:
+    """Draws what the data allow: `learning_curves.png`, `acceptance.png` and `calibration.png`.
+
+    Args:
+        history: `TrainerState.log_history`. Used are, by `step`, `loss` and `eval_loss` (nats), `eval_tau` (tokens per
+            target forward) and, of the last evaluation that has any, `eval_accuracy_1..K` (first choice right, the
+            true tokens injected) and `eval_acceptance_1..K` (drafted token accepted, of the rounds that got there).
+        calibration: `confidence`, `accuracy` and `count`, each K depths x B bins of equal width from 0 to 1: mean
+            confidence and accuracy of the drafted tokens in a bin, and their number. Empty bins are left out.
+        folder: where the pictures go; created if missing. An older picture is replaced only by a finished one.
+
+    Returns:
+        the paths written; a picture without data is left out.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    figures = {
+        "learning_curves": _learning_curves(history),
+        "acceptance": _acceptance(history),
+        "calibration": _calibration(calibration) if calibration else None,
+    }
+    return [_save(figure, Path(folder) / f"{name}.png") for name, figure in figures.items() if figure is not None]
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure of the given size in inches, apart from any that the process may have open."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing pictures needs matplotlib: pip install 'hf-hsdraft[train]'") from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    figure.savefig(partial, format="png")
+    partial.replace(path)
+    return path
+
+
+def _plain(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    axes.title.set_fontsize("medium")
+    axes.tick_params(labelsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e5e5e5")
+    axes.set_axisbelow(True)
+
+
+def _curve(history: Sequence[Mapping[str, float]], key: str) -> list[tuple[float, float]]:
+    """(step, value) of every entry that holds `key`."""
+    return [(entry["step"], entry[key]) for entry in history if key in entry and "step" in entry]
+
+
+def _learning_curves(history: Sequence[Mapping[str, float]]) -> Figure | None:
+    training, held_out, tau = (_curve(history, key) for key in ("loss", "eval_loss", "eval_tau"))
+    panels = bool(training or held_out) + bool(tau)
+    if not panels:
+        return None
+    figure = _figure(5.0 * panels, 3.6)
+    axes: list[Axes] = list(figure.subplots(1, panels, squeeze=False)[0])
+    if training or held_out:
+        if training:
+            axes[0].plot(*zip(*training, strict=True), color=_BLUE, linewidth=1, alpha=0.8, label="training")
+        if held_out:
+            axes[0].plot(*zip(*held_out, strict=True), color=_ORANGE, marker="o", markersize=4, label="held out")
+        _plain(axes[0], "Loss", "optimiser step", "loss (nats)")
+        axes[0].legend(frameon=False)
+    if tau:
+        axes[-1].plot(*zip(*tau, strict=True), color=_ORANGE, marker="o", markersize=4)
+        step, best = max(tau, key=lambda point: point[1])
+        title = f"tau, held out: best {best:.2f} at step {step:,.0f}"
+        _plain(axes[-1], title, "optimiser step", "tokens per target forward")
+    return figure
+
+
+def _per_depth(entry: Mapping[str, float], prefix: str) -> dict[int, float]:
+    """Depth to value of the keys `prefix_1`, `prefix_2` and so on; depths without a measurement are left out."""
+    found = {re.fullmatch(rf"{prefix}_(\d+)", key): value for key, value in entry.items()}
+    return {int(match[1]): value for match, value in found.items() if match and math.isfinite(value)}
+
+
+def _acceptance(history: Sequence[Mapping[str, float]]) -> Figure | None:
+    series = {
+        "eval_accuracy": (_BLUE, "training: first choice right after the true tokens"),
+        "eval_acceptance": (_ORANGE, "decoding: drafted token accepted, where all before it were"),
+    }
+    for entry in reversed(history):
+        found = {name: values for name in series if (values := _per_depth(entry, name))}
+        if found:
+            break
+    else:
+        return None
+    depths = sorted(set().union(*found.values()))
+    width = 0.8 / len(found)
+    figure = _figure(max(6.0, 1.5 + 0.95 * len(depths)), 3.8)
+    axes = figure.subplots()
+    for index, (name, values) in enumerate(found.items()):
+        color, label = series[name]
+        places = [depth + (index - (len(found) - 1) / 2) * width for depth in values]
+        bars = axes.bar(places, list(values.values()), width * 0.94, color=color, label=label)
+        axes.bar_label(bars, fmt="%.2f", fontsize="x-small", padding=1)
+    step = f", step {entry['step']:,.0f}" if "step" in entry else ""
+    _plain(axes, f"What training sees and what decoding gets{step}", "draft depth (tokens)", "share of cases (0 to 1)")
+    axes.set(xticks=depths, ylim=(0, 1.02))
+    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=1)
+    return figure
+
+
+def _calibration(calibration: Mapping[str, list]) -> Figure | None:
+    columns = zip(*(calibration[name] for name in ("confidence", "accuracy", "count")), strict=True)
+    every = {depth: list(zip(*lists, strict=True)) for depth, lists in enumerate(columns, start=1)}
+    depths = {depth: bins for depth, bins in every.items() if any(count for _, _, count in bins)}
+    if not depths:
+        return None
+    rows = math.ceil(len(depths) / _COLUMNS)
+    across = math.ceil(len(depths) / rows)
+    figure = _figure(max(2.6 * across, 4.2), 3.7 * rows + 0.3)
+    figure.suptitle("Is the drafter as sure as it is right?\n(ECE: expected calibration error)", fontsize="medium")
+    grid: Any = figure.subplots(2 * rows, across, squeeze=False, sharex=True, height_ratios=[3, 1] * rows)
+    for index, (depth, bins) in enumerate(depths.items()):
+        row, column = divmod(index, across)
+        _reliability(grid[2 * row, column], grid[2 * row + 1, column], depth, bins, first=column == 0)
+    for unused in grid[-2:, len(depths) - across * (rows - 1) :].flat:
+        unused.set_visible(False)
+    return figure
+
+
+def _reliability(top: Axes, bottom: Axes, depth: int, bins: Sequence[tuple[float, float, int]], first: bool) -> None:
+    """Accuracy over confidence of one depth, above how many tokens each bin holds; `first` of its row is labelled."""
+    filled = [(sure, right, count) for sure, right, count in bins if count]
+    error = sum(abs(sure - right) * count for sure, right, count in filled) / sum(count for _, _, count in filled)
+    top.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle="--")
+    top.plot(*list(zip(*filled, strict=True))[:2], color=_BLUE, marker="o", markersize=4, label=f"ECE {error:.3f}")
+    _plain(top, f"depth {depth}", "", "share right (0 to 1)" if first else "")
+    top.set(xlim=(0, 1), ylim=(0, 1.02))
+    top.legend(frameon=False, fontsize="small", loc="upper left", handlelength=1.2)
+    size = 1 / len(bins)
+    bottom.bar([(i + 0.5) * size for i in range(len(bins))], [count for *_, count in bins], 0.94 * size, color=_GREY)
+    _plain(bottom, "", "confidence (0 to 1)", "tokens" if first else "")
+    bottom.locator_params(axis="y", nbins=3)
+
+
+__all__ = ["draw_pictures"]

@@ -1,0 +1,269 @@
+"""Training data: prompts of every source, answers by the target, rows that are neither lost nor doubled."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+
+import pytest
+import torch
+from conftest import VOCAB, write_prompts
+from datasets import Dataset, load_dataset
+from typer.testing import CliRunner
+
+from hf_hsdraft.cli import app
+from hf_hsdraft.training import files
+from hf_hsdraft.training.answers import answer_prompts, store_answers, temperature_of
+from hf_hsdraft.training.conversations import (
+    Conversation,
+    Prompt,
+    read_conversations,
+    read_prompts,
+    tokenize_conversation,
+)
+from hf_hsdraft.training.dataset import RowFolder
+from hf_hsdraft.training.prompts import invent_prompts, prompts_from_dataset, user_header
+from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
+
+
+def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
+    """Whatever is left of a part that was not finished is ignored; the next part never overwrites a finished one."""
+    store = RowFolder(tmp_path, "Some rows.", {"seed": 1})
+    store.append([{"key": "a", "value": 1}, {"key": "b", "value": 2}])
+    (tmp_path / "data" / "part-000-00001.parquet.77.partial").write_bytes(b"PAR1 half")
+    again = RowFolder(tmp_path, "Some rows.", {"seed": 1})
+    assert again.keys() == {"a", "b"}
+    again.append([{"key": "b", "value": 3}, {"key": "c", "value": 4}])
+    RowFolder(tmp_path, writer=1).append([{"key": "c", "value": 5}, {"key": "d", "value": 6}])
+    assert [(row["key"], row["value"]) for row in again.rows()] == [("a", 1), ("b", 2), ("c", 4), ("d", 6)]
+    loaded = load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"))["train"]
+    assert set(loaded["key"]) == set("abcd")  # an ordinary data set to others; recipe.json is not taken for data
+    with pytest.raises(ValueError, match="seed: 1 -> 2"):
+        RowFolder(tmp_path, "Some rows.", {"seed": 2})
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    def full(path):
+        path.write_bytes(b"some")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"the disk is full .* run the same command again") as error:
+        files.write_complete(tmp_path / "x.bin", full)
+    assert error.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+
+
+def answer(target, tokenizer, prompts, folder, **kwargs) -> list[dict]:
+    store = RowFolder(folder, recipe={})
+    done = store.keys()
+    pending = [prompt for prompt in prompts if prompt.key not in done]
+    store_answers(answer_prompts(target, tokenizer, pending, **kwargs), store)
+    return sorted(store.rows(), key=lambda row: row["key"])
+
+
+def test_interrupted_answers_go_on_where_they_were(chatty, tokenizer, tmp_path):
+    prompts = [Prompt.of([f"w{index} w1"]) for index in range(9)]
+    whole = answer(chatty, tokenizer, prompts, tmp_path / "whole", temperatures=(0.0,), max_new_tokens=5, batch_size=2)
+    store = RowFolder(tmp_path / "cut", recipe={})
+    batches = answer_prompts(chatty, tokenizer, prompts, temperatures=(0.0,), max_new_tokens=5, batch_size=2)
+
+    def dies():
+        yield next(batches)
+        yield next(batches)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store_answers(dies(), store)
+    assert len(store.keys()) == 4
+    resumed = answer(chatty, tokenizer, prompts, tmp_path / "cut", temperatures=(0.0,), max_new_tokens=5, batch_size=3)
+    assert resumed == whole
+
+
+def test_answers_without_a_padding_token(chatty, tokenizer, tmp_path):
+    """Llama's and Mistral's tokenizers have none; batches are padded with the end of the turn then."""
+    bare = copy.deepcopy(tokenizer)
+    bare.pad_token = None
+    prompts = read_prompts(write_prompts(tmp_path / "prompts.jsonl", 5))
+    kwargs = {"temperatures": (0.0,), "max_new_tokens": 8, "batch_size": 5}
+    rows = [answer(chatty, each, prompts, tmp_path / name, **kwargs) for name, each in (("a", bare), ("b", tokenizer))]
+    assert [row["messages"] for row in rows[0]] == [row["messages"] for row in rows[1]]
+    assert bare.pad_token is None
+
+
+def test_greedy_answers_are_the_targets_own(chatty, tokenizer, tmp_path):
+    """Batched and padded, each answer is what the target says to that prompt alone."""
+    prompts = [Prompt.of([" ".join(f"w{n}" for n in range(index + 1))]) for index in range(5)]
+    for row in answer(chatty, tokenizer, prompts, tmp_path, temperatures=(0.0,), max_new_tokens=10, batch_size=5):
+        ids = tokenizer.apply_chat_template(
+            row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        alone = chatty.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
+        assert row["messages"][1]["content"] == tokenizer.decode(alone, skip_special_tokens=True).strip()
+        assert row["new_tokens"] == len(alone)
+
+
+def test_chats_go_on_with_turns_the_target_invents(chatty, tokenizer, tmp_path):
+    prompts = [Prompt.of([f"w{index} w1"]) for index in range(6)]
+    rows = answer(chatty, tokenizer, prompts, tmp_path, max_new_tokens=6, invented_turns=2)
+    for row in rows:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) and len(roles) <= 6
+        assert row["temperature"] == temperature_of(Prompt.of([row["messages"][0]["content"]]), (0.0, 0.0, 0.7, 1.0), 0)
+    assert any(len(row["messages"]) > 2 for row in rows)
+
+
+def test_long_prompts_are_left_out_and_said_so(chatty, tokenizer, tmp_path):
+    prompts = [Prompt.of(["w1"]), Prompt.of([" ".join(["w2"] * 50)])]
+    skipped = []
+    batches = answer_prompts(
+        chatty,
+        tokenizer,
+        prompts,
+        max_new_tokens=4,
+        max_prompt_tokens=20,
+        on_skip=lambda p, why: skipped.append((p, why)),
+    )
+    assert [answered.prompt for batch in batches for answered in batch] == prompts[:1]
+    assert skipped[0][0] == prompts[1] and "53 tokens, more than 20" in skipped[0][1]
+
+
+def test_invented_prompts_are_distinct_and_restartable(chatty, tokenizer, tmp_path):
+    kwargs = {"temperature": 1.5, "max_new_tokens": 30, "batch_size": 8, "openings": ("", "w7 ")}
+    whole = invent_prompts(chatty, tokenizer, 12, RowFolder(tmp_path / "whole"), **kwargs)
+    assert len({prompt.key for prompt in whole}) == 12
+    assert any(prompt.turns[0].startswith("w7") for prompt in whole)
+    cut = RowFolder(tmp_path / "cut")
+    invent_prompts(chatty, tokenizer, 5, cut, **kwargs)
+    resumed = invent_prompts(chatty, tokenizer, 12, cut, **kwargs)
+    assert len({prompt.key for prompt in resumed}) == 12
+    assert {prompt.key for prompt in whole[:5]} <= {prompt.key for prompt in resumed}
+
+
+def test_a_target_without_a_template_is_told_what_to_do(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="--chat-template"):
+        user_header(bare)
+    assert user_header(tokenizer, [{"role": "user", "content": "w1"}]) == "user w1 end user "
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "turns"),
+    [
+        ("prompt", "w1 w2", ("w1 w2",)),
+        ("turns", ["w1", "w2"], ("w1", "w2")),
+        ("messages", [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}], ("w1",)),
+        ("conversations", [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}], ("w1",)),
+    ],
+)
+def test_prompts_come_from_any_data_set(tmp_path, column, value, turns):
+    Dataset.from_list([{column: value, "other": 1}]).to_parquet(tmp_path / "rows.parquet")
+    assert [prompt.turns for prompt in prompts_from_dataset(str(tmp_path))] == [turns]
+    with pytest.raises(ValueError, match=rf"no column 'nothing'.*{column}"):
+        prompts_from_dataset(str(tmp_path), column="nothing")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        prompts_from_dataset(str(tmp_path), column="other")
+
+
+def test_only_the_assistants_tokens_are_learned(tokenizer):
+    chat = Conversation((("user", "w1 w2"), ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6")))
+    tokenized = tokenize_conversation(tokenizer, chat, 100)
+    text = tokenizer.convert_ids_to_tokens(tokenized.input_ids.tolist())
+    learned = [word for word, mine in zip(text, tokenized.answer_mask.tolist(), strict=True) if mine]
+    assert learned == ["w3", "w4", "end", "w6", "end"]
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_answers(tokenizer):
+    chats = [Conversation((("user", "w9 w9 w9 w9"), ("assistant", "w1 w1 w1 w2 w2 w3")))]
+    tokenized = [tokenize_conversation(tokenizer, chat, 100) for chat in chats]
+    chosen = choose_draft_vocabulary(tokenized, VOCAB, 3, always=[0])
+    w1, w2 = tokenizer.convert_tokens_to_ids(["w1", "w2"])
+    assert chosen.ids == [0, w1, w2]
+    assert chosen.coverage == pytest.approx(5 / 7)  # six words and the end of the turn
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("{oops", "line 2: not valid JSON"), ("[1]", "a JSON object"), ('{"turns": []}', "non-empty"), ("{}", "`turns`")],
+)
+def test_bad_prompt_files_name_file_and_line(tmp_path, line, expected):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"turns": ["w1"]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2") as error:
+        read_prompts(path)
+    assert expected in str(error.value)
+
+
+def test_bad_conversations_are_refused(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    for row, expected in (
+        ({"messages": [{"role": "user"}]}, "`role` and `content`"),
+        ({"messages": [{"role": "user", "content": "w1"}]}, "nothing to learn from"),
+    ):
+        path.write_text(json.dumps(row))
+        with pytest.raises(ValueError, match=expected):
+            read_conversations(path)
+
+
+def test_bad_lines_can_be_passed_over(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"turns": ["w1"]}\n{oops\n{"turns": ["w2"]}\n{"messages": []}\n')
+    bad: list[str] = []
+    assert [prompt.turns for prompt in read_prompts(path, bad.append)] == [("w1",), ("w2",)]
+    assert len(bad) == 1 and "line 2" in bad[0]
+    assert read_conversations(path, on_bad_line=bad.append) == []
+    assert any("line 4" in line for line in bad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompts", "{empty}"], "holds no prompts"),
+        (["--prompts", "{bad}"], "line 2: not valid JSON"),
+        (["--prompts", "{few}"], "2 conversations and prompts are too few"),
+        (["--prompts", "{few}", "--no-such-option", "3"], "--no-such-option"),
+        (["--prompts", "{few}", "--learning-rate", "high"], "learning"),
+        (["--lora", "4"], "--init-from"),
+    ],
+)
+def test_bad_input_is_said_before_work_is_done(chatty, tokenizer, tmp_path, arguments, said):
+    chatty.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    names = {name: tmp_path / f"{name}.jsonl" for name in ("empty", "bad", "few")}
+    names["empty"].write_text("\n")
+    names["bad"].write_text('{"turns": ["w1"]}\n{oops\n')
+    names["few"].write_text('{"turns": ["w1"]}\n{"turns": ["w2"]}\n')
+    arguments = [argument.format(**names) for argument in arguments]
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["train", "--target", str(tmp_path / "target"), "--out", str(out), *arguments])
+    assert result.exit_code != 0
+    assert said in result.output + str(result.exception)
+    assert not out.exists()
+
+
+def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, monkeypatch):
+    from collections import namedtuple
+
+    from hf_hsdraft.training import features
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage(10, 5, 100))
+    chat = tokenize_conversation(tokenizer, Conversation((("user", "w1"), ("assistant", "w2"))), 100)
+    with pytest.raises(OSError, match="without --cache-taps"):
+        features.cache_features(chatty, [1, 2], [chat], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_features_of_padded_batches_are_those_of_single_chats(chatty, tokenizer):
+    from hf_hsdraft.training.features import read_features
+
+    chats = [
+        tokenize_conversation(tokenizer, Conversation((("user", "w1"), ("assistant", "w2 " * length))), 100)
+        for length in (1, 9, 4)
+    ]
+    for chat, features in zip(chats, read_features(chatty, [1, 2], chats), strict=True):
+        alone = read_features(chatty, [1, 2], [chat])[0]
+        assert torch.equal(features.input_ids, chat.input_ids)
+        torch.testing.assert_close(features.taps, alone.taps, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(features.final, alone.final, atol=0.05, rtol=0.05)

@@ -1,0 +1,363 @@
+"""Answers by a server: a real `transformers serve` with a tiny target, and a stub for everything that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import VOCAB, make_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_hsdraft.training import server as server_module
+from hf_hsdraft.training.conversations import Prompt
+from hf_hsdraft.training.server import Answered, answer_by_server
+
+pytest.importorskip("openai")
+
+SECRET = "a-secret-key"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+Reply = tuple[int, dict]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HSDRAFT_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def make_prompts(count: int, turns: int = 1) -> list[Prompt]:
+    return [
+        Prompt(f"p:{index}", tuple(f"w{index} w{turn} w{2 * index + turn}" for turn in range(turns)))
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<unk>", "user", "assistant", "end", *(f"w{index}" for index in range(VOCAB - 5))]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="end", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="module")
+def chatty():
+    target = make_target(eos_token_id=4)
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def served(chatty, tokenizer, tmp_path_factory) -> Iterator[tuple[str, str]]:
+    """Address and model name of a `transformers serve` process that runs `chatty`."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("target")
+    (home / "hub").mkdir()
+    chatty.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu"]
+    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_HOME": str(home)}
+    environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        wait_until_healthy(process, url, lambda: (home / "log").read_text())
+        yield url, str(folder)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def wait_until_healthy(process: subprocess.Popen, url: str, log: Callable[[], str], seconds: float = 90) -> None:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with direct.open(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"`transformers serve` did not start:\n{log()}")
+
+
+def greedily(target, tokenizer, messages: list[dict], max_new_tokens: int) -> tuple[str, int]:
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = ids["input_ids"]
+    answer = target.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True).strip(), len(answer)
+
+
+def test_greedy_answers_are_the_targets_own(served, chatty, tokenizer):
+    """Turn by turn, whatever else is under way."""
+    url, model = served
+    prompts = make_prompts(3) + make_prompts(6, turns=3)[3:]
+    finished = list(answer_by_server(url, prompts, model=model, temperatures=(0.0,), max_new_tokens=8, concurrency=3))
+    assert sorted(answered.prompt.key for answered in finished) == [prompt.key for prompt in prompts]
+    for answered in finished:
+        messages, tokens = answered.messages, 0
+        assert [message["role"] for message in messages] == ["user", "assistant"] * len(answered.prompt.turns)
+        assert tuple(message["content"] for message in messages[::2]) == answered.prompt.turns
+        for index in range(1, len(messages), 2):
+            text, length = greedily(chatty, tokenizer, messages[:index], 8)
+            assert messages[index]["content"] == text
+            tokens += length
+        assert answered.new_tokens == tokens and answered.temperature == 0
+
+
+def test_sampled_answers_are_sampled_and_reproducible(served):
+    """`transformers serve` is greedy at any temperature when asked like other servers."""
+    url, model = served
+    texts = [
+        {
+            answered.prompt.key: answered.messages[1]["content"]
+            for answered in answer_by_server(
+                url, make_prompts(4), model=model, temperatures=(temperature,), max_new_tokens=8, concurrency=1
+            )
+        }
+        for temperature in (0.0, 1.0, 1.0)
+    ]
+    assert texts[1] == texts[2]
+    assert all(texts[0][key] != texts[1][key] for key in texts[0])
+
+
+def test_transformers_serve_wants_its_model_named(served):
+    url, _ = served
+    with pytest.raises(ValueError, match=r"models: none; expected one.*`model`"):
+        answer_by_server(url, make_prompts(1), max_retries=0)
+    with pytest.raises(ValueError, match="pinned to"):
+        answer_by_server(url, make_prompts(1), model="other", max_retries=0)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send(200, {"data": [{"id": name} for name in self.server.names]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        known = self.path == "/v1/chat/completions"
+        self.send(*self.server.reply(body) if known else (404, {"error": {"message": "Not Found"}}))
+
+    def send(self, status: int, payload: dict) -> None:
+        data = json.dumps(payload).encode()
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": len(data),
+            "retry-after-ms": 1,
+        }.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+class Stub(ThreadingHTTPServer):
+    """Answers as it is told; `bodies` holds what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, reply: Callable[[dict], Reply], names: tuple[str, ...]):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply, self.names, self.bodies = reply, names, []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def asked(self) -> list[dict]:
+        """What was asked for the prompts, without the requests that try the server."""
+        return [body for body in self.bodies if body["max_tokens"] > 1]
+
+
+@contextmanager
+def stub(reply: Callable[[dict], Reply], names: tuple[str, ...] = ("tiny",)) -> Iterator[Stub]:
+    with Stub(reply, names) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def says(text: str) -> Reply:
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "finish_reason": "length", "message": message}
+    return 200, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}
+
+
+def fails(status: int, message: str) -> Reply:
+    return status, {"error": {"message": message}}
+
+
+def echoes(body: dict) -> Reply:
+    return says(f"about {body['messages'][-1]['content']}")
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_failing_requests_are_tried_again(suffix):
+    failures = iter([500, 503])
+    with stub(lambda body: fails(status, "busy") if (status := next(failures, None)) else echoes(body)) as server:
+        finished = list(answer_by_server(server.url + suffix, make_prompts(1), temperatures=(0.0,)))
+    expected = [{"role": "user", "content": "w0 w0 w0"}, {"role": "assistant", "content": "about w0 w0 w0"}]
+    assert finished == [Answered(make_prompts(1)[0], 0.0, expected, 2)]
+
+
+def test_prompts_without_an_answer_are_reported_and_left_out():
+    def reply(body: dict) -> Reply:
+        refusals = {"long": fails(400, "too many tokens"), "silent": says(" \n")}
+        return refusals.get(body["messages"][-1]["content"]) or echoes(body)
+
+    prompts = [Prompt("a", ("w1", "long")), Prompt("b", ("silent",)), Prompt("c", ("w2",)), Prompt("c", ("w2",))]
+    skipped = {}
+    with stub(reply) as server:
+        finished = list(
+            answer_by_server(server.url, prompts, on_skip=lambda prompt, why: skipped.update({prompt.key: why}))
+        )
+    assert [answered.prompt.key for answered in finished] == ["c"]
+    assert skipped == {"a": "400: too many tokens", "b": "the answer is empty"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "expected"),
+    [
+        (401, ValueError, "refuses the API key.*HSDRAFT_API_KEY"),
+        (404, ValueError, "no model 'tiny'.*/v1/models"),
+        (400, ValueError, "refuses to answer `Hello` as 'tiny'"),
+        (500, ConnectionError, "see the server's log"),
+    ],
+)
+def test_errors_come_before_work_and_keep_the_key(monkeypatch, status, kind, expected):
+    monkeypatch.setenv("HSDRAFT_API_KEY", f"{SECRET}\n")
+    with (
+        stub(lambda _: fails(status, f"wrong:\n {SECRET}")) as server,
+        pytest.raises(kind, match=expected) as error,
+    ):
+        answer_by_server(server.url, make_prompts(3), max_retries=0)
+    assert SECRET not in str(error.value) and "\n" not in str(error.value)
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+@pytest.mark.parametrize("key", ["a\nsecret", "sécret"])
+def test_keys_that_no_header_can_hold(key):
+    with pytest.raises(ValueError, match="printable ASCII") as error:
+        answer_by_server("http://127.0.0.1:9", make_prompts(1), api_key=key)
+    assert "cret" not in str(error.value)
+
+
+def test_a_server_of_something_else():
+    with stub(lambda _: (200, {"hello": "world"}), ()) as server:
+        for model in (None, "tiny"):
+            with pytest.raises(ValueError, match=r"models: none|no choices"):
+                answer_by_server(server.url, make_prompts(1), model=model)
+
+
+def test_a_server_out_of_reach():
+    with pytest.raises(ConnectionError, match=r"no answer from http://127\.0\.0\.1:\d+/v1 .*vllm serve"):
+        answer_by_server(f"127.0.0.1:{free_port()}", make_prompts(1), max_retries=0)
+
+
+def test_the_model_is_named_where_there_are_several():
+    with stub(echoes, ("tiny", "large")) as server:
+        with pytest.raises(ValueError, match=r"models: tiny, large; expected one"):
+            answer_by_server(server.url, make_prompts(1))
+        finished = list(answer_by_server(server.url, make_prompts(1), model="large"))
+        assert len(finished) == 1
+        assert {body["model"] for body in server.bodies} == {"large"}
+
+
+@pytest.mark.parametrize("unknown", [(), ("top_k",), ("top_k", "generation_config")])
+def test_samples_are_of_the_whole_distribution(unknown):
+    """In the words that the server knows; `transformers serve` refuses those of vLLM and SGLang."""
+    fields = [{"top_k": -1}, {"generation_config": '{"do_sample": true, "top_k": 0}'}, {}][len(unknown)]
+    with stub(lambda body: fails(422, "unexpected") if set(unknown) & set(body) else echoes(body)) as server:
+        list(answer_by_server(server.url, make_prompts(20), max_new_tokens=7))
+    common = {"model": "tiny", "top_p": 1.0, "max_tokens": 7}
+    for body in server.asked():
+        sampled = {**fields, "seed": body["seed"]} if body["temperature"] > 0 else {}
+        assert body == {"messages": body["messages"], "temperature": body["temperature"], **common, **sampled}
+    assert {body["temperature"] for body in server.asked()} == {0.0, 0.7, 1.0}
+
+
+def test_temperature_and_seed_follow_from_the_prompt():
+    """Not from the order, nor from what an earlier run had answered."""
+    prompts = make_prompts(20)
+    drawn = []
+    for part, seed in ((prompts, 0), (prompts[:4:-1], 0), (prompts, 1)):
+        with stub(echoes) as server:
+            finished = list(answer_by_server(server.url, part, seed=seed))
+        seeds = {body["messages"][0]["content"]: body.get("seed") for body in server.asked()}
+        drawn.append({each.prompt.key: (each.temperature, seeds[each.prompt.turns[0]]) for each in finished})
+    assert drawn[1] == {prompt.key: drawn[0][prompt.key] for prompt in prompts[5:]}
+    assert drawn[2] != drawn[0]
+
+
+def test_no_more_is_asked_once_the_caller_stops(monkeypatch):
+    """And only a few conversations wait for their turn before."""
+    draw, drawn = server_module._draw, []
+    monkeypatch.setattr(server_module, "_draw", lambda *args: drawn.append(args) or draw(*args))
+
+    def reply(body: dict) -> Reply:
+        time.sleep(0.01)
+        return echoes(body)
+
+    with stub(reply) as server:
+        answers = answer_by_server(server.url, make_prompts(100, turns=10), concurrency=2)
+        next(answers)
+        assert len(drawn) == 4
+        answers.close()
+        asked = len(server.asked())
+        time.sleep(0.4)
+        assert len(server.asked()) <= asked + 2  # those on their way
+
+
+def test_no_more_is_asked_once_the_server_fails():
+    with stub(lambda body: fails(500, "broken") if "w3 " in body["messages"][0]["content"] else echoes(body)) as server:
+        with pytest.raises(ConnectionError, match="broken"):
+            list(answer_by_server(server.url, make_prompts(100), concurrency=2, max_retries=0))
+        assert len(server.asked()) < 20
+
+
+@pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"temperatures": ()}, {"temperatures": (0.0, -1.0)}])
+def test_arguments_out_of_range(wrong):
+    with pytest.raises(ValueError, match="expected concurrency >= 1 and temperatures >= 0"):
+        answer_by_server("http://127.0.0.1:9", make_prompts(1), **wrong)
+
+
+def test_a_missing_client_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf-hsdraft\[train\]'"):
+        answer_by_server("http://127.0.0.1:9", make_prompts(1))
