@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -91,6 +92,9 @@ def bench(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
+    economize: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="EAGLE-3 drafter of economize, to compare with.")
+    ] = None,
 ) -> None:
     """Compares plain decoding, drafting and prompt lookup over a prompt file, sides alternating in one process."""
     from .bench.table import Variant, print_table, run_bench
@@ -114,6 +118,13 @@ def bench(
     for name in names:
         for each in [first] if name == "lookup" else [first, *others]:
             chosen.append(Variant.parse(name, each.name_or_path if others else "", each))
+    if economize is not None:
+        from .bench.economize import eagle3_decoder
+
+        for length, confidence in ((4, None), (6, 0.4)):
+            shape = f"chain {length}" if confidence is None else f"chain {length}, above {confidence}"
+            decode = eagle3_decoder(model, economize, length, confidence)
+            chosen.append(Variant(f"economize EAGLE-3, {shape}", None, decode=decode))
     print_table(run_bench(model, tokenizer, chosen, questions, limit, max_new_tokens, console, json_out), console)
 
 
@@ -181,7 +192,9 @@ def train(
     dtype: Annotated[
         Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
     ] = Dtype.float32,
-    device: Annotated[str, typer.Option(help="Device to run on; auto spreads the target (device_map).")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="Default: this process's GPU, or the CPU; auto spreads the target over all.")
+    ] = None,
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     from .target_loading import DEFAULT_TARGET, load_target
@@ -228,7 +241,7 @@ def train(
         lora=lora,
         drafter=overrides,
     )
-    model, tokenizer = load_target(target, dtype.torch, device)
+    model, tokenizer = load_target(target, dtype.torch, device or _own_device())
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     run(model, tokenizer, plan, arguments, report=console.print)
@@ -255,7 +268,7 @@ def check(
     from .modeling_hsdraft import HSDrafter
     from .target_loading import load_target
     from .training.conversations import read_prompts
-    from .training.parity import PROMPTS, parity
+    from .training.parity import PROMPTS, ParityError, parity
 
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
     loaded = HSDrafter.from_pretrained(drafter, dtype=dtype.torch).to(device).eval()
@@ -265,7 +278,7 @@ def check(
     for line in report.lines():
         console.print(line, highlight=False, soft_wrap=True)
     if not report.passed:
-        raise ValueError(report.explain())
+        raise ParityError(report.explain())
 
 
 @app.command()
@@ -305,6 +318,11 @@ def estimate(
     )
     for line in explain(figures):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _own_device() -> str:
+    """The GPU that `accelerate launch` gave this process, the first one without it, or the CPU."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
 
 
 def _layers(text: str) -> list[int]:

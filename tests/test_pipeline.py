@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_training_ends_with_a_drafter_that_loads_and_decodes(chatty, tokenizer, 
     last = [
         entry for entry in json.loads((tmp_path / "out" / "figures.json").read_text())["history"] if "eval_tau" in entry
     ][-1]
-    assert {"eval_tau", "eval_acceptance_1", "eval_accuracy_3", "eval_loss"} <= last.keys()
+    assert {"eval_tau", "eval_parity", "eval_acceptance_1", "eval_accuracy_3", "eval_loss"} <= last.keys()
 
 
 def test_cached_and_online_taps_train_the_same_drafter(chatty, tokenizer, tmp_path):
@@ -290,6 +291,20 @@ def test_training_stops_when_tau_does_not_grow(chatty, tokenizer, tmp_path, monk
 def test_training_on_the_drafters_own_tokens(chatty, tokenizer, tmp_path, policy):
     drafter = run(chatty, tokenizer, plan(tmp_path), data_policy=policy, objective="jensen_shannon")
     assert decodes_as_plain(chatty, drafter)
+
+
+def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_path, monkeypatch):
+    """The shift is in training alone, so nothing but the comparison could tell."""
+    from hf_hsdraft.training import loss, parity, trainer
+
+    def shifted(pack, chains, steps):
+        labels = loss.true_labels(pack, chains, steps)
+        return replace(labels, tokens=labels.tokens.roll(1, dims=1))
+
+    for module in (trainer, parity):
+        monkeypatch.setattr(module, "true_labels", shifted)
+    with pytest.raises(parity.ParityError, match="off by one"):
+        run(chatty, tokenizer, plan(tmp_path), eval_new_tokens=12, learning_rate=0.05)
 
 
 def test_hidden_state_regression_fades(chatty, tokenizer, tmp_path):

@@ -8,7 +8,7 @@ import platform
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,13 @@ class Variant:
         name: row of the table.
         drafter: `None` for transformers' prompt lookup.
         options: set on `drafter.generation_config` for the call and taken back after it.
+        decode: decodes instead of `generate()`: from token ids and new tokens to the whole text.
     """
 
     name: str
     drafter: HSDrafter | None
     options: dict[str, Any] = field(default_factory=dict)
+    decode: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
     @classmethod
     def parse(cls, text: str, label: str = "", drafter: HSDrafter | None = None) -> Variant:
@@ -173,23 +175,31 @@ def _time_call(
                 setattr(drafter.generation_config, name, value)
         _synchronise(target.device)
         begin = time.perf_counter()
-        output = target.generate(**inputs, **kwargs)
+        if variant is not None and variant.decode is not None:
+            output, statistics = variant.decode(inputs["input_ids"], max_new_tokens), None
+        else:
+            generated = target.generate(**inputs, **kwargs)
+            output, statistics = generated.sequences, getattr(generated, "statistics", None)
         _synchronise(target.device)
         seconds = time.perf_counter() - begin
     finally:
         counter.remove()
         if drafter is not None:
             drafter.generation_config = stored
-    tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1]
-    return output.sequences, Run(tokens, seconds, counter.count, getattr(output, "statistics", None), None)
+    tokens = output.shape[1] - inputs["input_ids"].shape[1]
+    return output, Run(tokens, seconds, counter.count, statistics, None)
 
 
 class _ForwardCounter:
-    """Counts the target's forwards, whoever calls them: tau of every side comes from the same count."""
+    """Counts the target's forwards, whoever calls them: tau of every side comes from the same count.
+
+    A forward is a call of the first decoder layer; not everyone calls the model as a whole.
+    """
 
     def __init__(self, target: Any) -> None:
         self.count = 0
-        self._handle = target.register_forward_pre_hook(self._add)
+        layers = getattr(target.base_model, "layers", None)
+        self._handle = (target if layers is None else layers[0]).register_forward_pre_hook(self._add)
 
     def _add(self, *_: Any) -> None:
         self.count += 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import DynamicCache
 
 from ..target_runtime import TargetRuntime
@@ -19,10 +20,11 @@ _PLAN, _FINISHED = "training_plan.json", "finished.json"
 def check_target_can_teach(target: Any, tokenizer: Any) -> None:
     """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
     TargetRuntime(target, [], DynamicCache(config=target.config))  # raises where trees cannot be verified
-    if target.device.type == "cuda" and target.device.index:
+    own = PartialState().device
+    if target.device.type == "cuda" and not hasattr(target, "hf_device_map") and target.device.index != own.index:
         raise ValueError(
-            f"training runs on the first visible GPU, not on {target.device}: use --device cuda, and "
-            f"CUDA_VISIBLE_DEVICES={target.device.index} to choose"
+            f"this process trains on {own}, the target is on {target.device}: leave --device out, and choose GPUs with "
+            "CUDA_VISIBLE_DEVICES"
         )
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(

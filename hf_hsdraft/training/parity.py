@@ -34,6 +34,10 @@ PROMPTS = (
 )
 
 
+class ParityError(RuntimeError):
+    """What is trained is not what decoding uses."""
+
+
 @dataclass(frozen=True)
 class DepthParity:
     """One depth, over all rounds of some calls.

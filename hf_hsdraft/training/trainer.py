@@ -25,6 +25,7 @@ from .features import Features, read_features
 from .loss import ChainLabels, ChainLoss, Chains, LossParts, Pack, sample_chains, true_labels
 from .objectives import OBJECTIVES
 from .on_policy import drafted_labels
+from .parity import ParityError, parity
 
 
 class TrainingDiverged(RuntimeError):
@@ -185,12 +186,25 @@ class DrafterTrainer(Trainer):
             calls = self._decode()
             metrics[f"{metric_key_prefix}_tau"] = pooled_tau(calls)
             metrics |= _by_depth(f"{metric_key_prefix}_acceptance", acceptance(calls, len(divergence)))
+            metrics[f"{metric_key_prefix}_parity"] = self._parity()
         metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - begin, 1)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         model.train()
         self._since += time.perf_counter() - begin  # tokens/s is of training alone
         return metrics
+
+    def _parity(self) -> float:
+        """How far training is from decoding, the worst depth's total variation.
+
+        Raises:
+            ParityError: further than rounding explains; tau would never come of such training.
+        """
+        prompts = [prompt["input_ids"] for prompt in self.tau_prompts[:2]]
+        report = parity(self.snapshot(), self.target, prompts, self.args.eval_new_tokens)
+        if report.depths and not report.passed:
+            raise ParityError("\n".join([*report.lines(), report.explain()]))
+        return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=0.0), 5)
 
     def _decode(self) -> list[DraftStatistics]:
         drafter = self.snapshot()
