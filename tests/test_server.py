@@ -15,21 +15,16 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import VOCAB, make_target
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from conftest import write_prompts
 
 from hf_hsdraft.training import server as server_module
 from hf_hsdraft.training.conversations import Prompt
+from hf_hsdraft.training.run import TrainingPlan, train
 from hf_hsdraft.training.server import Answered, answer_by_server
 
 pytest.importorskip("openai")
 
 SECRET = "a-secret-key"
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-)
 Reply = tuple[int, dict]
 
 
@@ -51,23 +46,6 @@ def make_prompts(count: int, turns: int = 1) -> list[Prompt]:
         Prompt(f"p:{index}", tuple(f"w{index} w{turn} w{2 * index + turn}" for turn in range(turns)))
         for index in range(count)
     ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<unk>", "user", "assistant", "end", *(f"w{index}" for index in range(VOCAB - 5))]
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="end", chat_template=TEMPLATE
-    )
-
-
-@pytest.fixture(scope="module")
-def chatty():
-    target = make_target(eos_token_id=4)
-    target.generation_config.pad_token_id = 0
-    return target
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +110,24 @@ def test_greedy_answers_are_the_targets_own(served, chatty, tokenizer):
             assert messages[index]["content"] == text
             tokens += length
         assert answered.new_tokens == tokens and answered.temperature == 0
+
+
+def test_a_run_learns_from_what_the_server_answered(served, chatty, tokenizer, tmp_path, monkeypatch):
+    """With the target at hand only for its hidden states; run again, nothing is asked twice."""
+    url, model = served
+    monkeypatch.setattr(chatty, "_sample", lambda *_, **__: pytest.fail("the target was asked to answer here"))
+    prompts = [str(write_prompts(tmp_path / "prompts.jsonl", 6))]
+    plan = TrainingPlan(
+        out=str(tmp_path / "out"), prompts=prompts, answers_from=url, server_model=model, temperatures=(0.0, 1.0),
+        max_new_tokens=8, eval_conversations=2, eval_prompts=0,
+        drafter={"num_draft_steps": 2, "tree_size": 4, "injector_rank": 4, "draft_vocab_size": 20},
+    )  # fmt: skip
+    arguments = {"max_steps": 1, "eval_steps": 1, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    lines: list[str] = []
+    train(chatty, tokenizer, plan, arguments, report=lines.append)
+    assert any("answers: 6/6 prompts" in line for line in lines)
+    monkeypatch.setattr(server_module, "_as_they_finish", lambda *_: pytest.fail("asked again"))
+    train(chatty, tokenizer, plan, arguments | {"max_steps": 2}, report=lines.append)
 
 
 def test_sampled_answers_are_sampled_and_reproducible(served):

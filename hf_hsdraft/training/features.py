@@ -58,7 +58,7 @@ def cache_features(
     folder: str | os.PathLike[str],
     on_shard: Callable[[int, int], None] | None = None,
     share: tuple[int, int] = (0, 1),
-    wait: Callable[[], None] | None = None,
+    wait: Callable[[], None] = lambda: None,
 ) -> FeatureDataset:
     """Runs the target over all conversations and stores what training needs; shards already there are kept.
 
@@ -88,14 +88,16 @@ def cache_features(
             f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
             "some space, or train without --cache-taps",
         )
+    missing = [index for index, path in enumerate(paths) if not path.exists()]
+    wait()  # until all have looked
     number, of = share
-    for index in range(number, len(shards), of):
-        if not paths[index].exists():
-            _write_shard(target, tap_layers, shards[index], paths[index])
+    for begin in range(0, len(missing), of):
+        # As many forwards in every process, since those of a sharded target take all of them.
+        index = missing[min(begin + number, len(missing) - 1)]
+        _write_shard(target, tap_layers, shards[index], paths[index])
         if on_shard is not None:
-            on_shard(index + 1, len(shards))
-    if wait is not None:
-        wait()
+            on_shard(len(shards) - len(missing) + min(begin + of, len(missing)), len(shards))
+    wait()
     return FeatureDataset(paths)
 
 

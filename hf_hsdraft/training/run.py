@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 from transformers import __version__ as transformers_version
@@ -23,6 +25,7 @@ from ..bench.measure import encode_prompt
 from ..configuration_hsdraft import HSDraftConfig
 from ..decoding import check_target
 from ..modeling_hsdraft import HSDrafter
+from ..target_loading import is_sharded
 from .adapters import with_lora
 from .answers import TEMPERATURES, Answered, answer_prompts, store_answers
 from .arguments import DrafterTrainingArguments
@@ -112,13 +115,15 @@ _ARGUMENTS_FIXED = (
 )
 
 
+@patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
 def train(
     target: Any, tokenizer: Any, plan: TrainingPlan, arguments: Mapping[str, Any] | None = None, report: Report = print
 ) -> HSDrafter:
     """Makes prompts and answers, trains a drafter on them and keeps the best one by tau.
 
     Every stage restarts where a killed run stopped: prompts and answers are appended, feature shards are kept, the
-    trainer resumes from its last checkpoint. On several processes (`accelerate launch`) each answers its share.
+    trainer resumes from its last checkpoint. On several processes (`accelerate launch`) each answers its share. FSDP
+    and ZeRO are for the target, see `load_target`: the drafter is small, every process has all of it.
 
     Args:
         arguments: fields of `DrafterTrainingArguments` to set otherwise than by default.
@@ -194,6 +199,7 @@ def _train_on(
             share=(state.process_index, state.num_processes),
             wait=state.wait_for_everyone,
         )
+    torch.manual_seed(args.seed)  # again: answers drew from it, each process others
     drafter = (start or HSDrafter(config)).to(args.device)
     if not start:
         sample = read_features(target, config.target_tap_layers, tokenized[: min(16, len(tokenized))])
@@ -305,10 +311,12 @@ def _answers(
     """The target's answers to all prompts, invented first where there are none."""
     state = PartialState()
     recipe = _recipe(target, tokenizer, plan, seed)
+    sharded = is_sharded(target)
+    same = RowFolder if state.is_main_process else _ReadOnlyRows  # where all processes do the same, one keeps it
     if _invents(plan):
         count = plan.num_prompts or INVENTED_PROMPTS
-        made = RowFolder(out / "prompts", "Prompts a chat model invented.", {**recipe, "openings": list(plan.openings)})
-        if state.is_main_process:
+        made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, "openings": list(plan.openings)})
+        if state.is_main_process or sharded:
             invent_prompts(
                 target,
                 tokenizer,
@@ -320,12 +328,15 @@ def _answers(
             )
         state.wait_for_everyone()
         prompts = [Prompt.of(row["turns"], "invented") for row in made.rows()][:count]
-    store = RowFolder(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
+    together = sharded and plan.answers_from is None
+    rows = same if together else RowFolder
+    store = rows(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
     done = store.keys()
     pending = [prompt for prompt in prompts if prompt.key not in done]
     if not prompts:
         return []
-    share = pending[state.process_index :: state.num_processes]
+    state.wait_for_everyone()  # until all have seen the same rows
+    share = pending if together else pending[state.process_index :: state.num_processes]
     skipped: list[str] = []
     # A conversation is cut at `max_length`; a prompt must leave room for an answer, and fit the target's window.
     limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
@@ -366,6 +377,12 @@ def _answers(
     state.wait_for_everyone()
     wanted = {prompt.key for prompt in prompts}
     return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+
+class _ReadOnlyRows(RowFolder):
+    """The rows as a process sees them that makes the same ones as another, which keeps them."""
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None: ...
 
 
 def _temperatures(plan: TrainingPlan) -> Sequence[float]:
@@ -488,8 +505,14 @@ def start_from_target(drafter: HSDrafter, target: Any, finals: torch.Tensor) -> 
 def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) -> DrafterTrainingArguments:
     """Raises a ValueError or TypeError for arguments that do not exist or contradict each other."""
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}
+    for name in ("fsdp", "deepspeed"):
+        if fields.get(name):
+            raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
     if "eval_steps" in fields and "save_steps" not in fields:
         fields["save_steps"] = fields["eval_steps"]  # the best checkpoint must be one that was measured
+    # Made here since the arguments would wait half an hour at most on CPUs.
+    timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
+    PartialState(cpu=fields["use_cpu"], timeout=timeout)
     args = DrafterTrainingArguments(**fields)
     # One process trains on one device; several are started by `accelerate launch`.
     args._n_gpu = min(args.n_gpu, 1)

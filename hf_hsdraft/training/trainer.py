@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 
@@ -183,11 +186,14 @@ class DrafterTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_loss": float((divergence * scale).sum() / scale.sum())}
         metrics |= _by_depth(f"{metric_key_prefix}_accuracy", accuracy.tolist())
         if self.tau_prompts:
-            calls = self._decode()
+            with _in_lockstep(self.target):
+                calls, distance = self._decode(), self._parity()
             metrics[f"{metric_key_prefix}_tau"] = pooled_tau(calls)
             metrics |= _by_depth(f"{metric_key_prefix}_acceptance", acceptance(calls, len(divergence)))
-            metrics[f"{metric_key_prefix}_parity"] = self._parity()
+            metrics[f"{metric_key_prefix}_parity"] = distance
         metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - begin, 1)
+        # All processes measure the same, and decide by the same numbers which checkpoint is best and when to stop.
+        [metrics] = broadcast_object_list([metrics])
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         model.train()
@@ -233,6 +239,16 @@ class DrafterTrainer(Trainer):
         copy.load_state_dict(model.state_dict())
         copy.generation_config = model.generation_config
         return copy.to(model.device).eval()
+
+
+@contextlib.contextmanager
+def _in_lockstep(target: Any) -> Iterator[None]:
+    """Lets a sharded target `generate()` with a drafter: all processes decode the same, none has to wait."""
+    target.generate = functools.partial(target.generate, synced_gpus=False)
+    try:
+        yield
+    finally:
+        del target.generate
 
 
 def acceptance(calls: Sequence[DraftStatistics], steps: int) -> list[float]:
