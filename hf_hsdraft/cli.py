@@ -199,7 +199,7 @@ def train(
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     from .target_loading import DEFAULT_TARGET, load_target
     from .training.arguments import parse_arguments
-    from .training.run import TrainingPlan
+    from .training.plan import TrainingPlan
     from .training.run import train as run
 
     if lora is not None and init_from is None:
@@ -245,7 +245,8 @@ def train(
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     run(model, tokenizer, plan, arguments, report=console.print)
-    console.print(f"drafter saved in {out}")
+    if os.environ.get("RANK", "0") == "0":
+        console.print(f"drafter saved in {out}")
 
 
 @app.command()

@@ -115,16 +115,16 @@ def _fully_sharded(load: Callable[..., Any]) -> Any:
 
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     model = load(distributed_config=DistributedConfig(fsdp_size=state.num_processes)).requires_grad_(False)
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if isinstance(module, FSDPModule):  # a tied head has the weight of the embeddings
-            module.set_reshard_after_forward(False)
+    for module in (model, model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(module, FSDPModule):  # a tied head is not, its weight belongs to the model's own group
+            module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
     return model
 
 
 def _partitioned(load: Callable[..., Any], dtype: torch.dtype) -> Any:
     """ZeRO 3, by accelerate's DeepSpeed config; embeddings and head are kept from DeepSpeed."""
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found, unused-ignore]
     from accelerate import PartialState
     from accelerate.utils import DeepSpeedPlugin
 

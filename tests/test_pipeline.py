@@ -16,7 +16,8 @@ from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli import app
 from hf_hsdraft.training import loss as loss_module
 from hf_hsdraft.training.conversations import Conversation
-from hf_hsdraft.training.run import TrainingPlan, train
+from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.run import train
 from hf_hsdraft.training.trainer import TrainingDiverged
 from hf_hsdraft.training.vocabulary import with_draft_vocabulary
 
@@ -192,10 +193,10 @@ def test_settings_may_be_corrected_until_something_was_trained(chatty, tokenizer
 
 def test_more_data_never_holds_out_what_was_learned():
     """A drafter that goes on from another one's run must not be judged by chats which that one trained on."""
-    from hf_hsdraft.training.run import _in_order
+    from hf_hsdraft.training.gather import in_order
 
     chats = [Conversation((("user", f"w{index}"), ("assistant", f"w{index + 1}"))) for index in range(60)]
-    ordered = [_in_order(part, 0) for part in (chats[:35], chats[::-1])]
+    ordered = [in_order(part, 0) for part in (chats[:35], chats[::-1])]
     learned_first, held_out_later = ordered[0][10:], ordered[1][:10]
     assert not set(learned_first) & set(held_out_later)
     assert sorted(ordered[1], key=chats.index) == chats
@@ -270,7 +271,8 @@ def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, mon
     now = iter(range(10**6))
     monkeypatch.setattr(budget.time, "monotonic", lambda: float(next(now)))
     run(chatty, tokenizer, plan(tmp_path), max_minutes=2.0)
-    states = sorted((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))
+    states = list((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))
+    states.sort(key=lambda path: int(path.parent.name.rsplit("-", 1)[1]))
     spent = [json.loads(path.read_text())["stateful_callbacks"]["TimeBudget"]["attributes"]["spent"] for path in states]
     assert max(spent) >= 120.0
     rates = [entry["learning_rate"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]

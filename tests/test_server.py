@@ -19,7 +19,8 @@ from conftest import write_prompts
 
 from hf_hsdraft.training import server as server_module
 from hf_hsdraft.training.conversations import Prompt
-from hf_hsdraft.training.run import TrainingPlan, train
+from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.run import train
 from hf_hsdraft.training.server import Answered, answer_by_server
 
 pytest.importorskip("openai")

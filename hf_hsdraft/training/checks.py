@@ -59,7 +59,8 @@ def fingerprint(target: Any) -> str:
     """Tells targets apart, and dtypes: answers and features of one are not those of another."""
     rows = target.get_output_embeddings().weight.detach()[:64].cpu().contiguous()
     digest = hashlib.sha256(rows.view(torch.uint8).numpy().tobytes())
-    return f"{type(target).__name__}, {target.dtype}, {digest.hexdigest()[:12]}"
+    name = type(target).__name__.removeprefix("FSDP")  # sharded, it is the same target
+    return f"{name}, {target.dtype}, {digest.hexdigest()[:12]}"
 
 
 def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:

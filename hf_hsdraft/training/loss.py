@@ -210,7 +210,9 @@ class ChainLoss:
         teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
         objective: see `objectives`.
         depth_weights: weight of each depth, `[K]`; they are normalised.
-        chunk_logits: logits of drafter and target that exist at a time, in elements each.
+        chunk_logits: logits of drafter and target that exist at a time, in elements each: what the matrix products
+            are computed by.
+        scored_logits: those of them that are compared at a time, in float32: on CPUs what fits into a core's cache.
     """
 
     weights: TargetWeights
@@ -218,10 +220,14 @@ class ChainLoss:
     objective: Objective = forward_kl
     depth_weights: Sequence[float] = (1.0,)
     chunk_logits: int = 2**21
+    scored_logits: int = 2**18
 
     @property
     def rows_per_chunk(self) -> int:
-        return max(1, self.chunk_logits // self.teacher_head.shape[0])
+        return self._rows(self.chunk_logits)
+
+    def _rows(self, elements: int) -> int:
+        return max(1, elements // self.teacher_head.shape[0])
 
     def __call__(self, drafter: HSDrafter, hidden_states: Sequence[torch.Tensor], labels: ChainLabels) -> LossParts:
         device = hidden_states[0].device
@@ -238,10 +244,17 @@ class ChainLoss:
             hidden: torch.Tensor, coefficient: torch.Tensor, rows: torch.Tensor, states: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():
-                teacher = F.linear(labels.teacher[rows], self.teacher_head).float()
-            logits = draft_logits(drafter, self.weights, hidden, states).float()
-            distance = self.objective(logits, teacher)
-            return (distance * coefficient).sum(), _statistics(logits, teacher, distance, labels.measured)
+                teacher = F.linear(labels.teacher[rows], self.teacher_head)
+            logits = draft_logits(drafter, self.weights, hidden, states)
+            return sum_over_chunks(score, [logits, teacher, coefficient], [], self._rows(self.scored_logits))
+
+        def score(
+            logits: torch.Tensor, teacher: torch.Tensor, coefficient: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.autocast(device.type, enabled=False):
+                logits, teacher = logits.float(), teacher.float()
+                distance = self.objective(logits, teacher)
+                return (distance * coefficient).sum(), _statistics(logits, teacher, distance, labels.measured)
 
         first = [hidden_states[0], coefficients[0], rows[0]]
         size = self.rows_per_chunk

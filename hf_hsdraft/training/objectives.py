@@ -17,9 +17,7 @@ Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def forward_kl(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """KL(target | drafter): cover all that the target might say."""
-    probs = teacher.softmax(dim=-1)
-    entropy = teacher.logsumexp(dim=-1) - _dot(probs, teacher)
-    return logits.logsumexp(dim=-1) - _dot(probs, logits) - entropy
+    return _kl(teacher.log_softmax(dim=-1), logits.log_softmax(dim=-1))
 
 
 def reverse_kl(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -53,10 +51,6 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Row by row, `[N, V']` and `[N, V']` to `[N]`, without a product of that size in between."""
-    return torch.bmm(left[:, None], right[:, :, None]).flatten()
-
-
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
+    probs = log_p.exp()
+    return torch.linalg.vecdot(probs, log_p) - torch.linalg.vecdot(probs, log_q)

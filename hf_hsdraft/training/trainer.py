@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 
 from ..bench.measure import pooled_tau
 from ..decoding import DraftStatistics
 from ..modeling_hsdraft import HSDrafter
+from ..target_loading import is_sharded
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .calibration import Calibration
@@ -80,15 +82,23 @@ class DrafterTrainer(Trainer):
             self.teacher_head,
             OBJECTIVES[args.objective],
             args.weights_of_depths(drafter.config.num_draft_steps),
-            chunk_logits=2**21 if drafter.device.type == "cpu" else 2**26,
+            **({} if drafter.device.type == "cpu" else {"chunk_logits": 2**26, "scored_logits": 2**26}),
         )
         drafter.loss_function = self.loss
+        if args.activation_checkpointing:
+            _recompute_layers(drafter)
+            args.activation_checkpointing = False  # the Trainer only knows layers that are called as modules
         super().__init__(model=model, args=args, data_collator=collate, **kwargs)
         if budget is not None:
             self.add_callback(budget)
         self._recent: LossParts | None = None
         self._tokens, self._since = 0, time.perf_counter()
         self.calibration: Calibration | None = None
+
+    @property
+    def drafter(self) -> HSDrafter:
+        """The drafter that is trained, free of what is wrapped around it."""
+        return _base(self.accelerator.unwrap_model(self.model))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.budget is None:
@@ -241,9 +251,19 @@ class DrafterTrainer(Trainer):
         return copy.to(model.device).eval()
 
 
+def _recompute_layers(drafter: HSDrafter) -> None:
+    """Keeps nothing of the trunk's attention for the backward; for long packs that is most of a step's memory."""
+    for layer in drafter.layers:
+        for name in ("read", "roll"):
+            setattr(layer, name, functools.partial(checkpoint, getattr(layer, name), use_reentrant=False))
+
+
 @contextlib.contextmanager
 def _in_lockstep(target: Any) -> Iterator[None]:
     """Lets a sharded target `generate()` with a drafter: all processes decode the same, none has to wait."""
+    if not is_sharded(target):
+        yield
+        return
     target.generate = functools.partial(target.generate, synced_gpus=False)
     try:
         yield

@@ -1,0 +1,161 @@
+"""The conversations of a plan: read from files and data sets, or invented and answered by the target."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import __version__ as transformers_version
+
+from .._version import __version__
+from ..target_loading import is_sharded
+from .answers import Answered, answer_prompts, store_answers
+from .checks import fingerprint
+from .conversations import Conversation, Prompt, read_conversations, read_prompts
+from .dataset import RowFolder
+from .plan import INVENTED_PROMPTS, Report, TrainingPlan
+from .prompts import invent_prompts, prompts_from_dataset
+from .server import answer_by_server
+
+
+def given(
+    plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None
+) -> tuple[list[Conversation], list[Prompt]]:
+    """Finished conversations and prompts of files and data set; none of either where the target is to invent them."""
+    finished, prompts = [], []
+    for path in plan.prompts:
+        chats = read_conversations(path, plan.greedy_only, on_bad_line)
+        asked = read_prompts(path, None if on_bad_line is None else _ignore)
+        if not chats and not asked:
+            raise ValueError(f"{path} holds no prompts: expected lines with `turns` or `messages`")
+        finished += chats
+        prompts += asked
+    if plan.dataset is not None:
+        prompts += prompts_from_dataset(plan.dataset, plan.dataset_config, plan.dataset_split, plan.dataset_column)
+    unique = {prompt.key: prompt for prompt in prompts}
+    order = sorted(unique, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).hexdigest())
+    return finished, [unique[key] for key in order][: plan.num_prompts]
+
+
+def answered(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    seed: int,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+) -> list[Conversation]:
+    """The target's answers to all prompts, invented first where there are none."""
+    state = PartialState()
+    recipe = _recipe(target, tokenizer, plan, seed)
+    sharded = is_sharded(target)
+    same = RowFolder if state.is_main_process else _ReadOnlyRows  # where all processes do the same, one keeps it
+    if plan.invents:
+        count = plan.num_prompts or INVENTED_PROMPTS
+        made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, "openings": list(plan.openings)})
+        if state.is_main_process or sharded:
+            invent_prompts(
+                target,
+                tokenizer,
+                count,
+                made,
+                openings=plan.openings,
+                seed=seed,
+                on_batch=lambda done: report(f"prompts invented: {done}/{count}"),
+            )
+        state.wait_for_everyone()
+        prompts = [Prompt.of(row["turns"], "invented") for row in made.rows()][:count]
+    together = sharded and plan.answers_from is None
+    rows = same if together else RowFolder
+    store = rows(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
+    done = store.keys()
+    pending = [prompt for prompt in prompts if prompt.key not in done]
+    if not prompts:
+        return []
+    state.wait_for_everyone()  # until all have seen the same rows
+    share = pending if together else pending[state.process_index :: state.num_processes]
+    skipped: list[str] = []
+    # A conversation is cut at `max_length`; a prompt must leave room for an answer, and fit the target's window.
+    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
+    batches: Iterable[Sequence[Answered]]
+    if plan.answers_from is not None and share:
+        batches = (
+            [answered]
+            for answered in answer_by_server(
+                plan.answers_from,
+                share,
+                model=plan.server_model,
+                temperatures=_temperatures(plan),
+                max_new_tokens=plan.max_new_tokens,
+                seed=seed,
+                on_skip=lambda prompt, why: skipped.append(why),
+            )
+        )
+    else:
+        batches = answer_prompts(
+            target,
+            tokenizer,
+            share,
+            temperatures=_temperatures(plan),
+            max_new_tokens=plan.max_new_tokens,
+            max_prompt_tokens=limit,
+            batch_size=plan.answer_batch_size,
+            invented_turns=plan.invented_turns,
+            seed=seed,
+            on_skip=lambda prompt, why: skipped.append(why),
+        )
+    store_answers(
+        batches,
+        store,
+        on_progress=lambda count, speed: report(f"answers: {count}/{len(share)} prompts, {speed:,.0f} tokens/s"),
+    )
+    if skipped:
+        report(f"{len(skipped)} prompts left out; the first because {skipped[0]}")
+    state.wait_for_everyone()
+    wanted = {prompt.key for prompt in prompts}
+    return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+
+class _ReadOnlyRows(RowFolder):
+    """The rows as a process sees them that makes the same ones as another, which keeps them."""
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None: ...
+
+
+def _temperatures(plan: TrainingPlan) -> Sequence[float]:
+    return (0.0,) if plan.greedy_only else plan.temperatures
+
+
+def _recipe(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int) -> dict[str, Any]:
+    """Everything that decides the answers."""
+    return {
+        "target": fingerprint(target),
+        "target_name": plan.drafter.get("target_name", ""),
+        "target_revision": getattr(target.config, "_commit_hash", None),
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        "temperatures": list(_temperatures(plan)),
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": plan.max_new_tokens,
+        "invented_turns": plan.invented_turns,
+        "seed": seed,
+        "hf_hsdraft": __version__,
+        "transformers": transformers_version,
+    }
+
+
+def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:
+    """Ordered by digest: a shuffle which more data does not reshuffle.
+
+    Of the conversations held out, the first ones, none was learned by an earlier run on a part of the same data, from
+    whose drafter this one may start.
+    """
+    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())
+
+
+def _ignore(_: str) -> None:
+    """A bad line that was reported before."""

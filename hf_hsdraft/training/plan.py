@@ -1,0 +1,75 @@
+"""What a training run learns from and what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .answers import TEMPERATURES
+
+Report = Callable[[str], None]
+INVENTED_PROMPTS = 2000  # where no prompts are given and no number is asked for
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What a run learns from and what it makes; how it learns is said by `DrafterTrainingArguments`.
+
+    Attributes:
+        out: folder of the run: prompts, answers, features, checkpoints and, at its top, the best drafter.
+        prompts: JSONL files of prompts (`turns`) or of finished conversations (`messages`).
+        dataset, dataset_config, dataset_split, dataset_column: see `prompts_from_dataset`.
+        num_prompts: prompts used at most. Without files and data set, prompts that the target invents.
+        openings: beginnings of invented prompts, see `invent_prompts`.
+        invented_turns: further user turns that the target makes up in each chat it answers.
+        answers_from: URL of an OpenAI-compatible server that runs the target; `None` answers here.
+        server_model: the target's name there.
+        temperatures: of the answers, drawn from evenly; 0 is greedy.
+        max_new_tokens: tokens of an answer; max_length: tokens of a conversation, the rest is cut.
+        greedy_only: leave finished conversations with a `temperature` above 0 out.
+        skip_bad_lines: report lines of `prompts` that cannot be used, and go on.
+        cache_taps: keep the target's hidden states on disk instead of computing them in every step.
+        eval_conversations: held-out conversations, the first `eval_prompts` of which also measure tau.
+        init_from: drafter to start from; lora: rank of the updates to train on it instead of all its weights.
+        drafter: overrides of `HSDraftConfig.for_target`.
+    """
+
+    out: str
+    prompts: Sequence[str] = ()
+    dataset: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    dataset_column: str | None = None
+    num_prompts: int | None = None
+    openings: Sequence[str] = ("",)
+    invented_turns: int = 0
+    answers_from: str | None = None
+    server_model: str | None = None
+    temperatures: Sequence[float] = TEMPERATURES
+    max_new_tokens: int = 256
+    max_length: int = 1024
+    greedy_only: bool = False
+    answer_batch_size: int = 64
+    skip_bad_lines: bool = False
+    cache_taps: bool = False
+    eval_conversations: int = 48
+    eval_prompts: int = 16
+    init_from: str | None = None
+    lora: int | None = None
+    drafter: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def invents(self) -> bool:
+        """Whether the target makes up the prompts."""
+        return not self.prompts and self.dataset is None
+
+    def check_amount(self, count: int) -> None:
+        """Raises a ValueError if `count` conversations and prompts, and those to be invented, are too few."""
+        if self.invents:
+            count = max(count, self.num_prompts or INVENTED_PROMPTS)
+        if count <= self.eval_conversations:
+            raise ValueError(
+                f"{count} conversations and prompts are too few: {self.eval_conversations} of them are held out; give "
+                "more, or hold out fewer (--eval-conversations)"
+            )

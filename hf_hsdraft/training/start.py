@@ -1,0 +1,90 @@
+"""The drafter a run starts from: another one, or fresh weights that already speak the target's language."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..configuration_hsdraft import HSDraftConfig
+from ..decoding import check_target
+from ..modeling_hsdraft import HSDrafter
+from .plan import Report, TrainingPlan
+from .vocabulary import choose_draft_vocabulary
+
+
+def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
+    """The drafter to start from, if any.
+
+    Raises:
+        ValueError: it was made for another target, or the plan asks for other sizes than it has.
+    """
+    if plan.init_from is None:
+        HSDraftConfig.for_target(target, **plan.drafter)  # raises where the sizes cannot be
+        return None
+    drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
+    check_target(target, drafter)
+    drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
+    for name in ("tree_size", "beam_width"):  # decide no weights
+        if name in plan.drafter:
+            setattr(drafter.config, name, plan.drafter[name])
+            setattr(drafter.generation_config, name, plan.drafter[name])
+    drafter.config.check()
+    for name, value in plan.drafter.items():
+        found = getattr(drafter.config, name)
+        if found != value and name != "draft_vocab_size":
+            raise ValueError(
+                f"{plan.init_from} has {name}={found!r}, not {value!r}; leave {name} out, or train from scratch"
+            )
+    size = plan.drafter.get("draft_vocab_size", 1)
+    if not 1 <= size <= drafter.config.vocab_size:
+        raise ValueError(f"draft_vocab_size={size} is invalid: expected 1 to {drafter.config.vocab_size}")
+    return drafter
+
+
+def config_for(
+    target: Any, tokenizer: Any, tokenized: Sequence[Any], plan: TrainingPlan, report: Report
+) -> HSDraftConfig:
+    overrides = dict(plan.drafter)
+    default = HSDraftConfig.for_target(target, **overrides)
+    if default.draft_vocab_ids is None and default.draft_vocab_size < default.vocab_size:
+        ids = draft_vocabulary(target, tokenizer, tokenized, default.draft_vocab_size, report)
+        overrides |= {"draft_vocab_size": len(ids), "draft_vocab_ids": ids}
+    return HSDraftConfig.for_target(target, **overrides)
+
+
+def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
+    always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    chosen = choose_draft_vocabulary(tokenized, target.config.get_text_config().vocab_size, size, always)
+    report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
+    return chosen.ids
+
+
+# What an untrained drafter says is noise; said as loudly as the target speaks, it takes hundreds of steps to unlearn.
+_TIMID_HEAD, _TIMID_INJECTOR = 0.3, 0.2
+
+
+@torch.no_grad()
+def start_from_target(drafter: HSDrafter, target: Any, finals: torch.Tensor) -> None:
+    """Starts the parts that have an obvious counterpart in the target from it.
+
+    The final norm takes the scale of the target's final hidden states, the injector's output the leading directions of
+    the target's head: from the first step on both speak the head's language.
+
+    Args:
+        finals: `[N, D]`, float32, some final hidden states of the target.
+    """
+    if drafter.config.hidden_size != drafter.config.target_hidden_size:
+        return
+    drafter.norm.weight.copy_(finals.pow(2).mean(dim=0).sqrt())
+    rows = target.get_output_embeddings().weight.detach()
+    head = rows[drafter.draft_vocab_ids().to(rows.device)].to(drafter.device, torch.float32)
+    if drafter.lm_head is not None:
+        drafter.lm_head.weight.copy_(head)
+    # With the norm's scale a unit of hidden state moves the logits alike in all directions.
+    head = head * drafter.norm.weight
+    _, _, directions = torch.linalg.svd(head, full_matrices=False)
+    leading = head @ directions[: drafter.config.injector_rank].T
+    drafter.injector.up.weight[:, : leading.shape[1]].copy_(_TIMID_INJECTOR * leading)
+    drafter.norm.weight.mul_(_TIMID_HEAD)
