@@ -7,12 +7,15 @@ import time
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 
 class TimeBudget(TrainerCallback, ExportableState):
     """Ends training after some minutes, those before a resumption included; evaluations count as well.
+
+    All processes go by the clock of the first: rates, and the step that is the last, must not differ.
 
     Args:
         minutes: of training.
@@ -22,13 +25,13 @@ class TimeBudget(TrainerCallback, ExportableState):
     def __init__(self, minutes: float, warmup: float = 0.05, spent: float = 0.0) -> None:
         self.minutes = minutes
         self.warmup = warmup
-        self.spent = spent  # seconds, before this process
-        self._begin: float | None = None
+        self.spent = spent  # seconds, those before this process included, when the clock was last looked at
+        self._begin = 0.0
 
     @property
     def progress(self) -> float:
         """Share of the time that is spent, 0 to 1."""
-        return min(1.0, self._seconds() / (60.0 * self.minutes))
+        return min(1.0, self.spent / (60.0 * self.minutes))
 
     def scale(self) -> float:
         """What the peak learning rate is multiplied by now."""
@@ -40,16 +43,14 @@ class TimeBudget(TrainerCallback, ExportableState):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self.scale())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin = time.monotonic()
+        self._begin = time.monotonic() - self.spent
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        [self.spent] = broadcast_object_list([time.monotonic() - self._begin])
         if self.progress >= 1.0:
             control.should_evaluate = control.should_save = control.should_training_stop = True
         return control
 
     def state(self) -> dict[str, Any]:
-        args = {"minutes": self.minutes, "warmup": self.warmup, "spent": self._seconds()}
-        return {"args": args, "attributes": {"spent": self._seconds()}}
-
-    def _seconds(self) -> float:
-        return self.spent + (0.0 if self._begin is None else time.monotonic() - self._begin)
+        args = {"minutes": self.minutes, "warmup": self.warmup, "spent": self.spent}
+        return {"args": args, "attributes": {"spent": self.spent}}
