@@ -18,7 +18,7 @@ from hf_hsdraft.training.answers import answer_prompts, store_answers, temperatu
 from hf_hsdraft.training.conversations import (
     Conversation,
     Prompt,
-    read_conversations,
+    read_jsonl,
     read_prompts,
     tokenize_conversation,
 )
@@ -35,10 +35,16 @@ def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
     again = RowFolder(tmp_path, "Some rows.", {"seed": 1})
     assert again.keys() == {"a", "b"}
     again.append([{"key": "b", "value": 3}, {"key": "c", "value": 4}])
+    again.append([{"key": "e", "value": 7}])
+    (tmp_path / "data" / "part-000-00000.parquet").rename(tmp_path / "kept")
+    again.append([{"key": "f", "value": 8}])  # never in place of another part
+    (tmp_path / "kept").rename(tmp_path / "data" / "part-000-00000.parquet")
     RowFolder(tmp_path, writer=1).append([{"key": "c", "value": 5}, {"key": "d", "value": 6}])
-    assert [(row["key"], row["value"]) for row in again.rows()] == [("a", 1), ("b", 2), ("c", 4), ("d", 6)]
+    assert [(row["key"], row["value"]) for row in again.rows()] == [
+        ("a", 1), ("b", 2), ("c", 4), ("e", 7), ("f", 8), ("d", 6)
+    ]  # fmt: skip
     loaded = load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"))["train"]
-    assert set(loaded["key"]) == set("abcd")  # an ordinary data set to others; recipe.json is not taken for data
+    assert set(loaded["key"]) == set("abcdef")  # an ordinary data set to others; recipe.json is not taken for data
     with pytest.raises(ValueError, match="seed: 1 -> 2"):
         RowFolder(tmp_path, "Some rows.", {"seed": 2})
 
@@ -200,20 +206,30 @@ def test_bad_conversations_are_refused(tmp_path):
     for row, expected in (
         ({"messages": [{"role": "user"}]}, "`role` and `content`"),
         ({"messages": [{"role": "user", "content": "w1"}]}, "nothing to learn from"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "`content`, a text"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "`content`, a text"),
     ):
         path.write_text(json.dumps(row))
         with pytest.raises(ValueError, match=expected):
-            read_conversations(path)
+            read_jsonl(path)
 
 
 def test_bad_lines_can_be_passed_over(tmp_path):
     path = tmp_path / "mixed.jsonl"
-    path.write_text('{"turns": ["w1"]}\n{oops\n{"turns": ["w2"]}\n{"messages": []}\n')
+    lines = [
+        '{"turns": ["w1"]}',
+        "{oops",
+        '{"turns": ["w2"]}',
+        '{"messages": []}',
+        '{"turns": "w1"}',
+        '{"prompt": "w1"}',
+    ]
+    path.write_text("\n".join(lines) + "\n")
     bad: list[str] = []
-    assert [prompt.turns for prompt in read_prompts(path, bad.append)] == [("w1",), ("w2",)]
-    assert len(bad) == 1 and "line 2" in bad[0]
-    assert read_conversations(path, on_bad_line=bad.append) == []
-    assert any("line 4" in line for line in bad)
+    chats, prompts = read_jsonl(path, on_bad_line=bad.append)
+    assert [prompt.turns for prompt in prompts] == [("w1",), ("w2",)] and not chats
+    assert [f"line {number}:" in line for number, line in zip((2, 4, 5, 6), bad, strict=True)] == [True] * 4
+    assert "found keys ['prompt']" in bad[-1]
 
 
 @pytest.mark.parametrize(

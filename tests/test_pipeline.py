@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
+from huggingface_hub.utils import filter_repo_objects
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
@@ -203,10 +207,13 @@ def test_more_data_never_holds_out_what_was_learned():
     assert ordered[1] != chats
 
 
-def test_half_written_checkpoints_are_passed_over(chatty, tokenizer, tmp_path):
+@pytest.mark.parametrize("state", [None, "", '{"global_step": 4'])
+def test_half_written_checkpoints_are_passed_over(chatty, tokenizer, tmp_path, state):
     run(chatty, tokenizer, plan(tmp_path))
     checkpoints = tmp_path / "out" / "checkpoints"
     (checkpoints / "checkpoint-4" / "trainer_state.json").unlink()
+    if state is not None:
+        (checkpoints / "checkpoint-4" / "trainer_state.json").write_text(state)
     run(chatty, tokenizer, plan(tmp_path), max_steps=6)
     assert (checkpoints / "checkpoint-6" / "trainer_state.json").exists()
 
@@ -226,7 +233,7 @@ def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokeni
     assert not any("already finished" in line for line in said)
     said.clear()
     run(chatty, tokenizer, plan(tmp_path), max_steps=8, report=said.append)
-    assert said == ["already finished: 8 of 8 steps"]
+    assert said == ["already finished: max_steps 8"]
 
 
 def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenizer, tmp_path):
@@ -241,6 +248,76 @@ def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenize
     with pytest.raises(ValueError, match="depth_weights has 2 entries"):
         run(chatty, tokenizer, plan(tmp_path), depth_weights=[1.0, 0.5])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(chatty, tokenizer, tmp_path, monkeypatch):
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_hsdraft.training.run._save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(chatty, tokenizer, plan(tmp_path))
+    (tmp_path / "out").rename(tmp_path / "moved")
+    drafter = run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "moved")))
+    kept = [HSDrafter.from_pretrained(path) for path in (tmp_path / "moved" / "checkpoints").glob("checkpoint-*")]
+    assert any(torch.equal(each.fuse.weight.bfloat16(), drafter.fuse.weight) for each in kept)
+
+
+def test_cached_taps_are_those_of_the_target_at_hand(chatty, tokenizer, tmp_path, monkeypatch):
+    """The folder was begun with another target; its head is the same, as after a fine-tuning of the layers alone."""
+    from hf_hsdraft.training.checks import fingerprint
+
+    tuned = copy.deepcopy(chatty)
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    assert fingerprint(tuned) != fingerprint(chatty) == fingerprint(copy.deepcopy(chatty))
+
+
+def test_only_the_gpu_of_this_process_is_trained_on(monkeypatch):
+    from hf_hsdraft.training import checks
+
+    monkeypatch.setattr(checks.torch.cuda, "current_device", lambda: 0)
+    for own, place, fits in (("cuda", "cuda:0", True), ("cuda:1", "cuda:1", True), ("cuda", "cuda:1", False)):
+        monkeypatch.setattr(checks, "PartialState", lambda own=own: SimpleNamespace(device=torch.device(own)))
+        target = SimpleNamespace(device=torch.device(place))
+        if fits:
+            checks.check_device(target)
+        else:
+            with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
+                checks.check_device(target)
+
+
+def test_a_finished_drafter_is_pushed_and_nothing_else(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import publish
+
+    calls = []
+
+    class Api:
+        def __init__(self, token=None):
+            assert token == "hf_secret"
+
+        def create_repo(self, name, exist_ok, private):
+            assert not (tmp_path / "out").exists()  # before any work
+            calls.append(name)
+            return SimpleNamespace(repo_id=f"user/{name}")
+
+        def upload_folder(self, folder_path, repo_id, ignore_patterns, commit_message):
+            kept = filter_repo_objects(
+                [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()],
+                ignore_patterns=ignore_patterns,
+            )
+            calls.append((repo_id, sorted(kept)))
+
+    monkeypatch.setattr(publish, "HfApi", Api)
+    run(chatty, tokenizer, plan(tmp_path, cache_taps=True), push_to_hub=True, hub_token="hf_secret")
+    assert calls[0] == "out"
+    repository, files = calls[1]
+    assert repository == "user/out"
+    pictures = ["acceptance.png", "calibration.png", "learning_curves.png"]
+    assert files == sorted(
+        [*pictures, "README.md", "config.json", "figures.json", "generation_config.json", "model.safetensors"]
+    )
 
 
 def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):
@@ -270,7 +347,8 @@ def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, mon
 
     now = iter(range(10**6))
     monkeypatch.setattr(budget.time, "monotonic", lambda: float(next(now)))
-    run(chatty, tokenizer, plan(tmp_path), max_minutes=2.0)
+    timed = {"max_minutes": 2.0, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1}
+    train(chatty, tokenizer, plan(tmp_path), timed, report=lambda _: None)
     states = list((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))
     states.sort(key=lambda path: int(path.parent.name.rsplit("-", 1)[1]))
     spent = [json.loads(path.read_text())["stateful_callbacks"]["TimeBudget"]["attributes"]["spent"] for path in states]
@@ -278,15 +356,35 @@ def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, mon
     rates = [entry["learning_rate"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
     assert rates[-1] < 0.1 * max(rates)
     assert decodes_as_plain(chatty, HSDrafter.from_pretrained(tmp_path / "out"))
+    said: list[str] = []
+    train(chatty, tokenizer, plan(tmp_path), timed, report=said.append)
+    assert said == ["already finished: max_minutes 2"]
+    shutil.rmtree(tmp_path / "out" / "data")  # killed before the drafter was saved
+    (tmp_path / "out" / "finished.json").unlink()
+    train(chatty, tokenizer, plan(tmp_path), timed, report=lambda _: None)
+    assert len(list((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))) == len(states)
+    with pytest.raises(ValueError, match="warmup_steps would have no effect"):
+        train(chatty, tokenizer, plan(tmp_path), {**timed, "warmup_steps": 3}, report=lambda _: None)
+
+
+def test_epochs_and_their_end(chatty, tokenizer, tmp_path):
+    """Nine conversations to learn from, two a step."""
+    for epochs, steps in ((1.0, 5), (1.0, 5), (2.0, 10)):
+        train(chatty, tokenizer, plan(tmp_path), {"num_train_epochs": epochs, "eval_steps": 5}, report=lambda _: None)
+        assert last_step(tmp_path / "out") == steps
+
+
+def last_step(out: Path) -> int:
+    return max(int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("checkpoint-*"))
 
 
 def test_training_stops_when_tau_does_not_grow(chatty, tokenizer, tmp_path, monkeypatch):
     from hf_hsdraft.training import trainer
 
     monkeypatch.setattr(trainer, "pooled_tau", lambda _: 1.0)
-    run(chatty, tokenizer, plan(tmp_path), max_steps=40, early_stopping_patience=2)
-    last = max(int(path.name.split("-")[1]) for path in (tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
-    assert last == 6
+    for _ in range(2):  # the second time it is finished
+        run(chatty, tokenizer, plan(tmp_path), max_steps=40, early_stopping_patience=2)
+        assert last_step(tmp_path / "out") == 6
 
 
 @pytest.mark.parametrize("policy", ["student", "mixed"])
@@ -303,8 +401,7 @@ def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_p
         labels = loss.true_labels(pack, chains, steps)
         return replace(labels, tokens=labels.tokens.roll(1, dims=1))
 
-    for module in (trainer, parity):
-        monkeypatch.setattr(module, "true_labels", shifted)
+    monkeypatch.setattr(trainer, "true_labels", shifted)
     with pytest.raises(parity.ParityError, match="off by one"):
         run(chatty, tokenizer, plan(tmp_path), eval_new_tokens=12, learning_rate=0.05)
 
@@ -322,6 +419,12 @@ def test_lora_is_a_peft_adapter_that_switches_per_call(chatty, tokenizer, tmp_pa
     )
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files
+    assert 'drafter.load_adapter("out")' in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(ValueError, match="leave tree_size out"):
+        other = plan(
+            tmp_path, init_from=str(tmp_path / "base"), lora=2, drafter={"tree_size": 9}, out=str(tmp_path / "x")
+        )
+        run(chatty, tokenizer, other)
     inputs = torch.randn(3, base.fuse.in_features // 4 * 3), torch.randn(3, 32), torch.arange(3)
 
     def drafted(model) -> torch.Tensor:

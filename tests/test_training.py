@@ -14,7 +14,7 @@ from hf_hsdraft.training import parity as parity_module
 from hf_hsdraft.training.conversations import TokenizedConversation
 from hf_hsdraft.training.features import Features, cache_features
 from hf_hsdraft.training.loss import ChainLoss, Chains, LossParts, Pack, chain_starts, sample_chains, true_labels
-from hf_hsdraft.training.objectives import OBJECTIVES, total_variation
+from hf_hsdraft.training.objectives import OBJECTIVES, forward_kl, total_variation
 from hf_hsdraft.training.on_policy import drafted_labels
 from hf_hsdraft.training.parity import parity
 
@@ -48,7 +48,7 @@ def chains_at(*starts: int, num_rolled: int | None = None) -> Chains:
 def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields) -> LossParts:
     weights = borrow(drafter, target)
     steps = drafter.config.num_draft_steps
-    fields = {"depth_weights": [0.5**depth for depth in range(steps)], **fields}
+    fields = {"objective": forward_kl, "depth_weights": [0.5**depth for depth in range(steps)], **fields}
     drafter.loss_function = ChainLoss(weights, weights.head, **fields)
     return drafter(
         pack.taps,
@@ -166,7 +166,7 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, features, l
         pack = packed(features, multiple)
         drafter.zero_grad()
         teacher = weights.head if head == "target" else target.get_output_embeddings().weight.detach()
-        loss = ChainLoss(weights, teacher, depth_weights=[1.0] * 4, chunk_logits=chunk)
+        loss = ChainLoss(weights, teacher, forward_kl, [1.0] * 4, chunk_logits=chunk, scored_logits=chunk)
         drafter.loss_function = loss
         labels = replace(true_labels(pack, picked, 4), regression=0.3)
         embeds = weights.embed(pack.input_ids.roll(-1))
@@ -266,10 +266,10 @@ def test_parity_holds(attention, options):
 def test_parity_catches_what_is_off_by_one(target, monkeypatch, planted, side):
     """Each of the shifts that training would swallow without a word."""
     drafter = make_drafter(target)
-    true, as_trained = parity_module.true_labels, parity_module._as_trained
+    as_trained = parity_module._as_trained
 
     def shifted(pack, chains, steps):
-        labels = true(pack, chains, steps)
+        labels = true_labels(pack, chains, steps)
         if planted == "teacher":
             return replace(labels, rows=(labels.rows + 1).clamp(max=len(pack.input_ids) - 1))
         return replace(labels, tokens=labels.tokens.roll(1, dims=1)) if planted == "parents" else labels
@@ -282,9 +282,8 @@ def test_parity_catches_what_is_off_by_one(target, monkeypatch, planted, side):
             pack = replace(pack, taps=pack.taps.roll(1, dims=0))
         return pack, chains
 
-    monkeypatch.setattr(parity_module, "true_labels", shifted)
     monkeypatch.setattr(parity_module, "_as_trained", moved)
-    report = parity(drafter, target, prompts(), max_new_tokens=20)
+    report = parity(drafter, target, prompts(), max_new_tokens=20, labels_of=shifted)
     assert not report.passed
     assert f"of the {side}" in report.explain()
     assert "off by one" in report.explain()

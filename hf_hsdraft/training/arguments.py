@@ -29,8 +29,8 @@ class DrafterTrainingArguments(TrainingArguments):
         chains_per_conversation: chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
         eval_new_tokens: tokens generated per held-out prompt to measure tau.
-        max_minutes: wall-clock time of training, evaluations included; the learning rate falls with it, and `max_steps`
-            does not count.
+        max_minutes: wall-clock time of training, evaluations included; the learning rate rises for a twentieth of it
+            and falls as a cosine, and `max_steps`, `warmup_steps` and `lr_scheduler_type` do not count.
         early_stopping_patience: evaluations without a better tau after which training stops; `None` never does.
     """
 
@@ -75,6 +75,8 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError(f"chains_per_conversation={self.chains_per_conversation} is invalid: expected 1 or more")
         if self.depth_weights is not None and (min(self.depth_weights) < 0 or sum(self.depth_weights) <= 0):
             raise ValueError(f"depth_weights={self.depth_weights} is invalid: expected numbers of 0 or more, not all 0")
+        if self.fp16:
+            raise ValueError("fp16 would lose gradients, which are made before the loss is scaled; use bf16")
         if self.max_minutes is not None:
             if self.max_minutes <= 0:
                 raise ValueError(f"max_minutes={self.max_minutes} is invalid: expected above 0")

@@ -16,6 +16,7 @@ def write_card(
     recipe: Mapping[str, Any],
     history: Sequence[Mapping[str, float]],
     pictures: Sequence[Path],
+    adapts: str | None = None,
 ) -> None:
     """Writes `README.md` beside a trained drafter, unless there is one that somebody wrote.
 
@@ -23,11 +24,12 @@ def write_card(
         recipe: lines of the training table, by name.
         history: the trainer's log; its last evaluation gives the figures.
         pictures: PNG files in `folder`.
+        adapts: name of the drafter that this is a LoRA adapter of.
     """
     path = folder / "README.md"
     if path.exists() and _MARK not in path.read_text(encoding="utf-8"):
         return
-    text = render_card(folder.resolve().name, config, recipe, history, pictures)
+    text = render_card(folder.resolve().name, config, recipe, history, pictures, adapts)
     write_complete(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -45,6 +47,7 @@ def render_card(
     recipe: Mapping[str, Any],
     history: Sequence[Mapping[str, float]],
     pictures: Sequence[Path],
+    adapts: str | None = None,
 ) -> str:
     """The text of the card; see `write_card`."""
     last: Mapping[str, float] = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
@@ -56,6 +59,8 @@ def render_card(
         f"| {depth} | {_figure(last, f'eval_accuracy_{depth}')} | {_figure(last, f'eval_acceptance_{depth}')} |"
         for depth in depths
     )
+    load = f'drafter = HSDrafter.from_pretrained("{name if adapts is None else adapts}")'
+    load += "" if adapts is None else f'\ndrafter.load_adapter("{name}")'
     shown = "\n\n".join(f"![{_TITLES.get(path.stem, path.stem)}]({path.name})" for path in pictures)
     return f"""---
 {base}library_name: transformers
@@ -72,7 +77,7 @@ A hidden-state drafter for `{target}`: with it, `generate()` emits the same toke
 ```python
 from hf_hsdraft import HSDrafter
 
-drafter = HSDrafter.from_pretrained("{name}")
+{load}
 out = model.generate(**inputs, assistant_model=drafter)
 ```
 

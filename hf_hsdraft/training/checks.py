@@ -12,6 +12,7 @@ from accelerate import PartialState
 from transformers import DynamicCache
 
 from ..target_runtime import TargetRuntime
+from .conversations import Conversation, tokenize_conversation
 from .files import write_json
 
 _PLAN, _FINISHED = "training_plan.json", "finished.json"
@@ -20,20 +21,32 @@ _PLAN, _FINISHED = "training_plan.json", "finished.json"
 def check_target_can_teach(target: Any, tokenizer: Any) -> None:
     """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
     TargetRuntime(target, [], DynamicCache(config=target.config))  # raises where trees cannot be verified
-    own = PartialState().device
-    if target.device.type == "cuda" and not hasattr(target, "hf_device_map") and target.device.index != own.index:
-        raise ValueError(
-            f"this process trains on {own}, the target is on {target.device}: leave --device out, and choose GPUs with "
-            "CUDA_VISIBLE_DEVICES"
-        )
+    check_device(target)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the target's tokenizer has no chat template, so chats cannot be rendered as the target reads them: "
             "pass one (--chat-template FILE)"
         )
-    message = [{"role": "user", "content": "Count from one to ten."}]
-    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    _check_teacher(target, ids["input_ids"])
+    chat = Conversation((("user", "Count from one to ten."), ("assistant", "One, two, three.")))
+    ids = tokenize_conversation(tokenizer, chat, 256).input_ids
+    _check_teacher(target, ids[None])
+
+
+def check_device(target: Any) -> None:
+    """Raises a ValueError if the target is on another GPU than this process trains on."""
+    own = PartialState().device
+    index = torch.cuda.current_device() if own.type == "cuda" and own.index is None else own.index
+    if target.device.type == "cuda" and not hasattr(target, "hf_device_map") and target.device.index != index:
+        raise ValueError(
+            f"this process trains on GPU {index}, the target is on {target.device}: leave --device out, and choose by "
+            "CUDA_VISIBLE_DEVICES"
+        )
+
+
+def check_template_keeps_turns(tokenizer: Any) -> None:
+    """Raises a ValueError if the template renders earlier turns differently once later ones follow."""
+    turns = (("user", "Name a colour."), ("assistant", "Blue."), ("user", "And another."), ("assistant", "Green."))
+    tokenize_conversation(tokenizer, Conversation(turns), 256)
 
 
 @torch.no_grad()
@@ -56,9 +69,16 @@ def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
 
 
 def fingerprint(target: Any) -> str:
-    """Tells targets apart, and dtypes: answers and features of one are not those of another."""
-    rows = target.get_output_embeddings().weight.detach()[:64].cpu().contiguous()
-    digest = hashlib.sha256(rows.view(torch.uint8).numpy().tobytes())
+    """Tells targets apart, and dtypes: answers and features of one are not those of another.
+
+    A digest of some values of every weight that is at hand; all processes of a sharded target have to take part.
+    """
+    digest = hashlib.sha256()
+    for parameter in target.parameters():
+        if parameter.is_meta or not parameter.numel():  # offloaded, or kept by another process
+            continue
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        digest.update(whole.detach().flatten()[:64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     name = type(target).__name__.removeprefix("FSDP")  # sharded, it is the same target
     return f"{name}, {target.dtype}, {digest.hexdigest()[:12]}"
 
@@ -86,27 +106,39 @@ def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
     write_json(path, settings)
 
 
-def finish(out: Path, steps: int) -> None:
-    """Notes after how many steps the drafter in a run's folder was saved."""
-    write_json(out / _FINISHED, {"steps": steps})
+def finish(out: Path, steps: int, limits: dict[str, float]) -> None:
+    """Notes that the drafter in a run's folder was saved, after how many steps, and what had limited them."""
+    write_json(out / _FINISHED, {"steps": steps, "limits": limits})
+
+
+def is_finished(out: Path, limits: dict[str, float]) -> bool:
+    """Whether a run ended that had these limits, or wider ones."""
+    path = out / _FINISHED
+    if not path.exists():
+        return False
+    stored = json.loads(path.read_text(encoding="utf-8"))["limits"]
+    return limits.keys() == stored.keys() and all(value <= stored[name] for name, value in limits.items())
 
 
 def last_checkpoint(out: Path) -> Path | None:
     """The newest complete checkpoint of a run; what a kill left half-written is passed over.
 
-    The Trainer writes its state last, so a checkpoint that has it is whole.
+    The Trainer writes its state last, so a checkpoint in which it can be read is whole.
     """
-    found = [path for path in (out / "checkpoints").glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    found = [path for path in (out / "checkpoints").glob("checkpoint-*") if read_state(path)]
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state of a checkpoint, empty where it is missing or cut short."""
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state
 
 
 def steps_done(out: Path) -> int:
     """Steps of the last checkpoint in a run's folder, 0 if there is none."""
     last = last_checkpoint(out)
     return int(last.name.rsplit("-", 1)[1]) if last else 0
-
-
-def finished_steps(out: Path) -> int:
-    """Steps after which the drafter in a run's folder was saved, 0 if none was."""
-    path = out / _FINISHED
-    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.exists() else 0

@@ -46,18 +46,25 @@ class Conversation:
         """Checks and takes over a list of messages.
 
         Raises:
-            ValueError: a message lacks `role` or `content`, or none is the assistant's.
+            ValueError: a message lacks `role` or text in `content`, or none is the assistant's.
         """
         try:
-            pairs = tuple((str(message["role"]), str(message["content"])) for message in messages or ())
+            pairs = tuple((str(message["role"]), _text(message["content"])) for message in messages or ())
         except (TypeError, KeyError):
-            raise ValueError("each message needs `role` and `content`") from None
+            raise ValueError("each message needs `role` and `content`, a text or a list of texts") from None
         if not any(role == "assistant" for role, _ in pairs):
             raise ValueError("no assistant message, nothing to learn from")
         return cls(pairs)
 
     def as_messages(self) -> list[Message]:
         return [{"role": role, "content": content} for role, content in self.messages]
+
+
+def _text(content: Any) -> str:
+    """A message's words; content may be a list of parts, of which only texts are understood."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content)
 
 
 @dataclass(frozen=True)
@@ -77,48 +84,40 @@ OnBadLine = Callable[[str], None]
 
 
 def read_prompts(path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None) -> list[Prompt]:
-    """Reads prompts from a JSONL file in the MT-bench format (`turns`: a list of user messages).
+    """The prompts of a JSONL file, see `read_jsonl`."""
+    return read_jsonl(path, on_bad_line=on_bad_line)[1]
 
-    Lines that already hold `messages` (answered conversations) are skipped; `read_conversations` takes them.
+
+def read_jsonl(
+    path: str | os.PathLike[str], greedy_only: bool = False, on_bad_line: OnBadLine | None = None
+) -> tuple[list[Conversation], list[Prompt]]:
+    """Reads a file with one JSON object a line: `turns` (user messages to answer, the MT-bench format) or `messages`.
 
     Args:
+        greedy_only: leaves out conversations whose `temperature` is above 0.
         on_bad_line: told of each line that cannot be used, by number, and the others are read; `None` raises instead.
 
-    Raises:
-        ValueError: a line is not a JSON object or has neither `turns` nor `messages`.
-    """
-
-    def parse(row: dict[str, Any]) -> Prompt | None:
-        turns = row.get("turns")
-        if turns is None and "messages" in row:
-            return None
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
-            raise ValueError(f"expected `turns`, a non-empty list of strings, or `messages`; {found}")
-        return Prompt.of(turns, str(row.get("category", "")))
-
-    return [prompt for prompt in _parsed_lines(Path(path), parse, on_bad_line) if prompt is not None]
-
-
-def read_conversations(
-    path: str | os.PathLike[str], greedy_only: bool = False, on_bad_line: OnBadLine | None = None
-) -> list[Conversation]:
-    """Reads finished conversations (`messages`: objects with `role` and `content`) from a JSONL file.
-
-    Args:
-        greedy_only: leaves out lines whose `temperature` is above 0.
-        on_bad_line: as for `read_prompts`.
+    Returns:
+        finished conversations and prompts.
 
     Raises:
-        ValueError: a line is malformed, or a conversation has no assistant message to learn from.
+        ValueError: a line is neither; the message names file and line.
     """
+    found = list(_parsed_lines(Path(path), _parse, on_bad_line))
+    chats = [
+        chat for chat, temperature in found if isinstance(chat, Conversation) and not (greedy_only and temperature)
+    ]
+    return chats, [prompt for prompt, _ in found if isinstance(prompt, Prompt)]
 
-    def parse(row: dict[str, Any]) -> Conversation | None:
-        if ("messages" not in row and "turns" in row) or (greedy_only and row.get("temperature", 0) > 0):
-            return None
-        return Conversation.of(row.get("messages"))
 
-    return [chat for chat in _parsed_lines(Path(path), parse, on_bad_line) if chat is not None]
+def _parse(row: dict[str, Any]) -> tuple[Conversation | Prompt, float]:
+    if row.get("messages") is not None:
+        return Conversation.of(row["messages"]), float(row.get("temperature") or 0.0)
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
+        raise ValueError(f"expected `turns`, a non-empty list of strings, or `messages`; {found}")
+    return Prompt.of(turns, str(row.get("category", ""))), 0.0
 
 
 def _parsed_lines(path: Path, parse: Callable[[dict[str, Any]], Any], on_bad_line: OnBadLine | None) -> Iterator[Any]:

@@ -33,7 +33,7 @@ class RowFolder:
     Args:
         folder: created when the first rows come.
         title: a line for its card.
-        recipe: everything that decides the rows; compared with what the folder was begun with.
+        recipe: everything that decides the rows; compared with what the folder was begun with, `made_with` excepted.
         writer: number of this process among those that add rows at the same time.
 
     Raises:
@@ -48,7 +48,7 @@ class RowFolder:
         path = folder / "recipe.json"
         if self._recipe is not None and path.exists():
             stored = json.loads(path.read_text(encoding="utf-8"))
-            names = sorted({*stored, *self._recipe})
+            names = sorted({*stored, *self._recipe} - {"made_with"})
             changes = [
                 f"{name}: {_short(stored.get(name))} -> {_short(self._recipe.get(name))}"
                 for name in names
@@ -82,12 +82,13 @@ class RowFolder:
         from datasets import Dataset
 
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
-        if self._writer == 0 and not (self.folder / "README.md").exists():
-            if self._recipe is not None:
-                write_json(self.folder / "recipe.json", self._recipe)
+        if self._recipe is not None and not (self.folder / "recipe.json").exists():
+            write_json(self.folder / "recipe.json", self._recipe)
+        if not (self.folder / "README.md").exists():
             card = _CARD.format(title=self._title)
             write_complete(self.folder / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
-        number = len(list((self.folder / "data").glob(f"part-{self._writer:03d}-*.parquet")))
+        own = (self.folder / "data").glob(f"part-{self._writer:03d}-*.parquet")
+        number = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in own), default=-1)
         part = self.folder / "data" / f"part-{self._writer:03d}-{number:05d}.parquet"
         table = Dataset.from_list(list(rows)).with_format("arrow")[:]
         write_complete(part, lambda path: _write_parquet(table, path))

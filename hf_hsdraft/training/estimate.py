@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..configuration_hsdraft import HSDraftConfig
 from ..modeling_hsdraft import HSDrafter
+from .loss import CHUNK_LOGITS
 
 _NOT_COUNTED = (
     "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "
@@ -60,7 +61,7 @@ def estimate(
     cached: bool,
     world_size: int = 1,
     sharded: bool = False,
-    chunk_logits: int = 2**20,
+    chunk_logits: int = CHUNK_LOGITS["cuda"],
 ) -> Estimate:
     """Estimates disk, memory, operations and time of training `drafter` for a target of `config`.
 

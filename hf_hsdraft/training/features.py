@@ -56,6 +56,7 @@ def cache_features(
     tap_layers: Sequence[int],
     conversations: Sequence[TokenizedConversation],
     folder: str | os.PathLike[str],
+    identity: str = "",
     on_shard: Callable[[int, int], None] | None = None,
     share: tuple[int, int] = (0, 1),
     wait: Callable[[], None] = lambda: None,
@@ -64,8 +65,9 @@ def cache_features(
 
     Args:
         tap_layers: indices into `hidden_states`, ascending.
-        folder: created if missing. A shard's name carries a digest of its tokens and taps, so stale shards of other
-            data are never picked up.
+        folder: created if missing. A shard's name carries a digest of target, taps and tokens, so stale shards are
+            never picked up.
+        identity: fingerprint of the target.
         on_shard: called with (shards done, shards in all).
         share: number of this process and of all that share the work.
         wait: waits for the others.
@@ -76,7 +78,10 @@ def cache_features(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = [conversations[start : start + _SHARD] for start in range(0, len(conversations), _SHARD)]
-    paths = [folder / f"features-{n:05d}-{_digest(shard, tap_layers)}.safetensors" for n, shard in enumerate(shards)]
+    paths = [
+        folder / f"features-{n:05d}-{_digest(identity, shard, tap_layers)}.safetensors"
+        for n, shard in enumerate(shards)
+    ]
     hidden_size = target.config.get_text_config().hidden_size
     tokens = sum(
         len(chat.input_ids) for shard, path in zip(shards, paths, strict=True) if not path.exists() for chat in shard
@@ -101,8 +106,8 @@ def cache_features(
     return FeatureDataset(paths)
 
 
-def _digest(shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -> str:
-    digest = hashlib.sha256(repr(list(tap_layers)).encode())
+def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -> str:
+    digest = hashlib.sha256(repr((identity, list(tap_layers))).encode())
     for conversation in shard:
         digest.update(conversation.input_ids.numpy().tobytes())
         digest.update(conversation.answer_mask.numpy().tobytes())

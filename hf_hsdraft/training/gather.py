@@ -13,8 +13,7 @@ from transformers import __version__ as transformers_version
 from .._version import __version__
 from ..target_loading import is_sharded
 from .answers import Answered, answer_prompts, store_answers
-from .checks import fingerprint
-from .conversations import Conversation, Prompt, read_conversations, read_prompts
+from .conversations import Conversation, Prompt, read_jsonl
 from .dataset import RowFolder
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
 from .prompts import invent_prompts, prompts_from_dataset
@@ -27,8 +26,7 @@ def given(
     """Finished conversations and prompts of files and data set; none of either where the target is to invent them."""
     finished, prompts = [], []
     for path in plan.prompts:
-        chats = read_conversations(path, plan.greedy_only, on_bad_line)
-        asked = read_prompts(path, None if on_bad_line is None else _ignore)
+        chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line)
         if not chats and not asked:
             raise ValueError(f"{path} holds no prompts: expected lines with `turns` or `messages`")
         finished += chats
@@ -45,13 +43,18 @@ def answered(
     tokenizer: Any,
     plan: TrainingPlan,
     seed: int,
+    identity: str,
     prompts: Sequence[Prompt],
     out: Path,
     report: Report,
 ) -> list[Conversation]:
-    """The target's answers to all prompts, invented first where there are none."""
+    """The target's answers to all prompts, invented first where there are none.
+
+    Args:
+        identity: fingerprint of the target.
+    """
     state = PartialState()
-    recipe = _recipe(target, tokenizer, plan, seed)
+    recipe = _recipe(target, tokenizer, plan, seed, identity)
     sharded = is_sharded(target)
     same = RowFolder if state.is_main_process else _ReadOnlyRows  # where all processes do the same, one keeps it
     if plan.invents:
@@ -81,6 +84,8 @@ def answered(
     skipped: list[str] = []
     # A conversation is cut at `max_length`; a prompt must leave room for an answer, and fit the target's window.
     limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
+    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    limit = limit if window is None else min(limit, window - plan.max_new_tokens)
     batches: Iterable[Sequence[Answered]]
     if plan.answers_from is not None and share:
         batches = (
@@ -130,10 +135,10 @@ def _temperatures(plan: TrainingPlan) -> Sequence[float]:
     return (0.0,) if plan.greedy_only else plan.temperatures
 
 
-def _recipe(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int) -> dict[str, Any]:
+def _recipe(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
     """Everything that decides the answers."""
     return {
-        "target": fingerprint(target),
+        "target": identity,
         "target_name": plan.drafter.get("target_name", ""),
         "target_revision": getattr(target.config, "_commit_hash", None),
         "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
@@ -143,8 +148,7 @@ def _recipe(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int) -> dict[
         "max_new_tokens": plan.max_new_tokens,
         "invented_turns": plan.invented_turns,
         "seed": seed,
-        "hf_hsdraft": __version__,
-        "transformers": transformers_version,
+        "made_with": {"hf_hsdraft": __version__, "transformers": transformers_version},
     }
 
 
@@ -155,7 +159,3 @@ def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversat
     whose drafter this one may start.
     """
     return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())
-
-
-def _ignore(_: str) -> None:
-    """A bad line that was reported before."""

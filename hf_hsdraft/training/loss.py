@@ -15,7 +15,9 @@ import torch.nn.functional as F
 
 from ..modeling_hsdraft import HSDrafter, TargetWeights
 from .features import Features
-from .objectives import Objective, forward_kl
+from .objectives import Objective
+
+CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # of drafter and target each, in elements
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,30 @@ def true_labels(pack: Pack, chains: Chains, steps: int) -> ChainLabels:
     return ChainLabels(pack.input_ids[parents], pack.final, parents, valid, valid.sum(dim=0))
 
 
+def unroll(
+    model: Any,
+    weights: TargetWeights,
+    pack: Pack,
+    starts: torch.Tensor,
+    num_rolled: int,
+    labels: ChainLabels | None = None,
+) -> Any:
+    """The forward of training: chains of a pack from `starts` `[S]`, the first `num_rolled` beyond the first depth.
+
+    Args:
+        model: an `HSDrafter`, or what training has wrapped around it.
+    """
+    return model(
+        taps=pack.taps,
+        embeds=weights.embed(pack.input_ids.roll(-1)),  # row i: the token after position i
+        position_ids=pack.position_ids,
+        starts=starts,
+        document_ids=pack.document_ids,
+        num_rolled=num_rolled,
+        labels=labels,
+    )
+
+
 def chain_states(
     drafter: HSDrafter, weights: TargetWeights, hidden_states: Sequence[torch.Tensor], labels: ChainLabels
 ) -> list[torch.Tensor | None]:
@@ -217,9 +243,9 @@ class ChainLoss:
 
     weights: TargetWeights
     teacher_head: torch.Tensor
-    objective: Objective = forward_kl
-    depth_weights: Sequence[float] = (1.0,)
-    chunk_logits: int = 2**21
+    objective: Objective
+    depth_weights: Sequence[float]
+    chunk_logits: int = CHUNK_LOGITS["cpu"]
     scored_logits: int = 2**18
 
     @property
@@ -233,7 +259,8 @@ class ChainLoss:
         device = hidden_states[0].device
         steps = len(hidden_states)
         states = chain_states(drafter, self.weights, hidden_states, labels)
-        scale = torch.tensor(list(self.depth_weights)[:steps], device=device)
+        scale = torch.tensor(list(self.depth_weights), device=device)
+        assert len(scale) == steps, "one weight a depth"
         scale = scale / scale.sum() / labels.count.clamp(min=1)
         modules = [drafter.norm, drafter.injector, *([] if drafter.lm_head is None else [drafter.lm_head])]
         parameters = [p for module in modules for p in module.parameters() if p.requires_grad]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..modeling_hsdraft import HSDrafter, TargetWeights
-from .loss import ChainLabels, Chains, Pack, draft_logits
+from .loss import ChainLabels, Chains, Pack, draft_logits, unroll
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def drafted_labels(
     pack: Pack,
     chains: Chains,
     labels: ChainLabels,
-    share: float = 1.0,
+    every: int = 1,
 ) -> ChainLabels:
     """Labels in which the rolled chains follow tokens that the drafter draws, instead of the text.
 
@@ -28,24 +28,24 @@ def drafted_labels(
 
     Args:
         labels: those of the text, kept for the other chains.
-        share: of the rolled chains that follow the drafter, the first ones; 0 to 1.
+        every: every how manieth rolled chain follows the drafter. What it draws depends on the state of the random
+            numbers, so several processes draw otherwise than one.
     """
     steps = labels.tokens.shape[1]
-    count = int(chains.num_rolled * share)
-    if count < 1 or steps < 2:
+    chosen = torch.arange(0, chains.num_rolled, every, device=chains.starts.device)
+    if not len(chosen) or steps < 2:
         return labels
-    starts = chains.starts[:count]
-    drawn, parents = _draw(drafter, weights, pack, starts, labels.tokens[:count, 0], steps)
+    starts = chains.starts[chosen]
+    drawn, parents = _draw(drafter, weights, pack, starts, labels.tokens[chosen, 0], steps)
     teacher = _read_branches(target, pack, starts, drawn)
     length = len(pack.input_ids)
     rows = labels.rows.clone()
-    branch = torch.arange(count, device=starts.device)[:, None] * (steps - 1)
-    rows[:count, 1:] = length + branch + torch.arange(steps - 1, device=starts.device)
+    branch = torch.arange(len(chosen), device=starts.device)[:, None] * (steps - 1)
+    rows[chosen, 1:] = length + branch + torch.arange(steps - 1, device=starts.device)
     tokens, valid = labels.tokens.clone(), labels.valid.clone()
-    tokens[:count] = parents
+    tokens[chosen] = parents
     ends = torch.isin(drawn, torch.tensor(_end_tokens(target), device=drawn.device))
-    alive = torch.cat([labels.valid[:count, :1], ~ends], dim=1).cumprod(dim=1).bool()
-    valid[:count] = alive
+    valid[chosen] = torch.cat([labels.valid[chosen, :1], ~ends], dim=1).cumprod(dim=1).bool()
     teacher = torch.cat([labels.teacher, teacher.to(labels.teacher)])
     return replace(labels, tokens=tokens, teacher=teacher, rows=rows, valid=valid, count=valid.sum(dim=0))
 
@@ -59,13 +59,8 @@ def _draw(
     steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens `[S, K-1]` drawn along each chain, and the parents `[S, K]` they make with the true first one."""
-    hidden_states = drafter(
-        pack.taps.to(drafter.dtype),
-        weights.embed(pack.input_ids.roll(-1)),
-        pack.position_ids,
-        starts,
-        pack.document_ids,
-    ).hidden_states
+    pack = replace(pack, taps=pack.taps.to(drafter.dtype))
+    hidden_states = unroll(drafter, weights, pack, starts, len(starts)).hidden_states
     parents, states = [first], None
     weights = replace(weights, head=None if weights.head is None else weights.head.to(drafter.dtype))
     for depth, hidden in enumerate(hidden_states[: steps - 1]):

@@ -8,7 +8,7 @@ meet in an actual `generate()` call, the drafter's and the target's alike.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,9 @@ from ..modeling_hsdraft import HSDrafter
 from ..target_runtime import TargetOutput, TargetRuntime
 from .conversations import TokenizedConversation
 from .features import read_features
-from .loss import Chains, Pack, chain_states, draft_logits, true_labels
+from .loss import ChainLabels, Chains, Pack, chain_states, draft_logits, true_labels, unroll
+
+LabelsOf = Callable[[Pack, Chains, int], ChainLabels]
 
 TOLERANCE = {torch.float32: 0.005, torch.bfloat16: 0.1, torch.float16: 0.05}
 
@@ -99,7 +101,12 @@ class ParityReport:
 
 
 def parity(
-    drafter: HSDrafter, target: Any, prompts: Sequence[torch.Tensor], max_new_tokens: int = 64, tolerance: float = 0.0
+    drafter: HSDrafter,
+    target: Any,
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int = 64,
+    tolerance: float = 0.0,
+    labels_of: LabelsOf = true_labels,
 ) -> ParityReport:
     """Decodes prompts greedily, then computes the same drafts as training does, and compares.
 
@@ -107,11 +114,12 @@ def parity(
         prompts: token ids `[1, length]` each.
         max_new_tokens: decoded after each.
         tolerance: mean total variation allowed at each depth; 0 takes that of the target's dtype.
+        labels_of: how training labels the chains of a pack to some depth.
     """
     steps = drafter.config.num_draft_steps
     rows: list[list[tuple[float, float, bool, bool]]] = [[] for _ in range(steps)]
     for prompt in prompts:
-        for depth, comparison in _compare_text(drafter, target, prompt, max_new_tokens):
+        for depth, comparison in _compare_text(drafter, target, prompt, max_new_tokens, labels_of):
             rows[depth].append(comparison)
     depths = []
     for depth, found in enumerate(rows, 1):
@@ -123,7 +131,7 @@ def parity(
 
 @torch.no_grad()
 def _compare_text(
-    drafter: HSDrafter, target: Any, prompt: torch.Tensor, max_new_tokens: int
+    drafter: HSDrafter, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
 ) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
     """Per prediction its depth index, then TV of drafter and target, first choice right in training and decoding."""
     drafts: dict[int, Expansion] = {}
@@ -145,10 +153,8 @@ def _compare_text(
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     pack, chains = _as_trained(drafter, target, text, starts)
     steps = drafter.config.num_draft_steps
-    labels = true_labels(pack, chains, steps)
-    output = drafter(
-        pack.taps, weights.embed(pack.input_ids.roll(-1)), pack.position_ids, chains.starts, pack.document_ids
-    )
+    labels = labels_of(pack, chains, steps)
+    output = unroll(drafter, weights, pack, chains.starts, chains.num_rolled)
     states = chain_states(drafter, weights, output.hidden_states, labels)
     head = target.get_output_embeddings().weight
     ids = weights.vocab_ids

@@ -15,14 +15,13 @@ _COLUMNS = ("messages", "conversations", "conversation", "turns", "prompt", "ins
 
 
 def prompts_from_dataset(
-    name: str, config: str | None = None, split: str = "train", column: str | None = None, limit: int | None = None
+    name: str, config: str | None = None, split: str = "train", column: str | None = None
 ) -> list[Prompt]:
     """The user turns of a data set of the Hub, or of a local folder that `datasets.load_dataset` reads.
 
     Args:
         column: holds a prompt (text), a list of user turns, or chat messages (`role`/`content` or `from`/`value`), of
             which the user's are taken; answers are made anew by the target. `None` takes the first usual name there is.
-        limit: prompts read at most.
 
     Raises:
         ValueError: there is no such column, or no prompt in it.
@@ -36,13 +35,7 @@ def prompts_from_dataset(
             f"{name} has no column {column or ' or '.join(_COLUMNS)!r}; name one with --dataset-column: "
             f"{', '.join(rows.column_names)}"
         )
-    prompts = []
-    for value in rows[chosen]:
-        turns = _user_turns(value)
-        if turns:
-            prompts.append(Prompt.of(turns, str(name)))
-        if limit is not None and len(prompts) >= limit:
-            break
+    prompts = [Prompt.of(turns, str(name)) for value in rows[chosen] if (turns := _user_turns(value))]
     if not prompts:
         raise ValueError(f"column {chosen!r} of {name} holds no prompts: expected text, turns or chat messages")
     return prompts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import resource
 import sys
 import time
@@ -29,13 +28,23 @@ from .adapters import with_lora
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .card import write_card
-from .checks import check_target_can_teach, claim, fingerprint, finish, finished_steps, last_checkpoint, steps_done
+from .checks import (
+    check_target_can_teach,
+    check_template_keeps_turns,
+    claim,
+    fingerprint,
+    finish,
+    is_finished,
+    last_checkpoint,
+    read_state,
+)
 from .conversations import Conversation, tokenize_conversation
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
 from .gather import answered, given, in_order
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
+from .publish import prepare_repository, publish
 from .start import config_for, draft_vocabulary, drafter_to_start_from, start_from_target
 from .trainer import DrafterTrainer
 from .vocabulary import with_draft_vocabulary
@@ -89,7 +98,10 @@ def train(
     report = report if state.is_main_process else _silent
     if is_sharded(target):
         report(f"target sharded over {state.num_processes} processes")
+    if plan.answers_from is not None and plan.invented_turns:
+        raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
     check_target_can_teach(target, tokenizer)
+    identity = fingerprint(target)
     start = drafter_to_start_from(target, plan)
     sizes = start.config if start else HSDraftConfig.for_target(target, **plan.drafter)
     args.weights_of_depths(sizes.num_draft_steps)
@@ -98,16 +110,24 @@ def train(
     for line in bad:
         report(f"left out: {line}")
     plan.check_amount(len(finished) + len(prompts))
+    if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
+        check_template_keeps_turns(tokenizer)
+    push = (arguments or {}).get("push_to_hub", False) and state.is_main_process
+    repository = prepare_repository(_hub_name(args, out), args.hub_token, args.hub_private_repo) if push else ""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if state.is_main_process:
-            claim(out, _settings(target, plan, args), {*_MAY_CHANGE, "max_steps"})
-        if 0 < args.max_steps <= finished_steps(out):
-            report(f"already finished: {finished_steps(out)} of {args.max_steps} steps")
-            return _load(out, plan)
-        torch.manual_seed(args.seed)
-        conversations = finished + answered(target, tokenizer, plan, args.seed, prompts, out, report)
-        return _train_on(target, tokenizer, plan, args, start, conversations, report)
+            claim(out, _settings(identity, plan, args), _MAY_CHANGE)
+        if is_finished(out, _limits(args)):
+            report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in _limits(args).items())}")
+        else:
+            torch.manual_seed(args.seed)
+            conversations = finished + answered(target, tokenizer, plan, args.seed, identity, prompts, out, report)
+            _train_on(target, tokenizer, plan, args, start, identity, conversations, report)
+        if push:
+            publish(out, repository, args.hub_token)
+            report(f"pushed to {repository}")
+        return _load(out, plan)
     except OSError as error:
         if is_disk_full(error) and "the disk is full" not in str(error):
             raise disk_full(out) from error
@@ -120,14 +140,26 @@ def _train_on(
     plan: TrainingPlan,
     args: DrafterTrainingArguments,
     start: HSDrafter | None,
+    identity: str,
     conversations: Sequence[Conversation],
     report: Report,
-) -> HSDrafter:
+) -> None:
     out, state = Path(plan.out), PartialState()
     conversations = in_order(conversations, args.seed)
     pairs = [(chat, tokenize_conversation(tokenizer, chat, plan.max_length)) for chat in conversations]
     pairs = [pair for pair in pairs if bool(pair[1].answer_mask[2:].any())]  # a chain predicts x_2 at the earliest
-    plan.check_amount(len(pairs))
+    if len(pairs) < len(conversations):
+        report(
+            f"{len(conversations) - len(pairs)} conversations left out: no answer within the first {plan.max_length} "
+            "tokens (--max-length)"
+        )
+    cut = sum(len(chat.input_ids) == plan.max_length for _, chat in pairs)
+    if cut:
+        report(f"{cut} conversations cut at {plan.max_length} tokens (--max-length)")
+    if len(pairs) <= plan.eval_conversations:
+        raise ValueError(
+            f"{len(pairs)} conversations are left, {plan.eval_conversations} are to be held out: give more"
+        )
     tokenized = [pair[1] for pair in pairs]
     tokens, answers = (sum(int(part.sum()) for part in parts) for parts in _token_counts(tokenized))
     report(f"{len(pairs):,} conversations, {tokens:,} tokens, {answers:,} of them answers")
@@ -144,6 +176,7 @@ def _train_on(
             config.target_tap_layers,
             tokenized,
             out / "features",
+            identity,
             on_shard=lambda done, of: report(f"taps: {done}/{of} shards"),
             share=(state.process_index, state.num_processes),
             wait=state.wait_for_everyone,
@@ -158,13 +191,12 @@ def _train_on(
     report(
         f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters, {trained / 1e6:.1f}M trained"
     )
-    prompts = [_first_user_message(chat) for chat, _ in pairs[: min(plan.eval_prompts, plan.eval_conversations)]]
     last = last_checkpoint(out)
     trainer = DrafterTrainer(
         model,
         args,
         target=target,
-        tau_prompts=[encode_prompt(tokenizer, prompt, target.device) for prompt in prompts],
+        tau_prompts=_tau_prompts(target, tokenizer, [chat for chat, _ in pairs[: plan.eval_conversations]], plan, args),
         train_dataset=Subset(dataset, range(plan.eval_conversations, len(pairs))),
         eval_dataset=Subset(dataset, range(plan.eval_conversations)),
         budget=_budget(args, last),
@@ -172,24 +204,69 @@ def _train_on(
     )
     report(_what_is_computed(trainer, config))
     begin = time.perf_counter()
-    if args.max_steps > steps_done(out):  # the Trainer would take one step more
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
+    if last is not None and _had_ended(last, args):  # the Trainer would take one step more
+        trainer.restore(last)
     else:
-        trainer.restore_best(last)
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
     seconds = time.perf_counter() - begin
-    if trainer.state.best_model_checkpoint:
-        step = str(trainer.state.best_model_checkpoint).rsplit("-", 1)[1]
-        report(f"best tau {trainer.state.best_metric:.2f}, at step {step}")
-    trainer.evaluate()  # of what is saved
+    best = trainer.state.best_model_checkpoint
+    if best:
+        report(f"best {args.metric_for_best_model} {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")
+    if trainer.calibration is None or (best and int(best.rsplit("-", 1)[1]) != trainer.state.global_step):
+        trainer.evaluate()  # so that the last figures are those of what is saved
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     report(f"trained for {seconds / 60:.1f} minutes, peak memory {peak:.1f} GB")
     if state.is_main_process:
         _save(trainer, plan, out, {"data": f"{len(pairs):,} conversations, {answers:,} answer tokens of the target"})
-        finish(out, trainer.state.global_step)
+        finish(out, trainer.state.global_step, _limits(args))
     state.wait_for_everyone()
-    if args.push_to_hub:
-        trainer.push_to_hub()
-    return _load(out, plan)
+
+
+def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
+    """What ends training, by name; a wider limit lets a finished run go on."""
+    if args.max_minutes is not None:
+        limits = {"max_minutes": args.max_minutes}
+    elif args.max_steps > 0:
+        limits = {"max_steps": float(args.max_steps)}
+    else:
+        limits = {"num_train_epochs": args.num_train_epochs}
+    if args.early_stopping_patience is not None:
+        limits["early_stopping_patience"] = float(args.early_stopping_patience)
+    return limits
+
+
+def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
+    """Whether training had come to its last step before it was interrupted."""
+    state = read_state(last)
+    if args.max_minutes is not None:
+        return _spent(last) >= 60 * args.max_minutes
+    if args.max_steps > 0:
+        return bool(state["global_step"] >= args.max_steps)
+    return bool(state["epoch"] >= args.num_train_epochs)
+
+
+def _spent(last: Path) -> float:
+    """Seconds of training before a checkpoint; those of runs by steps were not counted."""
+    clock = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {})
+    return float(clock.get("attributes", {}).get("spent", 0.0))
+
+
+def _hub_name(args: DrafterTrainingArguments, out: Path) -> str:
+    return args.hub_model_id or out.resolve().name
+
+
+def _tau_prompts(
+    target: Any,
+    tokenizer: Any,
+    chats: Sequence[Conversation],
+    plan: TrainingPlan,
+    args: DrafterTrainingArguments,
+) -> list[dict[str, torch.Tensor]]:
+    """Inputs of `generate()` for the first user message of held-out chats, those that leave room for an answer."""
+    window = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    asked = [text for chat in chats for text in [_first_user_message(chat)] if text is not None]
+    encoded = [encode_prompt(tokenizer, text, target.device) for text in asked[: plan.eval_prompts]]
+    return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + args.eval_new_tokens <= window]
 
 
 def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str, Any]) -> None:
@@ -198,12 +275,18 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
         model.loss_function = None
         model.to(torch.bfloat16).save_pretrained(out)
     else:
-        model.save_pretrained(out)
+        readme = out / "README.md"
+        before = readme.read_text(encoding="utf-8") if readme.exists() else None
+        model.save_pretrained(out)  # with a card of PEFT's, which says nothing
+        readme.unlink(missing_ok=True)
+        if before is not None:
+            readme.write_text(before, encoding="utf-8")
     history = trainer.state.log_history
     calibration = asdict(trainer.calibration) if trainer.calibration else None
     write_json(out / "figures.json", {"history": history, "calibration": calibration})
     pictures = draw_pictures(history, calibration, out)
-    write_card(out, trainer.drafter.config, {**data, **_training_recipe(trainer, plan)}, history, pictures)
+    base = None if plan.lora is None else Path(str(plan.init_from)).name
+    write_card(out, trainer.drafter.config, {**data, **_training_recipe(trainer, plan)}, history, pictures, base)
 
 
 def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, Any]:
@@ -216,7 +299,7 @@ def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, A
         "drafter": f"{drafter.num_parameters() / 1e6:.1f}M parameters, taps {drafter.config.target_tap_layers}, "
         f"{drafter.config.num_draft_steps} draft steps, {drafter.config.injector} injector, draft vocabulary "
         f"{drafter.config.draft_vocab_size:,}",
-        "started from": start if plan.lora is None else f"{start}, LoRA of rank {plan.lora}",
+        "started from": start if plan.lora is None else f"{start}, with LoRA of rank {plan.lora}",
         "loss": _what_is_computed(trainer, drafter.config),
         "steps": f"{trainer.state.global_step:,} of {batch} conversations, learning rate {args.learning_rate:g}, "
         f"{args.optim}, seed {args.seed}, {'bfloat16 autocast' if args.bf16 else 'float32'}",
@@ -238,20 +321,29 @@ def _token_counts(tokenized: Sequence[Any]) -> tuple[list[torch.Tensor], list[to
     return [torch.ones_like(chat.input_ids) for chat in tokenized], [chat.answer_mask for chat in tokenized]
 
 
-def _settings(target: Any, plan: TrainingPlan, args: DrafterTrainingArguments) -> dict[str, Any]:
+def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments) -> dict[str, Any]:
     digests = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in plan.prompts]
     return {
         **asdict(plan),
         "prompts": [Path(name).name for name in plan.prompts],
         "prompt_digests": digests,
-        "target": fingerprint(target),
+        "target": identity,
         **{name: str(getattr(args, name)) for name in _ARGUMENTS_FIXED},
     }
 
 
 def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) -> DrafterTrainingArguments:
     """Raises a ValueError or TypeError for arguments that do not exist or contradict each other."""
+    taken = sorted({"output_dir", "resume_from_checkpoint"} & overrides.keys())
+    if taken:
+        raise ValueError(f"{', '.join(taken)} follow from --out: a run resumes from its own last checkpoint")
+    clocked = sorted({"max_steps", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
+    if overrides.get("max_minutes") is not None and clocked:
+        raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}
+    fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
+    if "num_train_epochs" in fields and "max_steps" not in fields:
+        fields["max_steps"] = -1
     for name in ("fsdp", "deepspeed"):
         if fields.get(name):
             raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
@@ -275,10 +367,7 @@ def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | N
     """The clock of a run, less what was spent before its last checkpoint."""
     if args.max_minutes is None:
         return None
-    if last is None:
-        return TimeBudget(args.max_minutes)
-    states = json.loads((last / "trainer_state.json").read_text(encoding="utf-8"))["stateful_callbacks"]
-    return TimeBudget(args.max_minutes, spent=states["TimeBudget"]["attributes"]["spent"])
+    return TimeBudget(args.max_minutes, spent=0.0 if last is None else _spent(last))
 
 
 def _what_is_computed(trainer: DrafterTrainer, config: HSDraftConfig) -> str:
@@ -291,8 +380,8 @@ def _what_is_computed(trainer: DrafterTrainer, config: HSDraftConfig) -> str:
     )
 
 
-def _first_user_message(chat: Conversation) -> str:
-    return next(content for role, content in chat.messages if role == "user")
+def _first_user_message(chat: Conversation) -> str | None:
+    return next((content for role, content in chat.messages if role == "user"), None)
 
 
 def _silent(_: str) -> None:

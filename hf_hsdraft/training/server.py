@@ -52,7 +52,7 @@ def answer_by_server(
             path it was started with.
         temperatures: drawn from per prompt, 0 meaning greedy; repeat a value to weigh it.
         concurrency: conversations under way at once.
-        api_key: `None` for the one in `HSDRAFT_API_KEY` or `OPENAI_API_KEY`, if any.
+        api_key: `None` for the one in `HSDRAFT_API_KEY`, if any; others are not this server's to see.
         max_retries: of each request, with growing pauses, while the server is busy, failing or out of reach.
         timeout: seconds per request.
         on_skip: called with each prompt that the server refuses or answers with nothing, and the reason.
@@ -72,7 +72,7 @@ def answer_by_server(
     if concurrency < 1 or not temperatures or min(temperatures) < 0:
         raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
     base_url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/v1"
-    key = (api_key or os.environ.get("HSDRAFT_API_KEY") or os.environ.get("OPENAI_API_KEY") or "EMPTY").strip()
+    key = (api_key or os.environ.get("HSDRAFT_API_KEY") or "EMPTY").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError("the API key cannot be sent; expected printable ASCII: correct HSDRAFT_API_KEY")
     client = OpenAI(base_url=base_url, api_key=key, max_retries=max_retries, timeout=timeout)
@@ -103,7 +103,8 @@ def _as_they_finish(
                 pending[pool.submit(server.converse, prompt, temperature, seed, cancelled)] = prompt
             if not pending:
                 return
-            for task in wait(pending, return_when=FIRST_COMPLETED).done:
+            done = wait(pending, return_when=FIRST_COMPLETED).done
+            for task in sorted(done, key=lambda task: task.exception() is not None):  # what is answered is not lost
                 prompt = pending.pop(task)
                 try:
                     answered = task.result()

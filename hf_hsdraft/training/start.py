@@ -25,6 +25,9 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
         return None
     drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
     check_target(target, drafter)
+    fixed = sorted(plan.drafter.keys() - {"target_name"})
+    if plan.lora is not None and fixed:
+        raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")
     drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
     for name in ("tree_size", "beam_width"):  # decide no weights
         if name in plan.drafter:
@@ -84,7 +87,7 @@ def start_from_target(drafter: HSDrafter, target: Any, finals: torch.Tensor) -> 
         drafter.lm_head.weight.copy_(head)
     # With the norm's scale a unit of hidden state moves the logits alike in all directions.
     head = head * drafter.norm.weight
-    _, _, directions = torch.linalg.svd(head, full_matrices=False)
-    leading = head @ directions[: drafter.config.injector_rank].T
+    directions = torch.linalg.eigh(head.T @ head).eigenvectors.flip(dims=[1])  # the leading ones first
+    leading = head @ directions[:, : drafter.config.injector_rank]
     drafter.injector.up.weight[:, : leading.shape[1]].copy_(_TIMID_INJECTOR * leading)
     drafter.norm.weight.mul_(_TIMID_HEAD)

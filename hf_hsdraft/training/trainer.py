@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,17 @@ from .budget import TimeBudget
 from .calibration import Calibration
 from .conversations import TokenizedConversation
 from .features import Features, read_features
-from .loss import ChainLabels, ChainLoss, Chains, LossParts, Pack, sample_chains, true_labels
+from .loss import (
+    CHUNK_LOGITS,
+    ChainLabels,
+    ChainLoss,
+    Chains,
+    LossParts,
+    Pack,
+    sample_chains,
+    true_labels,
+    unroll,
+)
 from .objectives import OBJECTIVES
 from .on_policy import drafted_labels
 from .parity import ParityError, parity
@@ -67,6 +78,12 @@ class DrafterTrainer(Trainer):
         budget: TimeBudget | None = None,
         **kwargs: Any,
     ) -> None:
+        sizes = _base(model).config
+        if args.regression_weight > 0 and sizes.hidden_size != sizes.target_hidden_size:
+            raise ValueError(
+                f"regression_weight={args.regression_weight} needs drafted states as wide as the target's: hidden_size "
+                f"is {sizes.hidden_size}, the target's {sizes.target_hidden_size}"
+            )
         self.target = target
         self.tau_prompts = tau_prompts
         self.budget = budget
@@ -82,7 +99,11 @@ class DrafterTrainer(Trainer):
             self.teacher_head,
             OBJECTIVES[args.objective],
             args.weights_of_depths(drafter.config.num_draft_steps),
-            **({} if drafter.device.type == "cpu" else {"chunk_logits": 2**26, "scored_logits": 2**26}),
+            **(
+                {}
+                if drafter.device.type == "cpu"
+                else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
+            ),
         )
         drafter.loss_function = self.loss
         if args.activation_checkpointing:
@@ -119,7 +140,7 @@ class DrafterTrainer(Trainer):
                 "Go on from one with --init-from, another --out and a lower --learning-rate"
             )
         if measured:
-            self._recent = parts
+            self._recent = replace(parts, loss=parts.loss.detach())
         return (parts.loss, {"loss": parts.loss}) if return_outputs else parts.loss
 
     def _parts(self, model: Any, conversations: Sequence[Any], step: int, measured: bool) -> LossParts:
@@ -136,15 +157,8 @@ class DrafterTrainer(Trainer):
         weight = (
             args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
         )
-        output = model(
-            taps=pack.taps,
-            embeds=self.weights.embed(pack.input_ids.roll(-1)),  # row i: the token after position i
-            position_ids=pack.position_ids,
-            starts=chains.starts,
-            document_ids=pack.document_ids,
-            num_rolled=chains.num_rolled,
-            labels=replace(labels, count=count, regression=weight, measured=measured),
-        )
+        labels = replace(labels, count=count, regression=weight, measured=measured)
+        output = unroll(model, self.weights, pack, chains.starts, chains.num_rolled, labels)
         loss: LossParts = output["loss"]
         return loss
 
@@ -161,8 +175,8 @@ class DrafterTrainer(Trainer):
         labels = true_labels(pack, chains, steps)
         if self.args.data_policy == "teacher" or not drafter.training:
             return labels
-        share = 1.0 if self.args.data_policy == "student" else 0.5
-        return drafted_labels(drafter, self.target, self.weights, pack, chains, labels, share)
+        every = 1 if self.args.data_policy == "student" else 2
+        return drafted_labels(drafter, self.target, self.weights, pack, chains, labels, every)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds tokens/s and the accuracy per depth of the latest step to every training log line."""
@@ -217,10 +231,10 @@ class DrafterTrainer(Trainer):
             ParityError: further than rounding explains; tau would never come of such training.
         """
         prompts = [prompt["input_ids"] for prompt in self.tau_prompts[:2]]
-        report = parity(self.snapshot(), self.target, prompts, self.args.eval_new_tokens)
+        report = parity(self.snapshot(), self.target, prompts, self.args.eval_new_tokens, labels_of=true_labels)
         if report.depths and not report.passed:
             raise ParityError("\n".join([*report.lines(), report.explain()]))
-        return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=0.0), 5)
+        return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
 
     def _decode(self) -> list[DraftStatistics]:
         drafter = self.snapshot()
@@ -235,10 +249,24 @@ class DrafterTrainer(Trainer):
             for prompt in self.tau_prompts
         ]
 
-    def restore_best(self, checkpoint: Any) -> None:
-        """Takes over state and best weights of a run that had ended at `checkpoint`, for it to be saved."""
+    def restore(self, checkpoint: Path) -> None:
+        """Takes over state and weights of a run that had ended at `checkpoint`, the best ones if it asks for those."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if not (self.args.load_best_model_at_end and self.state.best_model_checkpoint):
+            self.state.best_model_checkpoint = str(checkpoint)
         self._load_best_model()
+
+    def _load_best_model(self) -> None:
+        """Looks for the checkpoint in the folder of the run, which may have been moved since.
+
+        Raises:
+            FileNotFoundError: it is not there; the Trainer itself would only warn, and keep the weights it has.
+        """
+        best = Path(self.args.output_dir) / Path(str(self.state.best_model_checkpoint)).name
+        if not best.is_dir():
+            raise FileNotFoundError(f"the best checkpoint is gone: {best}; train again, in another --out")
+        self.state.best_model_checkpoint = str(best)
+        super()._load_best_model()
 
     def snapshot(self) -> HSDrafter:
         """The drafter as it is now, free of what mixed precision and data parallelism have wrapped around it."""
