@@ -245,6 +245,10 @@ def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenize
         run(chatty, tokenizer, plan(tmp_path, drafter={"num_draft_steps": 30, "tree_size": 6}))
     with pytest.raises(ValueError, match="objective='forward'"):
         run(chatty, tokenizer, plan(tmp_path), objective="forward")
+    with pytest.raises(ValueError, match=r"'eval_speed' will not be measured: expected one of eval_tau, "):
+        run(chatty, tokenizer, plan(tmp_path), metric_for_best_model="eval_speed")
+    with pytest.raises(ValueError, match=r"'eval_tau' will not be measured without prompts"):
+        run(chatty, tokenizer, plan(tmp_path, eval_prompts=0))
     with pytest.raises(ValueError, match="depth_weights has 2 entries"):
         run(chatty, tokenizer, plan(tmp_path), depth_weights=[1.0, 0.5])
     assert not (tmp_path / "out").exists()

@@ -96,6 +96,24 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError(f"depth_weights has {len(self.depth_weights)} entries, the drafter {steps} draft steps")
         return list(self.depth_weights)
 
+    def check_metric(self, steps: int, generates: bool) -> None:
+        """Raises a ValueError if an evaluation would not measure `metric_for_best_model`.
+
+        Args:
+            steps: K; generates: whether evaluations decode held-out prompts.
+        """
+        depths = range(1, steps + 1)
+        known = ["loss", *(f"accuracy_{depth}" for depth in depths)]
+        if generates:
+            known = ["tau", "parity", *known, *(f"acceptance_{depth}" for depth in depths)]
+        metric = str(self.metric_for_best_model).removeprefix("eval_")
+        if self.load_best_model_at_end and metric not in known:
+            raise ValueError(
+                f"metric_for_best_model={self.metric_for_best_model!r} will not be measured"
+                f"{'' if generates else ' without prompts to decode (--eval-prompts)'}: expected one of "
+                f"{', '.join(f'eval_{name}' for name in known)}"
+            )
+
 
 def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
     """Command-line options of `DrafterTrainingArguments`, as fields: only those that are given.

@@ -105,6 +105,7 @@ def train(
     start = drafter_to_start_from(target, plan)
     sizes = start.config if start else HSDraftConfig.for_target(target, **plan.drafter)
     args.weights_of_depths(sizes.num_draft_steps)
+    args.check_metric(sizes.num_draft_steps, generates=plan.eval_prompts > 0)
     bad: list[str] = []
     finished, prompts = given(plan, args.seed, bad.append if plan.skip_bad_lines else None)
     for line in bad:
