@@ -113,11 +113,14 @@ def bench(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     model, tokenizer, first = _load(target, drafter[0] if drafter else None, dtype, device)
-    others = [HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval() for name in (drafter or [])[1:]]
+    given = drafter or [""]
+    if len(set(given)) < len(given):
+        raise typer.BadParameter(f"a drafter is named twice: {', '.join(given)}", param_hint="--drafter")
+    others = [HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval() for name in given[1:]]
     chosen = []
     for name in names:
-        for each in [first] if name == "lookup" else [first, *others]:
-            chosen.append(Variant.parse(name, each.name_or_path if others else "", each))
+        for label, each in list(zip(given, [first, *others], strict=True))[: 1 if name == "lookup" else None]:
+            chosen.append(Variant.parse(name, label if others else "", each))
     if economize is not None:
         from .bench.economize import eagle3_decoder
 
@@ -246,7 +249,11 @@ def train(
     model, tokenizer = load_target(target, dtype.torch, device or _own_device())
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    run(model, tokenizer, plan, arguments, report=console.print)
+    try:
+        run(model, tokenizer, plan, arguments, report=console.print)
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command goes on from what is in {out}")
+        sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
         console.print(f"drafter saved in {out}")
 

@@ -31,7 +31,7 @@ def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
     """Whatever is left of a part that was not finished is ignored; the next part never overwrites a finished one."""
     store = RowFolder(tmp_path, "Some rows.", {"seed": 1})
     store.append([{"key": "a", "value": 1}, {"key": "b", "value": 2}])
-    (tmp_path / "data" / "part-000-00001.parquet.77.partial").write_bytes(b"PAR1 half")
+    (tmp_path / "data" / ".part-000-00001.parquet.77.partial").write_bytes(b"PAR1 half")
     again = RowFolder(tmp_path, "Some rows.", {"seed": 1})
     assert again.keys() == {"a", "b"}
     again.append([{"key": "b", "value": 3}, {"key": "c", "value": 4}])
@@ -44,9 +44,22 @@ def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
         ("a", 1), ("b", 2), ("c", 4), ("e", 7), ("f", 8), ("d", 6)
     ]  # fmt: skip
     loaded = load_dataset(str(tmp_path), cache_dir=str(tmp_path / "cache"))["train"]
-    assert set(loaded["key"]) == set("abcdef")  # an ordinary data set to others; recipe.json is not taken for data
+    assert set(loaded["key"]) == set("abcdef")  # an ordinary data set to others; the recipe is not taken for data
     with pytest.raises(ValueError, match="seed: 1 -> 2"):
         RowFolder(tmp_path, "Some rows.", {"seed": 2})
+
+
+def test_folders_of_one_name_are_not_confused(tmp_path):
+    """By the cache of `datasets`, which would give one run's rows for another's."""
+    keys = {}
+    for run in "ab":
+        folder = tmp_path / run / "data"
+        RowFolder(folder, "Some rows.", {"seed": 1}).append([{"key": run}])
+        keys[run] = load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))["train"]["key"][:]
+    assert keys == {"a": ["a"], "b": ["b"]}
+    RowFolder(tmp_path / "a" / "data").append([{"key": "c"}])
+    grown = load_dataset(str(tmp_path / "a" / "data"), cache_dir=str(tmp_path / "cache"))["train"]["key"][:]
+    assert grown == ["a", "c"]
 
 
 def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
@@ -166,6 +179,8 @@ def test_a_target_without_a_template_is_told_what_to_do(tokenizer):
 def test_prompts_come_from_any_data_set(tmp_path, column, value, turns):
     Dataset.from_list([{column: value, "other": 1}]).to_parquet(tmp_path / "rows.parquet")
     assert [prompt.turns for prompt in prompts_from_dataset(str(tmp_path))] == [turns]
+    Dataset.from_list([{column: value}]).save_to_disk(tmp_path / "saved")
+    assert [prompt.turns for prompt in prompts_from_dataset(str(tmp_path / "saved"))] == [turns]
     with pytest.raises(ValueError, match=rf"no column 'nothing'.*{column}"):
         prompts_from_dataset(str(tmp_path), column="nothing")
     with pytest.raises(ValueError, match="holds no prompts"):
@@ -240,6 +255,9 @@ def test_bad_lines_can_be_passed_over(tmp_path):
         (["--prompts", "{few}"], "2 conversations and prompts are too few"),
         (["--prompts", "{few}", "--no-such-option", "3"], "--no-such-option"),
         (["--prompts", "{few}", "--learning-rate", "high"], "learning"),
+        (["--prompts", "{few}", "--learning-rate=-1"], "expected 0 or more"),
+        (["--prompts", "{few}", "--gradient-accumulation-steps", "0"], "expected 1 or more"),
+        (["--prompts", "{few}", "--report-to", "wandb"], "wandb"),
         (["--lora", "4"], "--init-from"),
     ],
 )

@@ -49,7 +49,7 @@ def run(target, tokenizer, planned: TrainingPlan, report=lambda _: None, **argum
 def keys_of(folder: Path) -> list[str]:
     from datasets import load_dataset
 
-    return load_dataset(str(folder), cache_dir=str(folder / "cache"))["train"]["key"]
+    return load_dataset(str(folder), cache_dir=str(folder.parent.parent / "cache"))["train"]["key"]
 
 
 def decodes_as_plain(target, drafter) -> bool:

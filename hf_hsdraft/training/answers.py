@@ -91,10 +91,12 @@ def store_answers(
 
     def flush() -> None:
         nonlocal count, last
+        if not waiting:
+            return
         store.append([_row(answered) for answered in waiting])
         count, last = count + len(waiting), time.monotonic()
         waiting.clear()
-        if on_progress is not None and count:
+        if on_progress is not None:
             on_progress(count, tokens / max(last - begin, 1e-9))
 
     try:

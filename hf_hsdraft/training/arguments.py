@@ -75,6 +75,11 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError(f"chains_per_conversation={self.chains_per_conversation} is invalid: expected 1 or more")
         if self.depth_weights is not None and (min(self.depth_weights) < 0 or sum(self.depth_weights) <= 0):
             raise ValueError(f"depth_weights={self.depth_weights} is invalid: expected numbers of 0 or more, not all 0")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
+        if self.learning_rate < 0:
+            raise ValueError(f"learning_rate={self.learning_rate} is invalid: expected 0 or more")
         if self.fp16:
             raise ValueError("fp16 would lose gradients, which are made before the loss is scaled; use bf16")
         if self.max_minutes is not None:
@@ -124,9 +129,19 @@ def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(DrafterTrainingArguments, allow_abbrev=False, add_help=False)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    return vars(parser.parse_args(list(options)))
+    return vars(parser.parse_args(_with_lists(options)))
+
+
+def _with_lists(options: Sequence[str]) -> list[str]:
+    """Depth weights may also be given as 1,0.5,0.25."""
+    result: list[str] = []
+    for option in options:
+        after = result[-1] if result else ""
+        result += option.split(",") if after in ("--depth-weights", "--depth_weights") else [option]
+    return result
 
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; expected an option of `hsdraft train --help` or a field of TrainingArguments")
+        hint = "; expected an option of `hsdraft train --help` or a field of transformers' TrainingArguments"
+        raise ValueError(message + (hint if "unrecognized" in message else ""))

@@ -13,18 +13,10 @@ from typing import Any
 
 from .files import write_complete, write_json
 
-_CARD = """---
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/*.parquet
----
-
-{title}
-
-How these rows were made is in `recipe.json`.
-"""
+# No `configs` block in the card, and no recipe with an ending that `datasets` reads: its cache tells folders of one
+# name apart by their data files, but only as long as it finds these by itself.
+_CARD = "{title}\n\nHow these rows were made is in `recipe.yaml`.\n"
+_RECIPE = "recipe.yaml"  # as JSON, which is YAML
 
 
 class RowFolder:
@@ -45,7 +37,7 @@ class RowFolder:
         self._title = title
         self._recipe = None if recipe is None else json.loads(json.dumps(recipe))
         self._writer = writer
-        path = folder / "recipe.json"
+        path = folder / _RECIPE
         if self._recipe is not None and path.exists():
             stored = json.loads(path.read_text(encoding="utf-8"))
             names = sorted({*stored, *self._recipe} - {"made_with"})
@@ -82,8 +74,8 @@ class RowFolder:
         from datasets import Dataset
 
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
-        if self._recipe is not None and not (self.folder / "recipe.json").exists():
-            write_json(self.folder / "recipe.json", self._recipe)
+        if self._recipe is not None and not (self.folder / _RECIPE).exists():
+            write_json(self.folder / _RECIPE, self._recipe)
         if not (self.folder / "README.md").exists():
             card = _CARD.format(title=self._title)
             write_complete(self.folder / "README.md", lambda path: path.write_text(card, encoding="utf-8"))

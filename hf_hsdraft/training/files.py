@@ -17,7 +17,7 @@ def write_complete(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         OSError: the file cannot be written; if the disk is full the message says so, and what to do.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")  # hidden: a kill may leave it
     try:
         write(temporary)
         temporary.replace(path)

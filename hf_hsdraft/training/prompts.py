@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +27,15 @@ def prompts_from_dataset(
     Raises:
         ValueError: there is no such column, or no prompt in it.
     """
-    from datasets import load_dataset
+    from datasets import load_dataset, load_from_disk
 
-    rows = load_dataset(name, config, split=split)
+    saved = Path(name)
+    if (saved / "state.json").is_file():  # by `save_to_disk`
+        rows = load_from_disk(name)
+    elif (saved / "dataset_dict.json").is_file():
+        rows = load_from_disk(name)[split]
+    else:
+        rows = load_dataset(name, config, split=split)
     chosen = column or next((usual for usual in _COLUMNS if usual in rows.column_names), None)
     if chosen is None or chosen not in rows.column_names:
         raise ValueError(

@@ -18,6 +18,7 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 from transformers import __version__ as transformers_version
+from transformers.integrations import get_reporting_integration_callbacks
 
 from .._version import __version__
 from ..bench.measure import encode_prompt
@@ -284,7 +285,8 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
             readme.write_text(before, encoding="utf-8")
     history = trainer.state.log_history
     calibration = asdict(trainer.calibration) if trainer.calibration else None
-    write_json(out / "figures.json", {"history": history, "calibration": calibration})
+    figures = [{name: None if value != value else value for name, value in entry.items()} for entry in history]
+    write_json(out / "figures.json", {"history": figures, "calibration": calibration})
     pictures = draw_pictures(history, calibration, out)
     base = None if plan.lora is None else Path(str(plan.init_from)).name
     write_card(out, trainer.drafter.config, {**data, **_training_recipe(trainer, plan)}, history, pictures, base)
@@ -295,7 +297,7 @@ def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, A
     args, drafter = trainer.args, trainer.drafter
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
     start = plan.init_from and Path(plan.init_from).name
-    return {
+    recipe = {
         "target": f"{drafter.config.target_name} ({trainer.target.dtype})",
         "drafter": f"{drafter.num_parameters() / 1e6:.1f}M parameters, taps {drafter.config.target_tap_layers}, "
         f"{drafter.config.num_draft_steps} draft steps, {drafter.config.injector} injector, draft vocabulary "
@@ -303,9 +305,12 @@ def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, A
         "started from": start if plan.lora is None else f"{start}, with LoRA of rank {plan.lora}",
         "loss": _what_is_computed(trainer, drafter.config),
         "steps": f"{trainer.state.global_step:,} of {batch} conversations, learning rate {args.learning_rate:g}, "
-        f"{args.optim}, seed {args.seed}, {'bfloat16 autocast' if args.bf16 else 'float32'}",
+        f"{getattr(args.optim, 'value', args.optim)}, seed {args.seed}, "
+        f"{'bfloat16 autocast' if args.bf16 else 'float32'}",
+        "weights": "saved in bfloat16, trained in float32",
         "software": f"hf_hsdraft {__version__}, transformers {transformers_version}, torch {torch.__version__}",
     }
+    return {title: value for title, value in recipe.items() if value is not None}
 
 
 def _load(out: Path, plan: TrainingPlan) -> HSDrafter:
@@ -337,12 +342,14 @@ def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) ->
     """Raises a ValueError or TypeError for arguments that do not exist or contradict each other."""
     taken = sorted({"output_dir", "resume_from_checkpoint"} & overrides.keys())
     if taken:
-        raise ValueError(f"{', '.join(taken)} follow from --out: a run resumes from its own last checkpoint")
+        raise ValueError(f"{' and '.join(taken)}: --out decides; a run resumes from its own last checkpoint")
     clocked = sorted({"max_steps", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
     if overrides.get("max_minutes") is not None and clocked:
         raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}
     fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
+    if fields.get("max_minutes") is not None:
+        fields.setdefault("disable_tqdm", True)  # its steps have no end; the log tells the minutes
     if "num_train_epochs" in fields and "max_steps" not in fields:
         fields["max_steps"] = -1
     for name in ("fsdp", "deepspeed"):
@@ -356,6 +363,8 @@ def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) ->
     args = DrafterTrainingArguments(**fields)
     # One process trains on one device; several are started by `accelerate launch`.
     args._n_gpu = min(args.n_gpu, 1)
+    for tracker in get_reporting_integration_callbacks(args.report_to):
+        tracker()  # raises where it is not installed
     return args
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     if plan.init_from is None:
         HSDraftConfig.for_target(target, **plan.drafter)  # raises where the sizes cannot be
         return None
+    if (Path(plan.init_from) / "adapter_config.json").is_file():
+        raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
     drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
     check_target(target, drafter)
     fixed = sorted(plan.drafter.keys() - {"target_name"})

@@ -187,6 +187,8 @@ class DrafterTrainer(Trainer):
             now = time.perf_counter()
             logs["tokens_per_second"] = round(self._tokens * self.accelerator.num_processes / (now - self._since), 1)
             self._tokens, self._since = 0, now
+            if self.budget is not None:
+                logs["minutes"] = round(self.budget.spent / 60, 1)
         super().log(logs, *args, **kwargs)
 
     @torch.no_grad()
