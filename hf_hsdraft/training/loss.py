@@ -377,8 +377,8 @@ class _SumOverChunks(torch.autograd.Function):
             gradients = torch.autograd.grad(loss, sources, allow_unused=True)
             total += loss.detach()
             values.append(value)
-            for kept, gradient, leaf in zip(of_rows, gradients, sources, strict=False):
-                kept.append(torch.zeros_like(leaf) if gradient is None else gradient)
+            for kept, gradient, index in zip(of_rows, gradients[: len(wanted)], wanted, strict=True):
+                kept.append(torch.zeros_like(leaves[index]) if gradient is None else gradient)
             for index, gradient in enumerate(gradients[len(wanted) :]):
                 if gradient is not None:
                     known = of_parameters[index]
