@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel
 from ._version import __version__
 from .candidate_generator import HSCandidateGenerator
 from .configuration_hsdraft import HSDraftConfig
-from .decoding import DraftStatistics, HSDraftGenerateOutput
+from .decoding import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
 from .draft_tree import DraftTree
 from .generate_hook import install
 from .modeling_hsdraft import HSDrafter
@@ -22,6 +22,7 @@ __all__ = [
     "DraftTree",
     "HSCandidateGenerator",
     "HSDraftConfig",
+    "HSDraftEncoderDecoderOutput",
     "HSDraftGenerateOutput",
     "HSDrafter",
     "__version__",

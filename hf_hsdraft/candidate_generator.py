@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .draft_tree import DraftTree, build_beam_tree, merge_trees
+from .draft_tree import DraftTree, build_beam_trees, merge_trees
 from .modeling_hsdraft import DraftContext, HSDrafter, TargetWeights
+from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
+from .verification import VERIFICATIONS
 
 REUSES = ("none", "ensemble", "resample")
+TREE_BUILDERS = ("beam", "gumbel", "stochastic_beam")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class DraftOptions:
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
         reuse: `"none"`, `"ensemble"` or `"resample"`.
         reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
+        tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
+        verification: `"walk"` or `"rejection"`.
+        temperature: of the draws of a sampled tree.
     """
 
     depth: int
@@ -34,6 +40,9 @@ class DraftOptions:
     threshold: float
     reuse: str
     reuse_weight: float
+    tree_builder: str = "beam"
+    verification: str = "walk"
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, drafter: HSDrafter, call: GenerationConfig | None = None) -> DraftOptions:
@@ -73,6 +82,21 @@ class DraftOptions:
             raise ValueError(f"reuse={reuse!r} is invalid: expected one of {', '.join(REUSES)}")
         if not isinstance(weight, int | float) or weight < 0.0:
             raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
+        builder, verification = option("tree_builder"), option("verification")
+        for name, value, allowed in (
+            ("tree_builder", builder, TREE_BUILDERS),
+            ("verification", verification, VERIFICATIONS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is invalid: expected one of {', '.join(allowed)}")
+        if verification == "rejection" and builder == "beam":
+            raise ValueError(
+                "verification='rejection' is invalid with tree_builder='beam': its ratio holds for drawn nodes only, "
+                "the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
+            )
+        if builder != "beam" and reuse != "none":
+            raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")
+        sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         return cls(
             depth=option("num_assistant_tokens"),
             tree_size=option("tree_size"),
@@ -80,17 +104,21 @@ class DraftOptions:
             threshold=threshold,
             reuse=reuse,
             reuse_weight=weight,
+            tree_builder=builder,
+            verification=verification,
+            temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
         )
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """Token information for one draft: called by a tree builder, level by level.
+    """Token information for the drafts of a batch: called by a tree builder, level by level.
 
     Attributes:
-        hidden: `[depth, D]`, the drafted states; logits: `[depth, V']`, what the head makes of them.
-        since: for leftover states (reuse form B), the injector's state before the root: they were drafted without the
-            root's token, so it is injected at the first depth too.
+        hidden: `[B, depth, D]`, the drafted states; logits: `[B, depth, V']`, what the head makes of them.
+        since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
+            without the root's token, so it is injected at the first depth too.
+        temperature: of the distributions given.
     """
 
     drafter: HSDrafter
@@ -98,135 +126,220 @@ class Expansion:
     hidden: torch.Tensor
     logits: torch.Tensor
     since: torch.Tensor | None = None
+    temperature: float = 1.0
 
     @property
     def depth(self) -> int:
-        return len(self.hidden)
+        return self.hidden.shape[1]
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities `[N, V']` of the children at depth `level` of nodes with `tokens` `[N]`, and their states.
+        """Log-probabilities `[B, n, V']` of the children at depth `level` of nodes with `tokens` `[B, n]`, and states.
 
         Args:
             states: of the nodes' parents; `None` for the root, at level 1.
         """
         embeds = self.weights.embed(tokens)
         states = self.drafter.injector.advance(embeds, self.since if level == 1 else states)
-        row = slice(level - 1, level)
-        logits = self.logits[row]
+        column = slice(level - 1, level)
+        logits = self.logits[:, column]
         if level > 1 or self.since is not None:
-            logits = logits + self.drafter.injector(self.hidden[row], states)
-        return logits.float().log_softmax(dim=-1), states
+            logits = logits + self.drafter.injector(self.hidden[:, column], states)
+        logits = logits.float()
+        return (logits if self.temperature == 1.0 else logits / self.temperature).log_softmax(dim=-1), states
+
+
+@dataclass
+class _Row:
+    """Drafting state of one sequence of the batch.
+
+    Attributes:
+        pending: taps, embeddings of the next tokens and positions, waiting to be read.
+        root: the last accepted token.
+        drafted: `[K, D]` of the last round, g_0 .. g_{K-1}.
+        leftover: `[K', D]`, drafted states that still predict positions ahead.
+        leftover_path: tokens accepted since those were drafted, from their root on.
+    """
+
+    pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    root: int = -1
+    drafted: torch.Tensor | None = None
+    leftover: torch.Tensor | None = None
+    leftover_path: list[int] = field(default_factory=list)
 
 
 class HSCandidateGenerator(CandidateGenerator):
-    """Drafts trees (or chains) for one sequence from the target's hidden states.
+    """Drafts trees (or chains) for the sequences of a batch from the target's hidden states.
 
-    `read` takes what the target accepted, `draft` returns the next tree, `settle` says how much of it was accepted.
+    `read` takes what the target accepted, `draft` returns the next trees, `settle` says how much of one was accepted.
     As a `CandidateGenerator` it also drafts chains for transformers' own assisted decoding.
 
     Args:
         drafter: weights and configuration; not changed.
         weights: what the drafter borrows of the target, see `HSDrafter.borrow`.
         options: `drafter.generation_config`'s by default.
+        batch_size: sequences in the batch.
     """
 
     requires_model_outputs = True
 
-    def __init__(self, drafter: HSDrafter, weights: TargetWeights, options: DraftOptions | None = None) -> None:
+    def __init__(
+        self,
+        drafter: HSDrafter,
+        weights: TargetWeights,
+        options: DraftOptions | None = None,
+        batch_size: int = 1,
+    ) -> None:
         self.drafter = drafter
         self.weights = weights
         self.options = options or DraftOptions.of(drafter)
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self._context: DraftContext | None = None
-        self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._root = -1  # token the last tree grew from
-        self._drafted: torch.Tensor | None = None  # [K, D] of the last round, g_0 .. g_{K-1}
-        self._leftover: torch.Tensor | None = None  # [K', D], still predictions of the positions ahead
-        self._leftover_path: list[int] = []  # tokens accepted since those were drafted, from their root on
+        self._rows = [_Row() for _ in range(batch_size)]
 
-    def read(self, taps: torch.Tensor, next_tokens: torch.Tensor, position_ids: torch.Tensor) -> None:
+    def read(
+        self,
+        taps: torch.Tensor,
+        next_tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        row: int = 0,
+        embeds: torch.Tensor | None = None,
+    ) -> None:
         """Queues accepted pairs for the trunk; they are read by the next `draft` in one forward.
 
         Args:
             taps: `[n, taps * D]`, h_i of the accepted positions i.
-            next_tokens: `[n]`, the accepted tokens x_{i+1}.
+            next_tokens: `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last.
             position_ids: `[n]`, the positions i.
+            row: sequence of the batch.
+            embeds: `[n, D]`, embeddings of the x_{i+1}, for prompts that were given so.
         """
         device, dtype = self.drafter.device, self.drafter.dtype
-        self._pending.append((taps.to(device, dtype), next_tokens.to(device), position_ids.to(device)))
+        embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
+        self._rows[row].pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
+        self._rows[row].root = int(next_tokens[-1])
 
-    def draft(self, max_depth: int | None = None) -> DraftTree:
-        """Drafts the tree that follows the last token given to `read`.
+    def draft(self, max_depths: Mapping[int, int] | None = None) -> list[DraftTree]:
+        """Drafts the tree that follows the last token given to `read`, for each sequence.
 
         Args:
-            max_depth: no use in drafting deeper than this; 0 gives the root alone.
-        """
-        taps, tokens, positions = (torch.cat(parts) for parts in zip(*self._pending, strict=True))
-        root = int(tokens[-1])
-        depth = self.options.depth if max_depth is None else min(self.options.depth, max_depth)
-        if depth < 1:
-            return DraftTree.root(root)
-        self._pending.clear()
-        output = self.drafter(taps, self.weights.embed(tokens), positions, context=self._context, num_draft_steps=depth)
-        self._context = output.context
-        hidden = torch.cat(output.hidden_states)
-        self._root, self._drafted = root, hidden
-        logits = self.drafter.logits(hidden, self.weights)
-        leftover, self._leftover = self._leftover, None
-        if leftover is None or self.options.reuse == "none":
-            return self._grow(root, self._expansion(hidden, logits))
-        leftover = leftover[:depth]
-        old_logits = self.drafter.logits(leftover, self.weights)
-        if self.options.reuse == "ensemble":
-            return self._grow(root, self._expansion(hidden, self._ensemble(logits, leftover, old_logits, root)))
-        resampled = self._grow(root, self._expansion(leftover, old_logits, since=self._path_state()))
-        return merge_trees(self._grow(root, self._expansion(hidden, logits)), resampled, self.options.tree_size)
+            max_depths: for each sequence to draft for, how deep it is of use to draft; 0 gives the root alone. All, as
+                deep as the options say, by default.
 
-    def settle(self, accepted: Sequence[int]) -> None:
+        Returns:
+            trees in the order of `max_depths`.
+        """
+        wanted = dict.fromkeys(range(len(self._rows)), self.options.depth) if max_depths is None else dict(max_depths)
+        depths = {row: min(depth, self.options.depth) for row, depth in wanted.items()}
+        rows = [row for row, depth in depths.items() if depth > 0]
+        trees = {row: DraftTree.root(self._rows[row].root) for row in depths}
+        if rows:
+            depth = max(depths.values())
+            hidden = self._rolled(rows, depth)
+            logits = self.drafter.logits(hidden, self.weights)
+            trees |= zip(rows, self._trees(rows, hidden, logits, [depths[row] for row in rows]), strict=True)
+        return list(trees.values())
+
+    def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
+        """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
+        parts = [part for row in rows for part in self._rows[row].pending]
+        taps, embeds, positions = (torch.cat(column) for column in zip(*parts, strict=True))
+        starts = documents = None
+        if len(self._rows) > 1:
+            lengths = torch.tensor([sum(len(part[2]) for part in self._rows[row].pending) for row in rows])
+            starts = (lengths.cumsum(0) - 1).to(taps.device)
+            documents = torch.tensor(rows).repeat_interleave(lengths).to(taps.device)
+        output = self.drafter(
+            taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth
+        )
+        self._context = output.context
+        hidden = torch.stack(output.hidden_states, dim=1)
+        for row, states in zip(rows, hidden, strict=True):
+            self._rows[row].pending.clear()
+            self._rows[row].drafted = states
+        return hidden
+
+    def _trees(
+        self, rows: Sequence[int], hidden: torch.Tensor, logits: torch.Tensor, depths: Sequence[int]
+    ) -> list[DraftTree]:
+        roots = [self._rows[row].root for row in rows]
+        leftovers = [self._rows[row].leftover for row in rows]
+        for row in rows:
+            self._rows[row].leftover = None
+        reuse = self.options.reuse if any(leftover is not None for leftover in leftovers) else "none"
+        if reuse == "ensemble":
+            logits = logits.clone()
+            for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
+                if leftover is not None:
+                    self._ensemble(logits[index], leftover[: logits.shape[1]], self._rows[row])
+        trees = self._grow(roots, self._expansion(hidden, logits), depths)
+        if reuse == "resample":
+            for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
+                if leftover is not None:
+                    old = leftover[None, : depths[index]]
+                    expansion = self._expansion(old, self.drafter.logits(old, self.weights), self._since(self._rows[row]))
+                    [resampled] = self._grow([roots[index]], expansion, [expansion.depth])
+                    trees[index] = merge_trees(trees[index], resampled, self.options.tree_size)
+        return trees
+
+    def settle(self, accepted: Sequence[int], row: int = 0) -> None:
         """Says which drafted tokens were accepted; later hidden states stay predictions of their positions.
 
         With a tokens accepted and the bonus after them, g_d with d > a still predicts the token at depth index
-        d - a - 1 of the next round ("Make Every Draft Count", resampling).
+        d - a - 1 of the next round ("Make Every Draft Count", resampling). Called before the bonus token is read.
         """
-        drafted, self._drafted = self._drafted, None
-        self._leftover = None
+        state = self._rows[row]
+        drafted, state.drafted, state.leftover = state.drafted, None, None
         if drafted is not None and self.options.reuse != "none" and len(drafted) > len(accepted) + 1:
-            self._leftover = drafted[len(accepted) + 1 :]
-            self._leftover_path = [self._root, *accepted]
+            state.leftover = drafted[len(accepted) + 1 :]
+            state.leftover_path = [state.root, *accepted]
 
-    def _ensemble(
-        self, logits: torch.Tensor, leftover: torch.Tensor, old_logits: torch.Tensor, root: int
-    ) -> torch.Tensor:
-        """Reuse form A: the old round's logits join the new ones at the same absolute position."""
+    def _ensemble(self, logits: torch.Tensor, leftover: torch.Tensor, state: _Row) -> None:
+        """Reuse form A: the old round's logits join the new ones `[depth, V']` at the same absolute position."""
+        old = self.drafter.logits(leftover, self.weights)
         # The new state at the first depth has read the root's token; the old one is told it by the injector.
-        state = self._advance(torch.tensor([root], device=logits.device), self._path_state())
-        first = old_logits[:1] + self.drafter.injector(leftover[:1], state)
-        old_logits = torch.cat([first, old_logits[1:]])
-        weight, shared = self.options.reuse_weight, len(old_logits)
-        joined = (logits[:shared] + weight * old_logits) / (1.0 + weight)
-        return torch.cat([joined, logits[shared:]])
+        path = self._advance(torch.tensor([state.root], device=logits.device), self._path_state(state))
+        old = torch.cat([old[:1] + self.drafter.injector(leftover[:1], path), old[1:]])
+        weight = self.options.reuse_weight
+        logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)
 
-    def _path_state(self) -> torch.Tensor | None:
+    def _path_state(self, state: _Row) -> torch.Tensor | None:
         """The injector's state after the tokens accepted since the leftover states were drafted."""
-        state = None
-        for token in self._leftover_path:
-            state = self._advance(torch.tensor([token], device=self.drafter.device), state)
-        return state
+        path = None
+        for token in state.leftover_path:
+            path = self._advance(torch.tensor([token], device=self.drafter.device), path)
+        return path
+
+    def _since(self, state: _Row) -> torch.Tensor | None:
+        path = self._path_state(state)
+        return None if path is None else path[None]
 
     def _expansion(self, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None = None) -> Expansion:
-        return Expansion(self.drafter, self.weights, hidden, logits, since)
+        temperature = 1.0 if self.options.tree_builder == "beam" else self.options.temperature
+        return Expansion(self.drafter, self.weights, hidden, logits, since, temperature)
 
-    def _grow(self, root: int, expansion: Expansion) -> DraftTree:
-        return build_beam_tree(
+    def _grow(self, roots: Sequence[int], expansion: Expansion, depths: Sequence[int]) -> list[DraftTree]:
+        options, ids = self.options, self.weights.vocab_ids
+        tokens = torch.tensor(roots, device=ids.device)
+        if options.tree_builder == "gumbel":
+            branching = branching_for(expansion.depth, options.tree_size)
+            return build_gumbel_trees(expansion, tokens, ids, branching=branching, max_depths=depths)
+        if options.tree_builder == "stochastic_beam":
+            width = min(options.beam_width, options.tree_size)
+            depth = min(expansion.depth, options.tree_size // width)
+            return build_stochastic_beam_trees(
+                expansion, tokens, ids, depth=depth, beam_width=width, max_depths=depths
+            )
+        return build_beam_trees(
             expansion,
-            root,
-            self.weights.vocab_ids,
+            tokens,
+            ids,
             depth=expansion.depth,
-            beam_width=self.options.beam_width,
-            tree_size=self.options.tree_size,
-            threshold=self.options.threshold,
+            beam_width=options.beam_width,
+            tree_size=options.tree_size,
+            threshold=options.threshold,
+            max_depths=depths,
         )
 
     def _advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
@@ -262,7 +375,7 @@ class HSCandidateGenerator(CandidateGenerator):
         real = torch.nonzero(attended[-rows:]).flatten()
         self.settle(input_ids[0, length - 1 - n_last_matches : length - 1].tolist())
         self.read(taps[real], input_ids[0, length - rows :][real], positions[real])
-        tree = self.draft()
+        [tree] = self.draft()
         best_leaf = max(range(len(tree)), key=lambda node: (tree.depths[node], tree.scores[node]))
         chain = [tree.tokens[node] for node in tree.path(best_leaf)]
         drafted = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)

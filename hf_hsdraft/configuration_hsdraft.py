@@ -112,33 +112,31 @@ class HSDraftConfig(PreTrainedConfig):
         """Derives the configuration of a drafter from a loaded target.
 
         Args:
-            target: a decoder-only model of transformers.
+            target: a model of transformers that generates text; of an encoder-decoder, the decoder is meant.
             overrides: fields to set otherwise, by the names of the constructor.
 
         Raises:
-            ValueError: the target is an encoder-decoder, or an override is invalid.
+            ValueError: an override is invalid.
         """
-        if target.config.is_encoder_decoder:
-            raise ValueError(
-                f"{type(target).__name__} is an encoder-decoder; hidden-state drafting needs a decoder-only target"
-            )
         return cls.for_target_config(target.config, **{"target_name": getattr(target, "name_or_path", ""), **overrides})
 
     @classmethod
     def for_target_config(cls, target_config: Any, **overrides: Any) -> HSDraftConfig:
         """As [`for_target`], from the target's configuration alone."""
-        config = target_config.get_text_config()
+        config = target_config.get_text_config(decoder=True)
         rope = getattr(config, "rope_parameters", None) or {}
-        heads = config.num_attention_heads
+        heads = _integer(config, "num_attention_heads") or 1
+        key_value_heads = _integer(config, "num_key_value_heads") or heads
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
             "target_num_hidden_layers": config.num_hidden_layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "intermediate_size": getattr(config, "intermediate_size", None),
-            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
-            "rope_theta": rope.get("rope_theta", 10000.0),
+            "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
+            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+            "intermediate_size": _integer(config, "intermediate_size"),
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
+            "rope_theta": rope.get("rope_theta") or 10000.0,
             "draft_vocab_size": max(1, config.vocab_size // 4),
         }
         if overrides.get("draft_vocab_ids") is not None and "draft_vocab_size" not in overrides:
@@ -222,6 +220,12 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
             )
+
+
+def _integer(config: Any, name: str) -> int | None:
+    """A field where it is one number for all layers."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
 
 
 def default_tap_layers(num_hidden_layers: int) -> list[int]:

@@ -1,23 +1,24 @@
-"""The round: draft, verify, commit, reuse. One call of `generate()` from its prompt to its output."""
+"""The round: draft, verify, commit, reuse. One call of `generate()` from its prompts to its output."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.utils import logging
 
 from .candidate_generator import DraftOptions, HSCandidateGenerator
+from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_tree import DraftTree
 from .modeling_hsdraft import HSDrafter
-from .target_runtime import TargetRuntime
-from .verification import ChooseToken, Verdict, greedy_choice, processed_choice, walk
+from .target_probe import PROBE_DEPTH, ability_of
+from .target_runtime import TargetOutput, TargetRuntime, furthest_position, text_config
+from .verification import Verdict
 
-_MODEL_KWARGS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -25,18 +26,25 @@ class DraftStatistics:
     """What one call did; kept only when `return_dict_in_generate=True`.
 
     Attributes:
-        new_tokens: tokens emitted.
-        target_forwards: forwards of the target; reading the prompt is one, however it is chunked.
-        accepted_lengths: drafted tokens emitted in each round after the prompt's forward.
-        drafted_nodes: nodes verified in each round, the root not counted.
+        new_tokens: tokens emitted, of all rows.
+        target_forwards: forwards of the target; reading the prompts is one, however it is chunked. The few forwards by
+            which the first call finds out what a target can do are not counted.
+        row_forwards: the same, each counted for every row that was still growing; in a batch of one, equal.
+        accepted_lengths: drafted tokens emitted in each round after the prompts' forward, for each row.
+        drafted_nodes: nodes verified in each round, the root not counted, for each row.
+        draft_kind: `"tree"` or `"chain"`, what was drafted.
+        reason: why chains were, if they were not asked for.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
-            the total is Python between the parts.
+            the total is Python between the parts, and finding out what a target can do.
     """
 
     new_tokens: int = 0
     target_forwards: int = 0
+    row_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     drafted_nodes: list[int] = field(default_factory=list)
+    draft_kind: str = "tree"
+    reason: str = ""
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -45,18 +53,25 @@ class DraftStatistics:
 
     @property
     def rounds(self) -> int:
-        """Rounds of drafting; the prompt's forward is none."""
+        """Rounds of drafting, each counted for every row; the prompts' forward is none."""
         return len(self.accepted_lengths)
 
     @property
     def tau(self) -> float:
-        """Tokens emitted per target forward, the bonus token included; plain decoding has exactly 1."""
-        return self.new_tokens / max(self.target_forwards, 1)
+        """Tokens emitted per target forward and row, the bonus token included; plain decoding has exactly 1."""
+        return self.new_tokens / max(self.row_forwards, 1)
 
 
 @dataclass
 class HSDraftGenerateOutput(GenerateDecoderOnlyOutput):
     """Output of `generate()` with a drafter: transformers' own fields, and `statistics` of the call."""
+
+    statistics: DraftStatistics | None = None
+
+
+@dataclass
+class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same for an encoder-decoder target."""
 
     statistics: DraftStatistics | None = None
 
@@ -92,7 +107,7 @@ class _Clock:
 
 def check_target(target: Any, drafter: HSDrafter) -> None:
     """Raises a ValueError that names the field if `drafter` was made for another target."""
-    config, wanted = target.config.get_text_config(), drafter.config
+    config, wanted = text_config(target), drafter.config
     made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
     for name, expected in (
         ("vocab_size", wanted.vocab_size),
@@ -107,37 +122,16 @@ def check_target(target: Any, drafter: HSDrafter) -> None:
             )
 
 
-def _window(target: Any) -> int:
-    """Positions the target has; unlimited where its configuration names no limit."""
-    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    return sys.maxsize if window is None else window
-
-
-def _check_call(target: Any, drafter: HSDrafter, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> None:
-    """Everything that would make the call fail or be wrong, before any work is done."""
+def _check_call(target: Any, drafter: HSDrafter, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """Everything known beforehand that would make the call fail or be wrong."""
     check_target(target, drafter)
     if not kwargs.get("use_cache"):
         raise ValueError("use_cache=False is not possible with a drafter: verification needs the target's cache")
-    extra = sorted(name for name, value in kwargs.items() if value is not None and name not in _MODEL_KWARGS)
-    if extra:
-        raise ValueError(
-            f"{', '.join(extra)} cannot be passed together with a drafter yet: the forward that verifies a tree takes "
-            f"only {', '.join(_MODEL_KWARGS)}"
-        )
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"the batch holds {input_ids.shape[0]} prompts; drafting supports one so far. Call generate() for each "
-            "prompt, or leave assistant_model out."
-        )
-    window = _window(target)
+    window = furthest_position(target)
     if input_ids.shape[1] > window:
         raise ValueError(
             f"the prompt has {input_ids.shape[1]} tokens, the target's context window is {window}; shorten the prompt"
         )
-    if config.return_dict_in_generate:
-        for name in ("output_attentions", "output_hidden_states"):
-            if getattr(config, name):
-                raise ValueError(f"{name}=True is not supported together with a drafter yet; leave one of them out")
 
 
 def speculative_decoding(
@@ -147,140 +141,244 @@ def speculative_decoding(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
+    synced_gpus: bool = False,
     streamer: Any = None,
     **model_kwargs: Any,
-) -> HSDraftGenerateOutput | torch.Tensor:
-    """Decodes one sequence with a drafter ("Make Every Draft Count"); the output has the target's own distribution.
+) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput | torch.Tensor:
+    """Decodes with a drafter ("Make Every Draft Count"); the output has the target's own distribution.
 
-    Takes what `generate()` hands to a decoding method, and returns what it returns: `[1, length]` token ids, or with
+    Takes what `generate()` hands to a decoding method, and returns what it returns: `[B, length]` token ids, or with
     `return_dict_in_generate` an [`HSDraftGenerateOutput`].
 
     Raises:
-        ValueError: target, drafter and call do not fit together; nothing has been computed then.
+        ValueError: target, drafter and call do not fit together; nothing has been decoded then.
     """
-    _check_call(target, drafter, input_ids, generation_config, model_kwargs)
+    _check_call(target, drafter, input_ids, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
-    cache = model_kwargs.get("past_key_values")
-    runtime = TargetRuntime(target, drafter.config.target_tap_layers, cache)
+    runtime = TargetRuntime(target, drafter.config.target_tap_layers, model_kwargs)
     statistics = DraftStatistics() if generation_config.return_dict_in_generate else None
     clock = _Clock(statistics, target.device)
-    text = _Text(input_ids, generation_config, logits_processor, stopping_criteria, streamer)
-
     clock.start()
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    generator = HSCandidateGenerator(drafter, weights, options)
+    texts = DecodedTexts(
+        input_ids,
+        generation_config,
+        logits_processor,
+        stopping_criteria,
+        streamer,
+        reject=options.verification == "rejection",
+        vocab_ids=weights.vocab_ids,
+    )
     clock.stop("draft_seconds")
-    output = runtime.prefill(input_ids, generation_config, model_kwargs)
+    output = runtime.prefill(input_ids, generation_config)
     clock.stop("prefill_seconds")
-    tree = DraftTree.root(int(input_ids[0, -1]))
-    verdict = text.walk(tree, output.logits[-1:])
-    text.emit(tree, verdict)
-    if not verdict.finished:
-        rows = runtime.real_rows(output)
-        next_tokens = text.ids[0, -len(output.taps) :][rows]  # x_{i+1} of each row i, up to the token just chosen
-        generator.read(output.taps[rows], next_tokens, output.positions[rows])
-    position = int(output.positions[-1]) + 1
-    window = _window(target)
-    while not verdict.finished:
+    recorder = _Recorder(runtime, generation_config)
+    rows = range(len(input_ids))
+    for row in rows:
+        tree = DraftTree.root(-1)
+        texts.emit(row, tree, texts.walk(row, tree, output.logits[row, -1:]), recorder.prompt(row))
+    texts.stream()
+    if statistics is not None:
+        statistics.target_forwards, statistics.row_forwards = 1, len(rows)
+
+    positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
+    deepest = furthest_position(target) - 1
+    generator = None
+    done = not texts.active
+    while target._has_unfinished_sequences(done, synced_gpus, device=input_ids.device):
+        if generator is None:
+            clock.start()
+            options = _as_the_target_can(runtime, texts, output, options, deepest - max(positions.roots), statistics)
+            generator = HSCandidateGenerator(drafter, weights, options, batch_size=len(rows))
+            _read_prompts(generator, texts, output, positions, model_kwargs.get("inputs_embeds"))
+        active = texts.active
         clock.start()
-        # No node beyond the text's greatest length, nor beyond the last position that the target has.
-        tree = generator.draft(max_depth=max(min(text.room - 1, window - 1 - position), 0))
+        # No node beyond a text's greatest length, nor beyond the last position that the target has.
+        depths = {row: max(min(texts.room(row) - 1, deepest - positions.roots[row]), 0) for row in active}
+        trees = [DraftTree.root(texts.last_token(row)) for row in rows]
+        for row, tree in zip(active, generator.draft(depths), strict=True):
+            trees[row] = tree
         clock.stop("draft_seconds")
         with runtime.undone_on_error():
-            output = runtime.verify(tree, position)
-            verdict = text.walk(tree, output.logits)
+            output = runtime.verify(trees, texts.batch())
+            verdicts = {row: texts.walk(row, trees[row], output.logits[row]) for row in active}
+            if runtime.in_step and active:
+                shortest = min(len(verdict.path) for verdict in verdicts.values())
+                verdicts = {row: verdict.cut(trees[row], shortest) for row, verdict in verdicts.items()}
             clock.stop("verify_seconds")
-            text.emit(tree, verdict)
-        runtime.commit(tree, verdict.path)
-        emitted = len(verdict.path) + 1
-        if not verdict.finished:
-            generator.settle([tree.tokens[node] for node in verdict.path])
-            rows = torch.tensor([0, *verdict.path], device=output.taps.device)
-            generator.read(output.taps[rows], text.ids[0, -emitted:], output.positions[rows])
-        position += emitted
+            for row, verdict in verdicts.items():
+                texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
+            texts.stream()
+        shared = len(next(iter(verdicts.values())).path) if runtime.in_step and active else 0
+        paths = [verdicts[row].path if row in verdicts else [0] * shared for row in rows]
+        runtime.commit(trees, paths)
+        done = not texts.active
+        for row, verdict in verdicts.items():
+            generator.settle([trees[row].tokens[node] for node in verdict.path], row)
+            _read_path(generator, texts, output, positions, row, verdict)
         clock.stop("commit_seconds")
-        if statistics is not None:
-            statistics.accepted_lengths.append(verdict.num_drafted)
-            statistics.drafted_nodes.append(len(tree) - 1)
-    if streamer is not None:
-        streamer.end()
+        if statistics is not None and active:
+            statistics.target_forwards += 1
+            statistics.row_forwards += len(active)
+            statistics.accepted_lengths += [verdicts[row].num_drafted for row in active]
+            statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
+    texts.end_stream()
+    runtime.finish(texts.length() - texts.prompt_length)
     if statistics is None:
-        return text.ids
+        return texts.sequences()
     clock.finish()
-    statistics.new_tokens = text.length - input_ids.shape[1]
-    statistics.target_forwards = statistics.rounds + 1
-    return HSDraftGenerateOutput(
-        sequences=text.ids,
-        scores=text.scores,
-        logits=text.raw_logits,
-        past_key_values=cache,
-        statistics=statistics,
-    )
+    statistics.new_tokens = sum(min(texts.new_tokens(row), texts.length() - texts.prompt_length) for row in rows)
+    return _as_output(texts, runtime, statistics, generation_config, model_kwargs)
 
 
-class _Text:
-    """The text of a call as it grows, with the rules that choose its tokens and end it."""
+@dataclass
+class _Positions:
+    """Where the rows are in their texts, padding not counted.
 
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        generation_config: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        streamer: Any,
-    ) -> None:
-        self.ids = input_ids
-        self._config = generation_config
-        self._process = logits_processor
-        self._stop = stopping_criteria
-        self._streamer = streamer
-        wanted = generation_config.return_dict_in_generate
-        self.scores: tuple[torch.Tensor, ...] | None = () if wanted and generation_config.output_scores else None
-        self.raw_logits: tuple[torch.Tensor, ...] | None = () if wanted and generation_config.output_logits else None
-        self._visited: list[tuple[torch.Tensor, torch.Tensor]] = []
+    Attributes:
+        prompt: `[B, n]`, positions of the prompts' taps; real: `[B, n]`, bool, which of them are no padding.
+        roots: position of each row's last token.
+    """
 
-    @property
-    def length(self) -> int:
-        return self.ids.shape[1]
+    prompt: torch.Tensor
+    real: torch.Tensor
+    roots: list[int]
 
-    @property
-    def room(self) -> int:
-        """Tokens that may still be emitted."""
-        return self._config.max_length - self.length
+    @classmethod
+    def of(cls, runtime: TargetRuntime, tapped: int, batch_size: int) -> _Positions:
+        real = runtime.attended
+        if real is None:
+            real = torch.ones(batch_size, runtime.cache.get_seq_length(), dtype=torch.bool)
+        positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        return cls(positions[:, -tapped:], real[:, -tapped:], real.sum(dim=1).tolist())
 
-    def walk(self, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        """What of the tree is accepted, by the target's own choices in `logits` `[nodes, V]`."""
-        self._visited.clear()
-        return walk(tree, self._chooser(logits), self._ends)
 
-    def emit(self, tree: DraftTree, verdict: Verdict) -> None:
-        """Appends what was accepted, and the target's token after it."""
-        tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-        new = self.ids.new_tensor([tokens])
-        self.ids = torch.cat([self.ids, new], dim=-1)
-        self.scores, self.raw_logits = self._with_visited()
-        if self._streamer is not None:
-            self._streamer.put(new.cpu())
+def _as_the_target_can(
+    runtime: TargetRuntime,
+    texts: DecodedTexts,
+    output: TargetOutput,
+    options: DraftOptions,
+    room: int,
+    statistics: DraftStatistics | None,
+) -> DraftOptions:
+    """The options as far as the target can follow them: chains where it reads no trees.
 
-    def _chooser(self, logits: torch.Tensor) -> ChooseToken:
-        keep = self.scores is not None or self.raw_logits is not None
-        if not self._config.do_sample and not keep and len(self._process) == 0:
-            return greedy_choice(logits)
-        on_scores: Callable[..., None] | None = (
-            (lambda raw, scores: self._visited.append((raw, scores))) if keep else None
+    Raises:
+        ValueError: it reads no drafts at all.
+    """
+    if room < PROBE_DEPTH:  # too close to the target's last position to try, or to draft
+        runtime.trees = False
+        return options
+    ability = ability_of(runtime, texts.batch(), output.logits[:, -1])
+    if not ability.chains:
+        raise ValueError(f"{type(runtime.target).__name__} cannot be drafted for: {ability.reason}.")
+    runtime.trees = ability.trees
+    if ability.trees:
+        runtime.prepare_trees()
+    else:
+        logger.warning_once(
+            f"{type(runtime.target).__name__} is drafted for with chains instead of trees: {ability.reason}."
         )
-        return processed_choice(logits, self.ids, self._process, self._config.do_sample, on_scores)
+        options = replace(options, beam_width=1, tree_size=options.depth)
+    if statistics is not None:
+        statistics.draft_kind = "tree" if ability.trees and options.beam_width > 1 else "chain"
+        statistics.reason = ability.reason
+    return options
 
-    def _ends(self, tokens: list[int]) -> bool:
-        """Whether the user's stopping criteria end the text after these tokens, asked once for each."""
-        ids = torch.cat([self.ids, self.ids.new_tensor([tokens])], dim=-1)
-        return bool(self._stop(ids, self._with_visited()[0]).all())
 
-    def _with_visited(self) -> tuple[tuple[torch.Tensor, ...] | None, tuple[torch.Tensor, ...] | None]:
-        """Scores and raw logits of the text, those of the tokens chosen in the current walk included."""
-        scores, raw_logits = self.scores, self.raw_logits
-        if scores is not None:
-            scores = (*scores, *(processed for _, processed in self._visited))
-        if raw_logits is not None:
-            raw_logits = (*raw_logits, *(raw for raw, _ in self._visited))
-        return scores, raw_logits
+def _read_prompts(
+    generator: HSCandidateGenerator,
+    texts: DecodedTexts,
+    output: TargetOutput,
+    positions: _Positions,
+    inputs_embeds: torch.Tensor | None,
+) -> None:
+    """Hands the prompts' taps to the drafter, each with the token that follows."""
+    count = output.taps.shape[1]
+    for row, text in enumerate(texts.rows):
+        real = positions.real[row].nonzero().flatten()
+        taps, places = output.taps[row, real.to(output.taps.device)], positions.prompt[row, real]
+        embeds = None
+        if inputs_embeds is not None and text.ids.shape[1] <= count:
+            first = generator.weights.embed(text.ids[0, -1:])
+            after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :].to(first.device, first.dtype)
+            embeds = torch.cat([after, first])[real.to(first.device)]
+            generator.read(taps, text.ids[0, -1:], places, row, embeds)
+            continue
+        generator.read(taps, text.ids[0, -count:][real.to(text.ids.device)], places, row)
+
+
+def _read_path(
+    generator: HSCandidateGenerator,
+    texts: DecodedTexts,
+    output: TargetOutput,
+    positions: _Positions,
+    row: int,
+    verdict: Verdict,
+) -> None:
+    """Hands the taps of a root and its accepted path to the drafter."""
+    emitted = len(verdict.path) + 1
+    nodes = torch.tensor([0, *verdict.path], device=output.taps.device)
+    places = torch.arange(positions.roots[row], positions.roots[row] + emitted)
+    generator.read(output.taps[row, nodes], texts.rows[row].ids[0, -emitted:], places, row)
+    positions.roots[row] += emitted
+
+
+class _Recorder:
+    """Collects attentions and hidden states of each emitted token, where they are asked for."""
+
+    def __init__(self, runtime: TargetRuntime, config: Any) -> None:
+        wanted = config.return_dict_in_generate
+        self._runtime = runtime
+        self._states = bool(wanted and config.output_hidden_states)
+        self._attentions = bool(wanted and config.output_attentions)
+
+    def prompt(self, row: int) -> list[StepOutputs]:
+        return [self._runtime.prompt_outputs(row, self._states, self._attentions)] if self._any else []
+
+    def path(self, row: int, path: list[int]) -> list[StepOutputs]:
+        if not self._any:
+            return []
+        nodes = [0, *path]
+        return [
+            self._runtime.node_outputs(row, nodes[: index + 1], self._states, self._attentions)
+            for index in range(len(nodes))
+        ]
+
+    @property
+    def _any(self) -> bool:
+        return self._states or self._attentions
+
+
+def _as_output(
+    texts: DecodedTexts,
+    runtime: TargetRuntime,
+    statistics: DraftStatistics,
+    config: Any,
+    model_kwargs: dict[str, Any],
+) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput:
+    def steps(name: str, wanted: bool) -> Any:
+        return texts.stacked_steps(name) if wanted else None
+
+    common = {
+        "sequences": texts.sequences(),
+        "scores": texts.stacked_scores("scores") if texts.keeps_scores else None,
+        "logits": texts.stacked_scores("logits") if texts.keeps_logits else None,
+        "past_key_values": runtime.cache,
+        "statistics": statistics,
+    }
+    if runtime.target.config.is_encoder_decoder:
+        encoder = model_kwargs["encoder_outputs"]
+        return HSDraftEncoderDecoderOutput(
+            **common,
+            encoder_attentions=encoder.get("attentions") if config.output_attentions else None,
+            encoder_hidden_states=encoder.get("hidden_states") if config.output_hidden_states else None,
+            decoder_attentions=steps("decoder_attentions", config.output_attentions),
+            cross_attentions=steps("cross_attentions", config.output_attentions),
+            decoder_hidden_states=steps("decoder_hidden_states", config.output_hidden_states),
+        )
+    return HSDraftGenerateOutput(
+        **common,
+        attentions=steps("attentions", config.output_attentions),
+        hidden_states=steps("hidden_states", config.output_hidden_states),
+    )

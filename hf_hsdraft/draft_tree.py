@@ -21,12 +21,15 @@ class DraftTree:
         parents: index of each node's parent, -1 for the root.
         depths: distance from the root; a node's position in the text is the root's plus its depth.
         scores: log-probability of the path by the drafter, 0 for the root.
+        log_probs: only where nodes were sampled: for each node the distribution its children were drawn from without
+            replacement, in their order, `[V']`; `None` for nodes without children.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
     scores: tuple[float, ...]
+    log_probs: tuple[torch.Tensor | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,22 +63,23 @@ class DraftTree:
         return mask
 
 
-# Maps (depth of the new nodes, parents' tokens [n], parents' states) to the log-probabilities of the children,
-# [n, V'], and the states after reading the parents' tokens. States are None at the root.
+# Maps (depth of the new nodes, parents' tokens [B, n], parents' states [B, n, S]) to the log-probabilities of the
+# children, [B, n, V'], and the states after reading the parents' tokens. States are None at the root.
 Expand = Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
-def build_beam_tree(
+def build_beam_trees(
     expand: Expand,
-    root_token: int,
+    root_tokens: torch.Tensor,
     vocab_ids: torch.Tensor,
     *,
     depth: int,
     beam_width: int,
     tree_size: int,
     threshold: float = 0.0,
-) -> DraftTree:
-    """Grows a tree by beam search on cumulative probability and keeps its best nodes (Lyanna; EAGLE-2, section 4.1).
+    max_depths: Sequence[int] | None = None,
+) -> list[DraftTree]:
+    """Grows a tree for each sequence of a batch by beam search on cumulative probability (Lyanna; EAGLE-2, 4.1).
 
     Each depth expands the `beam_width` most probable nodes of the one before. Of all candidates seen, the `tree_size`
     most probable stay: a child is never more probable than its parent, so what stays is a tree. Children are not
@@ -83,70 +87,73 @@ def build_beam_tree(
 
     Args:
         expand: gives the children's log-probabilities.
+        root_tokens: `[B]`, int64, the last accepted token of each sequence.
         vocab_ids: `[V']`, int64, token ids behind the columns.
         depth: greatest depth, 1 or more.
         beam_width: nodes expanded per depth; 1 gives a chain.
         tree_size: nodes beside the root.
         threshold: paths less probable than this are left out, 0 to 1.
+        max_depths: greatest depth of each sequence, where some should end before `depth`.
     """
     device = vocab_ids.device
-    tokens = torch.tensor([root_token], device=device)
-    scores = torch.zeros(1, device=device)
+    tokens = root_tokens[:, None]
+    batch = torch.arange(len(tokens), device=device)[:, None]
+    scores = torch.zeros_like(tokens, dtype=torch.float32)
     states: torch.Tensor | None = None
     all_tokens, all_scores, all_parents, all_depths = [], [], [], []
-    beam = torch.zeros(1, dtype=torch.long, device=device)  # index of each beam node among all candidates, plus one
+    beam = torch.zeros_like(tokens)  # index of each beam node among all candidates, plus one
     count = 0
     branching = 1 if beam_width == 1 else min(tree_size, len(vocab_ids))
     for level in range(1, depth + 1):
         log_probs, states = expand(level, tokens, states)
         best, columns = log_probs.topk(branching, dim=-1)
-        candidate_scores = (scores[:, None] + best).flatten()
-        candidate_tokens = vocab_ids[columns].flatten()
-        parents = beam.repeat_interleave(branching)
+        candidate_scores = (scores[:, :, None] + best).flatten(1)
+        candidate_tokens = vocab_ids[columns].flatten(1)
         all_tokens.append(candidate_tokens)
         all_scores.append(candidate_scores)
-        all_parents.append(parents)
-        all_depths.append(torch.full_like(parents, level))
+        all_parents.append(beam.repeat_interleave(branching, dim=1))
+        all_depths.append(torch.full_like(candidate_tokens, level))
         if level == depth:
             break
-        scores, chosen = candidate_scores.topk(min(beam_width, len(candidate_scores)))
-        tokens = candidate_tokens[chosen]
+        scores, chosen = candidate_scores.topk(min(beam_width, candidate_scores.shape[1]))
+        tokens = candidate_tokens.gather(1, chosen)
         beam = chosen + 1 + count
-        states = states[chosen // branching]
-        count += len(candidate_scores)
-    return _best_nodes(
-        root_token,
-        torch.cat(all_tokens),
-        torch.cat(all_parents),
-        torch.cat(all_depths),
-        torch.cat(all_scores),
-        tree_size,
-        threshold,
-    )
+        states = states[batch, chosen // branching]
+        count += candidate_scores.shape[1]
+    candidates = (torch.cat(part, dim=1) for part in (all_tokens, all_parents, all_depths, all_scores))
+    return _best_nodes(root_tokens.tolist(), *candidates, tree_size, threshold, max_depths)
 
 
 def _best_nodes(
-    root_token: int,
+    root_tokens: Sequence[int],
     tokens: torch.Tensor,
     parents: torch.Tensor,
     depths: torch.Tensor,
     scores: torch.Tensor,
     tree_size: int,
     threshold: float,
-) -> DraftTree:
-    """The `tree_size` most probable candidates as a tree."""
+    max_depths: Sequence[int] | None,
+) -> list[DraftTree]:
+    """Of each row of candidates the `tree_size` most probable as a tree."""
+    if max_depths is not None and int(depths[0, -1]) > min(max_depths):
+        scores = scores.masked_fill(depths > scores.new_tensor(max_depths)[:, None], -math.inf)
     # Ties go to the earlier candidate, which is the parent: a probability of exactly 1 must not orphan a child.
-    order = scores.argsort(descending=True, stable=True)[:tree_size].sort().values
-    picked = torch.stack([order, tokens[order], parents[order], depths[order]]).T.tolist()
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :tree_size].sort(dim=1).values
+    picked = torch.stack([order, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
     floor = math.log(threshold) if threshold > 0 else -math.inf
-    index_of = {0: 0}
-    nodes: list[tuple[int, int, int, float]] = [(root_token, -1, 0, 0.0)]
-    for (candidate, token, parent, depth), score in zip(picked, scores[order].tolist(), strict=True):
-        if score < floor or parent not in index_of:
-            continue
-        index_of[candidate + 1] = len(nodes)
-        nodes.append((token, index_of[parent], depth, score))
-    return _from_nodes(nodes)
+    trees = []
+    for root_token, row, row_scores in zip(
+        root_tokens, picked.tolist(), scores.gather(1, order).tolist(), strict=True
+    ):
+        index_of = {0: 0}
+        nodes: list[tuple[int, int, int, float]] = [(root_token, -1, 0, 0.0)]
+        for (candidate, token, parent, depth), score in zip(row, row_scores, strict=True):
+            if score < floor or score == -math.inf or parent not in index_of:
+                continue
+            index_of[candidate + 1] = len(nodes)
+            nodes.append((token, index_of[parent], depth, score))
+        trees.append(_from_nodes(nodes))
+    return trees
 
 
 def merge_trees(first: DraftTree, second: DraftTree, tree_size: int) -> DraftTree:

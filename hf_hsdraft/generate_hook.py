@@ -27,10 +27,6 @@ def _hooked_decoding(original: Any) -> Any:
         if not isinstance(drafter, HSDrafter):
             return original(self, *args, **kwargs)
         del kwargs["assistant_model"]
-        if kwargs.pop("synced_gpus", False):
-            raise ValueError(
-                "synced_gpus=True (ZeRO stage 3, FSDP) is not possible with a drafter: rounds differ by process"
-            )
         for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
         return speculative_decoding(self, drafter, *args, **kwargs)
@@ -49,6 +45,9 @@ def _hooked_validation(original: Any) -> Any:
         drafter = generation_mode_kwargs.get("assistant_model")
         if isinstance(drafter, HSDrafter) and generation_mode == GenerationMode.ASSISTED_GENERATION:
             check_target(self, drafter)
+            # Several sequences, stateful caches and other encoders are no matter of the mode but of the runtime.
+            generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+            generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode

@@ -44,9 +44,13 @@ class TargetWeights:
 
 @dataclass
 class DraftContext:
-    """Keys and values of the accepted positions, one pair a trunk layer, each `[kv_heads, P, head_dim]`."""
+    """Keys and values of the accepted positions, one pair a trunk layer, each `[kv_heads, P, head_dim]`.
+
+    `document_ids` `[P]` says which sequence of a batch a position belongs to; `None` if there is only one.
+    """
 
     layers: list[KeyValues] = field(default_factory=list)
+    document_ids: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -221,7 +225,7 @@ class PathInjector(nn.Module):
     def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         tokens = self.token_proj(self.token_norm(embeds))
         size = tokens.shape[-1]
-        path = torch.zeros_like(tokens) if states is None else states[:, size:]
+        path = torch.zeros_like(tokens) if states is None else states[..., size:]
         gate, candidate = self.update(torch.cat([tokens, path], dim=-1)).chunk(2, dim=-1)
         path = torch.lerp(path, candidate.tanh(), gate.sigmoid())
         return torch.cat([tokens, path], dim=-1)
@@ -244,7 +248,9 @@ class HSDrafter(PreTrainedModel):
     - `tree_size`, `beam_width`: nodes in all and nodes expanded per depth; a width of 1 drafts a chain;
     - `assistant_confidence_threshold`: nodes whose path is less probable than this are not drafted (0 keeps all);
     - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
-    - `reuse_weight`: weight of the old logits in `"ensemble"`.
+    - `reuse_weight`: weight of the old logits in `"ensemble"`;
+    - `tree_builder`: `"beam"`, or `"gumbel"` and `"stochastic_beam"`, which draw nodes instead of taking the best;
+    - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
     config_class = HSDraftConfig
@@ -279,6 +285,8 @@ class HSDrafter(PreTrainedModel):
             assistant_confidence_threshold=0.0,
             reuse="none",
             reuse_weight=0.4,
+            tree_builder="beam",
+            verification="walk",
         )
 
     @classmethod
@@ -377,7 +385,8 @@ class HSDrafter(PreTrainedModel):
             embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
             position_ids: `[T]`, int64, position i of each pair.
             starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
-            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together. What
+                the context holds belongs to them too, unless it says to which.
             context: what earlier calls read; `None` for nothing. Not changed.
             num_draft_steps: K of this call, the configuration's by default.
             num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
@@ -386,14 +395,14 @@ class HSDrafter(PreTrainedModel):
         """
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         x = self.fuse_inputs(taps, embeds)
-        past_length = context.length if context is not None else 0
+        past = context if context is not None else DraftContext()
         every = torch.arange(x.shape[0], device=x.device)
         last_only = starts is None
         starts = every[-1:] if starts is None else starts
         rope = rotary_embedding(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
         layers: list[KeyValues] = []
         # The last position of a single document sees everything: no mask, as in every decoding round.
-        mask = None if last_only and document_ids is None else _causal_mask(starts, every, document_ids, past_length)
+        mask = None if last_only and document_ids is None else _causal_mask(starts, every, document_ids, past)
         trunk = cast(Sequence[HSDraftLayer], self.layers)
         for index, layer in enumerate(trunk):
             final = index == len(trunk) - 1
@@ -401,8 +410,8 @@ class HSDrafter(PreTrainedModel):
                 x,
                 starts if final else every,
                 rope,
-                context.layers[index] if context is not None and context.layers else None,
-                mask if final else _causal_mask(every, every, document_ids, past_length),
+                past.layers[index] if past.layers else None,
+                mask if final else _causal_mask(every, every, document_ids, past),
             )
             layers.append(key_values)
         states = [x]
@@ -417,7 +426,10 @@ class HSDrafter(PreTrainedModel):
                 x, own[index] = layer.roll(x, (cos[:, step], sin[:, step]), layers[index], mask, own[index])
             states.append(x)
         loss = None if labels is None else self.loss_function(self, states, labels)
-        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=DraftContext(layers))
+        documents = document_ids
+        if document_ids is not None and past.document_ids is not None:
+            documents = torch.cat([past.document_ids, document_ids])
+        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=DraftContext(layers, documents))
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
@@ -448,13 +460,16 @@ class HSDrafter(PreTrainedModel):
 
 
 def _causal_mask(
-    rows: torch.Tensor, every: torch.Tensor, document_ids: torch.Tensor | None, past_length: int
+    rows: torch.Tensor, every: torch.Tensor, document_ids: torch.Tensor | None, past: DraftContext
 ) -> torch.Tensor:
-    """`[R, P + T]`, True where row r may look: earlier positions of its own document, and all that is cached."""
+    """`[R, P + T]`, True where row r may look: earlier positions of its own document, and what is cached of it."""
     mask = every[None, :] <= rows[:, None]
-    if document_ids is not None:
-        mask &= document_ids[None, :] == document_ids[rows, None]
-    return F.pad(mask, (past_length, 0), value=True)
+    if document_ids is None:
+        return F.pad(mask, (past.length, 0), value=True)
+    mask &= document_ids[None, :] == document_ids[rows, None]
+    if past.document_ids is None:
+        return F.pad(mask, (past.length, 0), value=True)
+    return torch.cat([past.document_ids[None, :] == document_ids[rows, None], mask], dim=1)
 
 
 __all__ = ["HSDrafter"]

@@ -1,154 +1,199 @@
-"""All we need of a target: taps, a forward over a tree, committing a path, rolling back the rest.
+"""All we need of a target: taps, a forward over trees or chains, committing paths, rolling back the rest.
 
-The only code that knows about caches, masks and attention implementations.
+The only code that knows about caches, masks and attention implementations. It asks model and cache what they can do;
+what cannot be asked, `target_probe` tries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+)
+from transformers.generation.candidate_generator import (
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
+from transformers.generation.utils import GenerationMixin
 
 from .draft_tree import DraftTree
-
-_MASKED_ATTENTION = ("sdpa", "eager")
+from .tree_masks import MASKED_ATTENTION, TreeBatch, as_attention_takes_it, attention_kinds, tree_mask
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """One target forward, without a batch axis.
+    """One target forward over B sequences.
 
     Attributes:
-        logits: `[rows, V]`, of the prompt's last position or of each node of a tree.
-        taps: `[rows, taps * D]`, the tapped hidden states side by side; for a prompt, of the positions it read.
-        positions: `[rows]`, int64, position ids of the taps.
+        logits: `[B, rows, V]`, of the prompt's last position, or of each node of a tree.
+        taps: `[B, rows, taps * D]`, the tapped hidden states side by side; for a prompt, of the positions it read.
+        raw: what the model returned.
     """
 
     logits: torch.Tensor
     taps: torch.Tensor
-    positions: torch.Tensor
+    raw: Any
 
 
-def why_no_trees(target: Any, cache: Any) -> str:
-    """Why this target cannot verify a tree, as far as model and cache tell; empty if it can."""
-    config = target.config.get_text_config()
-    attention = config._attn_implementation
-    rope = getattr(config, "rope_parameters", None) or {}
-    if target.config.is_encoder_decoder:
-        return "it is an encoder-decoder; only decoder-only targets are supported"
-    if attention not in _MASKED_ATTENTION:
-        return (
-            f"its attention implementation is {attention!r}, which does not take a tree's mask; load it with "
-            f"attn_implementation={' or '.join(map(repr, _MASKED_ATTENTION))}"
-        )
-    if type(cache) is not DynamicCache:
-        return f"its cache is a {type(cache).__name__}; only DynamicCache can give back a tree's rejected branches"
-    # A cache that the caller made may not know yet which layers the model wants.
-    layers = [*cache.layers, *DynamicCache(config=target.config).layers]
-    kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
-    if kinds:
-        return (
-            f"its cache has layers of type {', '.join(kinds)}; only full-attention layers (DynamicLayer) are "
-            "supported so far"
-        )
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(target.forward).parameters:
-        return "its positions follow from cache slots (no position_ids), and siblings in a tree share a position"
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        return "some of its layers attend locally by cache slot, which a tree's slots do not follow"
-    rope_types = {rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))}
-    if rope_types & {"dynamic", "longrope"}:
-        return (
-            "its rotary frequencies follow the furthest position of a forward (rope_type 'dynamic' or 'longrope'), and "
-            "a tree reaches further than the token being decoded"
-        )
-    if "mrope_section" in rope:
-        return "its rotary embedding has several position axes (mrope), which are not supported so far"
+def text_config(target: Any) -> Any:
+    """The configuration of the part of a target that decodes text."""
+    return target.config.get_text_config(decoder=True)
+
+
+def why_refused(target: Any, cache: Any) -> str:
+    """Why no draft can be verified by this target, as far as model and cache tell; empty if one may."""
+    if type(target)._sample is not GenerationMixin._sample:
+        return "it decodes in a way of its own, which a draft does not follow"
+    if not isinstance(cache, DynamicCache | EncoderDecoderCache):
+        what = "there is no cache" if cache is None else f"its cache is a {type(cache).__name__}"
+        return f"{what}; only a DynamicCache can give back rejected tokens"
+    if not cache.is_croppable:
+        recurrent = sorted({type(layer).__name__ for layer in cache_layers(cache) if not layer.is_croppable})
+        return f"its recurrent layers ({', '.join(recurrent)}) cannot be put back to the last accepted token"
     return ""
 
 
+def why_no_trees(target: Any, cache: Any) -> str:
+    """Why this target cannot verify a tree, as far as model and cache tell; empty if it may."""
+    attention = text_config(target)._attn_implementation
+    if attention not in MASKED_ATTENTION:
+        return (
+            f"its attention implementation {attention!r} does not take a tree's mask; trees need one of "
+            f"{', '.join(MASKED_ATTENTION)}"
+        )
+    layers = [layer for layer in cache_layers(cache) if getattr(layer, "keys", None) is not None]
+    kinds = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
+    if kinds:
+        return f"the branches of a tree cannot be told apart in its cache layers ({', '.join(kinds)})"
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        return "its positions follow from cache slots (no position_ids), and siblings in a tree share a position"
+    return ""
+
+
+def cache_layers(cache: Any) -> list[Any]:
+    """The layers of the cache that hold the decoded text."""
+    return (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers
+
+
+def furthest_position(target: Any) -> int:
+    """Positions the target has; unlimited where its configuration names no limit."""
+    window = getattr(text_config(target), "max_position_embeddings", None)
+    return sys.maxsize if window is None else window
+
+
 class TargetRuntime:
-    """A target in one `generate()` call.
+    """A target in one `generate()` call: the only owner of its cache and of its model inputs.
 
     Args:
         target: the model being decoded.
         tap_layers: indices into its `hidden_states`.
-        cache: the cache of the call.
-
-    Raises:
-        ValueError: the target cannot verify trees; the message says what is missing.
+        model_kwargs: what `generate()` would pass to its decoding method.
     """
 
-    def __init__(self, target: Any, tap_layers: Sequence[int], cache: Any) -> None:
-        reason = why_no_trees(target, cache)
-        if reason:
-            raise ValueError(f"{type(target).__name__} cannot be drafted for: {reason}.")
+    def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
         self.target = target
-        self.cache = cache
+        self.cache: Any = None
+        self.trees = True  # what `target_probe` found; chains otherwise
         self._tap_layers = list(tap_layers)
-        self._additive = target.config.get_text_config()._attn_implementation == "eager"
-        self._attended: torch.Tensor | None = None  # [prompt slots], bool; None without a mask
+        self._kwargs = dict(model_kwargs)
+        self._is_encoder_decoder = target.config.is_encoder_decoder
+        prefix = "decoder_" if self._is_encoder_decoder else ""
+        self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
+        self._states_key = f"{prefix}hidden_states"
+        if not self._kwargs.get("output_hidden_states"):
+            self._kwargs["output_hidden_states"] = self._tap_layers
+        self._kept: list[int] = []  # slots that hold the text of each row
+        self._prompt_slots = 0
+        self._attended: torch.Tensor | None = None
+        self._last_positions: torch.Tensor | None = None
+        self._kinds: list[Any] = []
+        self._raw: Any = None  # what the last forward returned
+        self._read = 0  # and the columns it read
 
-    def prefill(self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> TargetOutput:
-        """Reads the prompt `[1, length]`, less what the cache already holds, as plain decoding does.
+    def prefill(self, input_ids: torch.Tensor, generation_config: Any) -> TargetOutput:
+        """Reads the prompts `[B, length]`, less what the cache already holds, as plain decoding does.
 
-        The taps are those of the last positions read, padding among them included; `real_rows` leaves it out. With
-        `prefill_chunk_size` they are the last chunk's: the drafter then starts with that much context.
+        The taps are those of the last positions read, padding among them included. With `prefill_chunk_size` they are
+        the last chunk's: the drafter then starts with that much context.
+
+        Raises:
+            ValueError: the target cannot take back what was rejected; the message says what is missing.
         """
-        outputs = self.target._prefill(
-            input_ids, generation_config, {**model_kwargs, "output_hidden_states": self._tap_layers}
-        )
-        slots = self.cache.get_seq_length()
-        mask = model_kwargs.get("attention_mask")
+        outputs = self._raw = self.target._prefill(input_ids, generation_config, self._kwargs)
+        self.cache = getattr(outputs, "past_key_values", None)
+        reason = why_refused(self.target, self.cache)
+        if reason:
+            raise ValueError(f"{type(self.target).__name__} cannot be drafted for: {reason}.")
+        # Not before: a window's layer would keep the whole prompt.
+        self.cache.activate_past_recording()
+        self._prompt_slots = self.cache.get_seq_length()
+        self._kept = [self._prompt_slots] * input_ids.shape[0]
+        mask = self._kwargs.get(self._mask_key)
         if mask is not None:
-            self._attended = mask[0, -slots:].bool()
-        positions = model_kwargs.get("position_ids")
-        positions = torch.arange(slots, device=input_ids.device) if positions is None else positions[0]
-        taps = self._taps(outputs)
-        return TargetOutput(outputs.logits[0], taps, positions[-len(taps) :])
+            self._attended = mask[:, -self._prompt_slots :].bool().to(self.target.device)
+        positions = self._kwargs.get(self._position_key)
+        if positions is not None:
+            self._last_positions = positions[..., -1].to(self.target.device)
+        self._kwargs = self._updated(outputs, 1)
+        return self._output(outputs)
 
-    def real_rows(self, output: TargetOutput) -> torch.Tensor:
-        """Indices of the rows of a `prefill` that are not padding."""
-        rows = torch.arange(len(output.taps), device=output.positions.device)
-        return rows if self._attended is None else rows[self._attended[-len(rows) :]]
+    @property
+    def attended(self) -> torch.Tensor | None:
+        """`[B, slots of the prompt]`, bool, which of them are no padding; `None` if there is none."""
+        return self._attended
 
-    def verify(self, tree: DraftTree, position: int) -> TargetOutput:
-        """Reads the whole tree in one forward; row i of the output belongs to node i.
+    @property
+    def in_step(self) -> bool:
+        """Whether all rows have to accept equally many tokens: only a tree's mask can tell rows of a batch apart."""
+        return not self.trees and len(self._kept) > 1
+
+    def prepare_trees(self) -> str:
+        """Gets ready for trees; returns why there can be none, or nothing."""
+        reason = why_no_trees(self.target, self.cache)
+        if not reason and self._last_positions is None:
+            reason = "no position_ids reach it, and siblings in a tree share a position"
+        if reason:
+            return reason
+        own = [getattr(layer, "keys", None) is not None for layer in cache_layers(self.cache)]
+        try:
+            self._kinds = attention_kinds(text_config(self.target), own)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
+        """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
         Args:
-            position: position id of the root in the text.
+            input_ids: `[B, length]`, the rows' texts up to and with the roots, left of them anything.
         """
-        device = self.target.device
-        positions = torch.tensor(tree.depths, device=device) + position
-        outputs = self.target(
-            input_ids=torch.tensor([tree.tokens], device=device),
-            attention_mask=self._mask(tree),
-            position_ids=positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            output_hidden_states=self._tap_layers,
-            return_dict=True,
-        )
-        return TargetOutput(outputs.logits[0], self._taps(outputs), positions)
+        self._read = max(map(len, trees))
+        self._raw = self._read_trees(trees) if self.trees else self._read_chains(trees, input_ids)
+        return self._output(self._raw)
 
-    def commit(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Keeps the root and an accepted path of the tree read last in every cache layer, drops the other nodes."""
-        length = 1 + len(path)
-        moved = [(to, node) for to, node in enumerate(path, 1) if to != node]
-        if moved:
-            first = moved[0][0]
-            start = self.cache.get_seq_length() - len(tree)
-            picked = torch.tensor(path[first - 1 :], device=self.target.device) + start
-            kept = slice(start + first, start + length)
-            for layer in self.cache.layers:
-                picked = picked.to(layer.keys.device)
-                layer.keys[..., kept, :] = layer.keys[..., picked, :]
-                layer.values[..., kept, :] = layer.values[..., picked, :]
-        self.cache.crop(-(len(tree) - length))
+    def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> None:
+        """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
+
+        Where the rows are `in_step`, all paths are equally long.
+        """
+        if self.trees:
+            self._commit_trees(max(map(len, trees)), paths)
+            return
+        length = 1 + len(paths[0])
+        self._kept = [slots + length for slots in self._kept]
+        self._kwargs = self._updated(self._raw, length)
+        self.cache.crop(-(max(map(len, trees)) - length))
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -157,22 +202,170 @@ class TargetRuntime:
         try:
             yield
         except BaseException:
-            for layer in self.cache.layers:
-                layer.crop(-max(layer.get_seq_length() - length, 0))
+            self.roll_back(length)
             raise
 
-    def _mask(self, tree: DraftTree) -> torch.Tensor:
-        """`[1, 1, nodes, cached + nodes]`: bool for sdpa; additive for eager, where a bool is silently added."""
-        device = self.target.device
-        prefix = torch.ones(len(tree), self.cache.get_seq_length(), dtype=torch.bool, device=device)
-        if self._attended is not None:
-            prefix[:, : len(self._attended)] = self._attended
-        mask = torch.cat([prefix, tree.ancestor_mask().to(device)], dim=1)[None, None]
-        if not self._additive:
-            return mask
-        dtype = self.target.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+    def roll_back(self, length: int) -> None:
+        """Drops what the cache layers hold beyond `length` slots; a forward may have stopped between two layers."""
+        for layer in cache_layers(self.cache):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):  # only convolutions, see `why_refused`
+                states = [(state, layer.conv_kernel_size[i]) for i, state in layer.conv_states.items()]
+                layer.crop(-max((state.shape[-1] - size for state, size in states if state is not None), default=0))
+            elif getattr(layer, "keys", None) is not None:
+                layer.crop(-max(layer.get_seq_length() - length, 0))
 
-    def _taps(self, outputs: Any) -> torch.Tensor:
-        device = outputs.logits.device
-        return torch.cat([outputs.hidden_states[layer][0].to(device) for layer in self._tap_layers], dim=-1)
+    def finish(self, new_tokens: int) -> None:
+        """Leaves the cache as plain decoding would after `new_tokens` tokens."""
+        surplus = self.cache.get_seq_length() - (self._prompt_slots + new_tokens - 1)
+        for layer in cache_layers(self.cache):
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.sliding_window = int(layer._sliding_window_tensor)
+        self.cache.crop(-max(surplus, 0))
+        for layer in cache_layers(self.cache):
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
+    def prompt_outputs(self, row: int, states: bool, attentions: bool) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Hidden states and attentions of the prompt's forward, of one row."""
+        return {name: tuple(layer[row : row + 1] for layer in self._raw[name]) for name in self._names(states, attentions)}
+
+    def node_outputs(
+        self, row: int, path: Sequence[int], states: bool, attentions: bool
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Those of the last node of `path`, from the root on, as plain decoding returns them for one token."""
+        outputs = {}
+        for name in self._names(states, attentions):
+            layers = self._raw[name]
+            if name == self._states_key:
+                outputs[name] = tuple(layer[row : row + 1, path[-1] : path[-1] + 1] for layer in layers)
+            else:
+                weights = [layer[row : row + 1, :, path[-1] : path[-1] + 1] for layer in layers]
+                own = name != "cross_attentions"
+                outputs[name] = tuple(self._of_text(weights, row, path) if own else weights)
+        return outputs
+
+    def _names(self, states: bool, attentions: bool) -> list[str]:
+        names = [self._states_key] if states else []
+        if attentions:
+            names += ["decoder_attentions", "cross_attentions"] if self._is_encoder_decoder else ["attentions"]
+        # Some models never return attentions.
+        return [name for name in names if self._raw.get(name) and self._raw[name][0] is not None]
+
+    def _of_text(self, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Of each layer's weights `[1, heads, 1, kv]` over the cache and all nodes, those of the row's own text."""
+        left_over = self.cache.get_seq_length() - self._read - self._kept[row]  # slots of other rows' longer paths
+        for layer, cached_layer in zip(weights, cache_layers(self.cache), strict=False):
+            cached = layer.shape[-1] - self._read
+            text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
+            window = getattr(cached_layer, "_sliding_window_tensor", None)
+            yield text if window is None else text[..., -int(window) :]
+
+    def _read_trees(self, trees: Sequence[DraftTree]) -> Any:
+        device = self.target.device
+        batch = TreeBatch.of(trees, device)
+        size = batch.tokens.shape[1]
+        kept = torch.tensor(self._kept, device=device)
+        assert self._last_positions is not None
+        ahead = (kept - self._prompt_slots + 1)[:, None] + batch.depths
+        inputs = self._inputs(batch.tokens, size, mask=None, positions=self._last_positions[..., None] + ahead)
+        slots, layers = self.cache.get_seq_length(), cache_layers(self.cache)
+        attention = text_config(self.target)._attn_implementation
+        masks = {}
+        for kind in self._kinds:
+            kv_length = layers[kind.layer].get_mask_sizes(size)[0]
+            mask = tree_mask(batch, kind, self._attended, kept, slots, kv_length)
+            masks[kind.name] = as_attention_takes_it(mask, attention, self.target.dtype)
+        inputs[self._mask_key] = masks if len(masks) > 1 else next(iter(masks.values()))
+        return self.target(**inputs, return_dict=True)
+
+    def _read_chains(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> Any:
+        size = max(map(len, trees))
+        rows = [[*tree.tokens, *[tree.tokens[0]] * (size - len(tree))] for tree in trees]
+        drafted = torch.tensor([row[1:] for row in rows], dtype=input_ids.dtype, device=input_ids.device)
+        ids = torch.cat([input_ids, drafted.view(len(rows), size - 1)], dim=1)
+        total = self.cache.get_seq_length() + size
+        kwargs = _prepare_attention_mask(dict(self._kwargs), total, self._is_encoder_decoder)
+        kwargs = _prepare_token_type_ids(kwargs, total)
+        kwargs = _prepare_position_ids(kwargs, total, self._is_encoder_decoder)
+        return self.target(
+            **self._inputs(ids, size, kwargs[self._mask_key] if self._mask_key in kwargs else None, None, kwargs),
+            return_dict=True,
+        )
+
+    def _inputs(
+        self,
+        ids: torch.Tensor,
+        size: int,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        kwargs = dict(self._kwargs if kwargs is None else kwargs)
+        kwargs["past_key_values"] = self.cache
+        kwargs[self._mask_key] = mask
+        if positions is not None:
+            kwargs[self._position_key] = positions
+            for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][:, -1:].expand(-1, size)
+        inputs = self.target.prepare_inputs_for_generation(
+            ids, next_sequence_length=size, is_first_iteration=False, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = size
+        return inputs
+
+    def _commit_trees(self, size: int, paths: Sequence[Sequence[int]]) -> None:
+        total = self.cache.get_seq_length()
+        start = total - size
+        longest = 1 + max(map(len, paths))
+        # A row with a shorter path moves its last columns onto themselves.
+        source = [[start, *(start + n for n in path), *range(start + 1 + len(path), start + longest)] for path in paths]
+        goal = [
+            [*range(kept, kept + 1 + len(path)), *range(start + 1 + len(path), start + longest)]
+            for kept, path in zip(self._kept, paths, strict=True)
+        ]
+        self._kept = [kept + 1 + len(path) for kept, path in zip(self._kept, paths, strict=True)]
+        if source != goal:
+            first = next(i for i in range(longest) if any(s[i] != g[i] for s, g in zip(source, goal, strict=True)))
+            device = self.target.device
+            picked = torch.tensor([row[first:] for row in source], device=device)
+            placed = torch.tensor([row[first:] for row in goal], device=device)
+            for layer in cache_layers(self.cache):
+                if getattr(layer, "keys", None) is None:
+                    continue
+                gone = total - layer.keys.shape[-2]  # a window's layer has dropped its first slots
+                _move(layer.keys, picked - gone, placed - gone)
+                _move(layer.values, picked - gone, placed - gone)
+        self._widen_windows()
+        self.cache.crop(-(total - max(self._kept)))
+
+    def _widen_windows(self) -> None:
+        """Lets the layers of a window keep what the row that is furthest behind still sees."""
+        spread = max(self._kept) - min(self._kept)
+        for layer in cache_layers(self.cache):
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.sliding_window = int(layer._sliding_window_tensor) + spread
+
+    def _updated(self, outputs: Any, new_tokens: int) -> dict[str, Any]:
+        return self.target._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=self._is_encoder_decoder, num_new_tokens=new_tokens
+        )
+
+    def _output(self, outputs: Any) -> TargetOutput:
+        states, device = outputs[self._states_key], outputs.logits.device
+        taps = torch.cat([states[layer].to(device) for layer in self._tap_layers], dim=-1)
+        return TargetOutput(outputs.logits, taps, outputs)
+
+
+def _move(states: torch.Tensor, source: torch.Tensor, goal: torch.Tensor) -> None:
+    """Copies slots `source` `[B, m]` of `states` `[B, heads, slots, size]` to slots `goal`, in place."""
+    source, goal = source.to(states.device), goal.to(states.device)
+    if len(states) == 1:
+        states[:, :, goal[0]] = states[:, :, source[0]]
+        return
+    rows = torch.arange(len(states), device=states.device)[:, None]
+    states[rows, :, goal] = states[rows, :, source]
+
+
+

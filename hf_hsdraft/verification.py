@@ -1,16 +1,24 @@
-"""Rules that accept a path of a draft tree. The walk is exact: it emits what the target alone would have emitted."""
+"""Rules that accept a path of a draft tree. All of them are exact: they emit what the target alone would have emitted.
+
+Every rule is a way to choose the next token at a node; `walk` follows the choices for as long as they were drafted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from .draft_tree import DraftTree
 
-# Given a node and the tokens drafted on the way to it (the root's excluded), the target's own next token there.
+VERIFICATIONS = ("walk", "rejection")
+
+# Given a node and the tokens drafted on the way to it (the root's excluded), the next token of the text there.
 ChooseToken = Callable[[int, list[int]], int]
+
+# Given a node and the tokens drafted on the way to it, the target's scores [1, V] there, after all processors.
+ScoresAt = Callable[[int, list[int]], torch.Tensor]
 
 # Given the tokens chosen since the root: does the text end with the last of them?
 EndsText = Callable[[list[int]], bool]
@@ -32,15 +40,16 @@ class Verdict:
     finished: bool
     num_drafted: int
 
+    def cut(self, tree: DraftTree, length: int) -> Verdict:
+        """The same decision, taken back to a path of at most `length` nodes: what follows will be decided anew."""
+        if len(self.path) <= length:
+            return self
+        following = tree.tokens[self.path[length]]
+        return replace(self, path=self.path[:length], next_token=following, finished=False, num_drafted=length + 1)
+
 
 def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
-    """Follows the target's own choices through the tree for as long as they are drafted. Exact.
-
-    The target's token is chosen at each node as plain decoding would choose it, greedily or by sampling, without a look
-    at the drafted children; they only decide how far one forward pass reaches. So the emitted text has the target's
-    distribution whatever the tree holds, and sampling consumes random numbers exactly as plain decoding does: one draw
-    a token, none after the text's last one.
-    """
+    """Follows the chosen tokens through the tree for as long as they are drafted."""
     children = tree.children()
     path: list[int] = []
     tokens: list[int] = []
@@ -62,31 +71,58 @@ def greedy_choice(logits: torch.Tensor) -> ChooseToken:
     return lambda node, tokens: choices[node]
 
 
-def processed_choice(
-    logits: torch.Tensor,
-    prefix: torch.Tensor,
-    process: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    do_sample: bool,
-    on_scores: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
-) -> ChooseToken:
-    """The target's choice after the user's logits processors, each node with its own path.
+def own_choice(scores_at: ScoresAt, do_sample: bool) -> ChooseToken:
+    """The target's own token at each node, as plain decoding would choose it; with `walk`, exact for any tree.
 
-    Args:
-        logits: `[nodes, V]`, raw.
-        prefix: `[1, length]`, the accepted text up to and with the root.
-        process: the `LogitsProcessorList` of the call.
-        do_sample: draw from the processed distribution instead of taking its mode.
-        on_scores: called with the raw and the processed row `[1, V]` of each node visited.
+    Nothing looks at the drafted children: they only decide how far one forward pass reaches. So sampling consumes
+    random numbers exactly as plain decoding does: one draw a token, none after the text's last one.
     """
 
     def choose(node: int, tokens: list[int]) -> int:
-        drafted = torch.tensor([tokens], dtype=prefix.dtype, device=prefix.device)
-        raw = logits[node : node + 1].to(prefix.device, torch.float32, copy=True)
-        scores = process(torch.cat([prefix, drafted], dim=-1), raw.clone()).to(prefix.device)
-        if on_scores is not None:
-            on_scores(raw, scores)
+        scores = scores_at(node, tokens)
         if do_sample:
             return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
         return int(scores.argmax(dim=-1))
 
     return choose
+
+
+def rejection_choice(scores_at: ScoresAt, tree: DraftTree, vocab_ids: torch.Tensor) -> ChooseToken:
+    """Rejection without replacement ("Recursive Speculative Decoding", algorithm 2); exact for sampled trees only.
+
+    At each node its children, draws without replacement from the drafter's distribution q, are offered in their order.
+    One is accepted with probability min(1, p / q); otherwise p becomes what q does not explain of it, and q loses the
+    rejected token. After the last child the token is drawn from what is left of p. It accepts more often than the
+    target's own draw meets a child, above all at high temperature.
+
+    Args:
+        vocab_ids: `[V']`, int64, tokens behind the columns of `tree.log_probs`; q is 0 outside them.
+    """
+    siblings: list[list[int]] = [[] for _ in range(len(tree))]
+    for node in range(1, len(tree)):
+        siblings[tree.parents[node]].append(tree.tokens[node])
+
+    def choose(node: int, tokens: list[int]) -> int:
+        scores = scores_at(node, tokens)
+        return _without_replacement(scores[0].softmax(dim=-1), siblings[node], tree.log_probs[node], vocab_ids)
+
+    return choose
+
+
+def _without_replacement(
+    p: torch.Tensor, children: Sequence[int], log_probs: torch.Tensor | None, vocab_ids: torch.Tensor
+) -> int:
+    if children:
+        assert log_probs is not None
+        q = torch.zeros_like(p)
+        q[vocab_ids.to(p.device)] = log_probs.to(p.device, p.dtype).exp()
+        for token in children:
+            if float(torch.rand((), device=p.device)) * float(q[token]) < float(p[token]):
+                return token
+            left = (p - q).clamp(min=0.0)
+            total = left.sum()
+            if total > 0:  # nothing is left only by rounding, where p and q are equal
+                p = left / total
+            q[token] = 0.0
+            q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
+    return int(torch.multinomial(p, num_samples=1))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.draft_tree import DraftTree, build_beam_tree, merge_trees
+from hf_hsdraft.draft_tree import DraftTree, build_beam_trees, merge_trees
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:
@@ -23,11 +23,12 @@ def grow(seed: int, depth: int, vocab: int, width: int, size: int, **kwargs) -> 
 
     def expand(level, tokens, states):
         # The state is the number of tokens read so far: proof that parents and states stay together.
-        states = torch.ones(len(tokens)) if states is None else states + 1
+        states = torch.ones(*tokens.shape, 1) if states is None else states + 1
         assert states.eq(level).all()
         return table[level - 1][tokens], states
 
-    tree = build_beam_tree(expand, 0, torch.arange(vocab), depth=depth, beam_width=width, tree_size=size, **kwargs)
+    roots, vocab_ids = torch.tensor([0]), torch.arange(vocab)
+    [tree] = build_beam_trees(expand, roots, vocab_ids, depth=depth, beam_width=width, tree_size=size, **kwargs)
     return tree, table
 
 
@@ -138,10 +139,26 @@ def test_equal_scores_keep_parents_before_children():
     """Probabilities of exactly 1 tie along the whole path."""
 
     def certain(level, tokens, states):
-        log_probs = torch.full((len(tokens), 4), -torch.inf)
-        log_probs[:, level % 4] = 0.0
-        return log_probs, torch.zeros(len(tokens))
+        log_probs = torch.full((*tokens.shape, 4), -torch.inf)
+        log_probs[..., level % 4] = 0.0
+        return log_probs, torch.zeros(*tokens.shape, 1)
 
-    tree = build_beam_tree(certain, 0, torch.arange(4), depth=4, beam_width=3, tree_size=3)
+    [tree] = build_beam_trees(certain, torch.tensor([0]), torch.arange(4), depth=4, beam_width=3, tree_size=3)
     assert tree.tokens == (0, 1, 2, 3)
     assert tree.parents == (-1, 0, 1, 2)
+
+
+def test_sequences_of_a_batch_grow_their_own_trees():
+    """A batch gives what each sequence gives alone, cut where its own greatest depth is."""
+    table = tables(3, 4, 9)
+
+    def expand(level, tokens, states):
+        return table[level - 1][tokens], torch.zeros(*tokens.shape, 1)
+
+    shape = {"depth": 4, "beam_width": 3, "tree_size": 12}
+    together = build_beam_trees(expand, torch.tensor([0, 5, 7]), torch.arange(9), **shape, max_depths=[4, 2, 1])
+    for root, depth, tree in zip((0, 5, 7), (4, 2, 1), together, strict=True):
+        [alone] = build_beam_trees(expand, torch.tensor([root]), torch.arange(9), **{**shape, "depth": depth})
+        assert max(tree.depths) <= depth
+        assert (tree.tokens, tree.parents) == (alone.tokens, alone.parents)
+        assert tree.scores == pytest.approx(alone.scores)

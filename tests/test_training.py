@@ -83,7 +83,7 @@ def test_training_logits_are_those_of_decoding(target, features, layers, injecto
         generator.read(taps[begin:end], ids[begin + 1 : end + 1], torch.arange(begin, end))
         generator.draft()
     for depth, states in enumerate(trained.hidden_states):
-        torch.testing.assert_close(states[0], generator._drafted[depth], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(states[0], generator._rows[0].drafted[depth], atol=1e-3, rtol=1e-3)
 
 
 def test_loss_is_the_divergence_of_the_true_next_tokens(target, features):

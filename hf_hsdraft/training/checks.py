@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import DynamicCache
-
-from ..target_runtime import TargetRuntime
 from .conversations import Conversation, tokenize_conversation
 from .files import write_json
 
@@ -20,7 +17,6 @@ _PLAN, _FINISHED = "training_plan.json", "finished.json"
 
 def check_target_can_teach(target: Any, tokenizer: Any) -> None:
     """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
-    TargetRuntime(target, [], DynamicCache(config=target.config))  # raises where trees cannot be verified
     check_device(target)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(

@@ -197,8 +197,8 @@ def _replayed(expansion: Expansion, tokens: Sequence[int]) -> torch.Tensor:
     """What a draft of decoding would have said after these tokens, the root first: log-probabilities `[V']`."""
     states = None
     for level, token in enumerate(tokens, 1):
-        log_probs, states = expansion(level, torch.tensor([token], device=expansion.hidden.device), states)
-    return log_probs[0]
+        log_probs, states = expansion(level, torch.tensor([[token]], device=expansion.hidden.device), states)
+    return log_probs[0, 0]
 
 
 @contextmanager
@@ -209,28 +209,32 @@ def _observed(drafts: dict[int, Expansion], verified: dict[int, torch.Tensor]) -
     """
 
     class Generator(HSCandidateGenerator):
-        def draft(self, max_depth: int | None = None) -> DraftTree:
-            self._start = int(self._pending[-1][2][-1])
-            return super().draft(max_depth)
+        def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
+            self._start = int(self._rows[0].pending[-1][2][-1])
+            return super()._rolled(rows, depth)
 
-        def _grow(self, root: int, expansion: Expansion) -> DraftTree:
+        def _grow(self, roots: Sequence[int], expansion: Expansion, depths: Sequence[int]) -> list[DraftTree]:
             drafts[self._start] = expansion
-            return super()._grow(root, expansion)
+            return super()._grow(roots, expansion, depths)
 
     class Runtime(TargetRuntime):
+        _position = 0  # of the root
+
         def prefill(self, *args: Any, **kwargs: Any) -> TargetOutput:
             output = super().prefill(*args, **kwargs)
-            verified[int(output.positions[-1])] = output.logits[-1]
+            self._position = self.cache.get_seq_length()
+            verified[self._position - 1] = output.logits[0, -1]
             return output
 
-        def verify(self, tree: DraftTree, position: int) -> TargetOutput:
-            self._verified = super().verify(tree, position)
+        def verify(self, *args: Any, **kwargs: Any) -> TargetOutput:
+            self._verified = super().verify(*args, **kwargs)
             return self._verified
 
-        def commit(self, tree: DraftTree, path: Sequence[int]) -> None:
-            for node in (0, *path):
-                verified[int(self._verified.positions[node])] = self._verified.logits[node]
-            super().commit(tree, path)
+        def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> None:
+            for node in (0, *paths[0]):
+                verified[self._position] = self._verified.logits[0, node]
+                self._position += 1
+            super().commit(trees, paths)
 
     before = decoding.HSCandidateGenerator, decoding.TargetRuntime
     decoding.HSCandidateGenerator, decoding.TargetRuntime = Generator, Runtime  # type: ignore[misc]

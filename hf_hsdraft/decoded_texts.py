@@ -1,0 +1,246 @@
+"""The texts of a call as they grow, with the rules of the call that choose their tokens and end them.
+
+Rows of a batch grow at their own pace; what comes out is what a loop over single steps would have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from .draft_tree import DraftTree
+from .verification import ChooseToken, Verdict, greedy_choice, own_choice, rejection_choice, walk
+
+# Processors of the library that treat each row by itself. Any other one is shown a whole batch, as it would be by plain
+# decoding, so that it may tell rows apart by their number.
+_ROW_BY_ROW = tuple(
+    getattr(logits_process, f"{name}LogitsProcessor", None) or getattr(logits_process, f"{name}LogitsWarper")
+    for name in ("RepetitionPenalty", "NoRepeatNGram", "NoBadWords", "SequenceBias", "MinLength", "SuppressTokens")
+) + tuple(
+    getattr(logits_process, f"{name}LogitsWarper")
+    for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
+)
+_NOT_IN_BATCHES = (
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+)
+
+# Outputs of one token beside its scores, for `return_dict_in_generate`: name of the output to tensors by layer.
+StepOutputs = dict[str, tuple[torch.Tensor, ...]]
+
+
+@dataclass
+class _Row:
+    """One text.
+
+    Attributes:
+        ids: `[1, length]`, prompt and new tokens.
+        end: length at which it ended; 0 while it goes on.
+        scores, logits: `[1, V]` each new token, if asked for.
+        visited: raw and processed scores of the tokens chosen in the current walk.
+        steps: further outputs of each new token, if asked for.
+    """
+
+    ids: torch.Tensor
+    end: int = 0
+    scores: tuple[torch.Tensor, ...] = ()
+    logits: tuple[torch.Tensor, ...] = ()
+    visited: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    steps: list[StepOutputs] = field(default_factory=list)
+
+
+class DecodedTexts:
+    """Texts of a batch.
+
+    Args:
+        input_ids: `[B, length]`, the prompts.
+        generation_config, logits_processor, stopping_criteria, streamer: as `generate()` prepared them.
+        reject: choose tokens by rejection without replacement instead of the target's own draws.
+        vocab_ids: `[V']`, the draft vocabulary, for `reject`.
+
+    Raises:
+        ValueError: a logits processor keeps a state that rows of a batch would share.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        streamer: Any,
+        reject: bool,
+        vocab_ids: torch.Tensor,
+    ) -> None:
+        self.rows = [_Row(row[None]) for row in input_ids]
+        self.prompt_length = input_ids.shape[1]
+        self._config = generation_config
+        self._process = logits_processor
+        self._stop = stopping_criteria
+        self._streamer = streamer
+        self._streamed = 0
+        self._vocab_ids = vocab_ids
+        self._reject = reject and generation_config.do_sample
+        wanted = generation_config.return_dict_in_generate
+        self.keeps_scores = bool(wanted and generation_config.output_scores)
+        self.keeps_logits = bool(wanted and generation_config.output_logits)
+        # Plain decoding fills ended rows up where a token ends them, and lets them go on where something else did.
+        self._has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        self.pad_token_id = 0 if pad is None else int(pad)
+        shared = [type(one).__name__ for one in logits_processor if isinstance(one, _NOT_IN_BATCHES)]
+        if shared and len(self.rows) > 1:
+            raise ValueError(
+                f"{', '.join(shared)} keeps a state that the rows of a batch share, and they draft at their own pace; "
+                "call generate() for each prompt, or leave assistant_model out"
+            )
+        self._by_rows = len(self.rows) == 1 or all(isinstance(one, _ROW_BY_ROW) for one in logits_processor)
+
+    @property
+    def active(self) -> list[int]:
+        """Rows that still grow."""
+        if all(row.end for row in self.rows):
+            return []
+        return [index for index, row in enumerate(self.rows) if not (row.end and self._has_eos) and self.room(index)]
+
+    def room(self, index: int) -> int:
+        """Tokens that may still be emitted in a row."""
+        return max(self._config.max_length - self.rows[index].ids.shape[1], 0)
+
+    def new_tokens(self, index: int) -> int:
+        return self.rows[index].ids.shape[1] - self.prompt_length
+
+    def last_token(self, index: int) -> int:
+        return int(self.rows[index].ids[0, -1])
+
+    def batch(self) -> torch.Tensor:
+        """`[B, length]` up to each row's last token; shorter rows stand at the right."""
+        if len(self.rows) == 1:
+            return self.rows[0].ids
+        length = max(row.ids.shape[1] for row in self.rows)
+        return torch.cat([torch.nn.functional.pad(row.ids, (length - row.ids.shape[1], 0)) for row in self.rows])
+
+    def walk(self, index: int, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+        """What of a row's tree is accepted, by the target's `logits` `[nodes, V]`."""
+        row = self.rows[index]
+        row.visited.clear()
+        return walk(tree, self._chooser(index, tree, logits), lambda tokens: self._ends(index, tokens))
+
+    def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
+        """Appends what was accepted, and the token after it."""
+        row = self.rows[index]
+        tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        row.ids = torch.cat([row.ids, row.ids.new_tensor([tokens])], dim=-1)
+        del row.visited[len(tokens) :]  # of a verdict that was cut
+        row.scores, row.logits = self._with_visited(row)
+        row.steps.extend(steps)
+        if verdict.finished and not row.end:
+            row.end = row.ids.shape[1]
+
+    def stream(self) -> None:
+        """Hands on every step that all rows have reached, as single steps would have."""
+        if self._streamer is None:
+            return
+        ready = min(
+            (self.new_tokens(index) for index, row in enumerate(self.rows) if not (row.end and self._has_eos)),
+            default=self.length() - self.prompt_length,
+        )
+        ids = self.sequences(self.prompt_length + max(ready, self._streamed))
+        while self._streamed < ready:
+            self._streamer.put(ids[:, self.prompt_length + self._streamed].cpu())
+            self._streamed += 1
+
+    def end_stream(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def length(self) -> int:
+        """Length of the batch when all rows have ended: that of the last one to end."""
+        return max(row.end or row.ids.shape[1] for row in self.rows)
+
+    def sequences(self, length: int | None = None) -> torch.Tensor:
+        """`[B, length]`, rows that ended earlier filled up with the padding token."""
+        length = self.length() if length is None else length
+        rows = [row.ids[:, :length] for row in self.rows]
+        fill = self.pad_token_id
+        return torch.cat([torch.nn.functional.pad(row, (0, length - row.shape[1]), value=fill) for row in rows])
+
+    def stacked_scores(self, name: str) -> tuple[torch.Tensor, ...]:
+        """`scores` or `logits`: `[B, V]` for each step; 0 where a row had ended."""
+        return self._stacked([getattr(row, name) for row in self.rows])
+
+    def stacked_steps(self, name: str) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """Outputs by step and layer, rows joined; 0 where a row had ended. `None` if the target gave none."""
+        if any(name not in step for row in self.rows for step in row.steps):
+            return None
+        rows = [[step[name] for step in row.steps] for row in self.rows]
+        count = self.length() - self.prompt_length
+        longest = max(rows, key=len)
+        return tuple(
+            tuple(
+                torch.cat([_like(row[step][layer] if step < len(row) else None, sample) for row in rows])
+                for layer, sample in enumerate(longest[step])
+            )
+            for step in range(count)
+        )
+
+    def _stacked(self, rows: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        longest = max(rows, key=len)
+        return tuple(
+            torch.cat([_like(row[step] if step < len(row) else None, longest[step]) for row in rows])
+            for step in range(self.length() - self.prompt_length)
+        )
+
+    def _chooser(self, index: int, tree: DraftTree, logits: torch.Tensor) -> ChooseToken:
+        keep = self.keeps_scores or self.keeps_logits
+        if not self._config.do_sample and not keep and len(self._process) == 0:
+            return greedy_choice(logits)
+        row = self.rows[index]
+
+        def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
+            drafted = row.ids.new_tensor([tokens])
+            raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
+            scores = self._processed(index, torch.cat([row.ids, drafted], dim=-1), raw.clone())
+            if keep:
+                row.visited.append((raw, scores))
+            return scores
+
+        if self._reject:
+            return rejection_choice(scores_at, tree, self._vocab_ids)
+        return own_choice(scores_at, self._config.do_sample)
+
+    def _processed(self, index: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._by_rows:
+            return self._process(ids, scores).to(ids.device)
+        count = len(self.rows)
+        return self._process(ids.repeat(count, 1), scores.repeat(count, 1))[index : index + 1].to(ids.device)
+
+    def _ends(self, index: int, tokens: list[int]) -> bool:
+        """Whether the stopping criteria end a row after these tokens, asked once for each."""
+        row = self.rows[index]
+        ids = torch.cat([row.ids, row.ids.new_tensor([tokens])], dim=-1)
+        if row.end:  # it goes on until the other rows have ended
+            return ids.shape[1] >= self._config.max_length
+        scores = self._with_visited(row)[0] if self.keeps_scores else None
+        count = len(self.rows)
+        return bool(self._stop(ids if count == 1 else ids.repeat(count, 1), scores)[index])
+
+    def _with_visited(self, row: _Row) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Scores and raw logits of a row, those of the tokens chosen in the current walk included."""
+        scores, logits = row.scores, row.logits
+        if self.keeps_scores:
+            scores = (*scores, *(processed for _, processed in row.visited))
+        if self.keeps_logits:
+            logits = (*logits, *(raw for raw, _ in row.visited))
+        return scores, logits
+
+
+def _like(given: torch.Tensor | None, sample: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(sample) if given is None else given
+
+
