@@ -199,6 +199,7 @@ def speculative_decoding(
         for row, tree in zip(active, generator.draft(depths), strict=True):
             trees[row] = tree
         clock.stop("draft_seconds")
+        before = runtime.forwards
         with runtime.undone_on_error():
             output = runtime.verify(trees, texts.batch())
             verdicts = {row: texts.walk(row, trees[row], output.logits[row]) for row in active}
@@ -218,14 +219,15 @@ def speculative_decoding(
             _read_path(generator, texts, output, positions, row, verdict)
         clock.stop("commit_seconds")
         if statistics is not None and active:
-            statistics.target_forwards += 1
-            statistics.row_forwards += len(active)
+            statistics.target_forwards += runtime.forwards - before
+            statistics.row_forwards += len(active) * (runtime.forwards - before)
             statistics.accepted_lengths += [verdicts[row].num_drafted for row in active]
             statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
     texts.end_stream()
-    runtime.finish(texts.length() - texts.prompt_length)
+    sequences = texts.sequences()
+    runtime.finish(sequences)
     if statistics is None:
-        return texts.sequences()
+        return sequences
     clock.finish()
     statistics.new_tokens = sum(min(texts.new_tokens(row), texts.length() - texts.prompt_length) for row in rows)
     return _as_output(texts, runtime, statistics, generation_config, model_kwargs)

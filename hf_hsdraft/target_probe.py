@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
 from .draft_tree import DraftTree
 from .target_runtime import TargetRuntime, cache_layers, text_config
@@ -52,6 +53,9 @@ def ability_of(runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Te
     attention = text_config(target)._attn_implementation
     key = (attention, target.dtype, target.device, layers, len(input_ids) > 1, runtime.attended is not None)
     found = _known.setdefault(target, {})
+    unknown = [name for layer, name in zip(cache_layers(runtime.cache), layers, strict=True) if not _is_known(layer)]
+    if unknown and runtime.attended is not None:
+        return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
     if key not in found:
         found[key] = _tried(runtime, input_ids, logits)
     return found[key]
@@ -85,10 +89,14 @@ def _tried(runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor
     return Ability(not no_trees, True, no_trees)
 
 
+def _is_known(layer: Any) -> bool:
+    return type(layer).__module__ == CacheLayerMixin.__module__
+
+
 def _one_by_one(runtime: TargetRuntime, tokens: Sequence[Sequence[int]], input_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[B, length, V]` of each row's tokens, the root first, every one read in a forward of its own."""
     logits = []
-    start = runtime.cache.get_seq_length()
+    start = runtime.mark()
     with runtime.undone_on_error():
         for column in zip(*tokens, strict=True):
             if logits:
@@ -106,7 +114,7 @@ def _misread(
     expected: Sequence[torch.Tensor],
 ) -> str:
     """How the drafts, read at once, differ from `expected` on `paths`; empty if they do not."""
-    start = runtime.cache.get_seq_length()
+    start = runtime.mark()
     try:
         with runtime.undone_on_error():
             logits = runtime.verify(drafts, input_ids).logits

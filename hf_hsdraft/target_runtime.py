@@ -7,6 +7,7 @@ what cannot be asked, `target_probe` tries.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,12 +39,10 @@ class TargetOutput:
     Attributes:
         logits: `[B, rows, V]`, of the prompt's last position, or of each node of a tree.
         taps: `[B, rows, taps * D]`, the tapped hidden states side by side; for a prompt, of the positions it read.
-        raw: what the model returned.
     """
 
     logits: torch.Tensor
     taps: torch.Tensor
-    raw: Any
 
 
 def text_config(target: Any) -> Any:
@@ -58,9 +57,9 @@ def why_refused(target: Any, cache: Any) -> str:
     if not isinstance(cache, DynamicCache | EncoderDecoderCache):
         what = "there is no cache" if cache is None else f"its cache is a {type(cache).__name__}"
         return f"{what}; only a DynamicCache can give back rejected tokens"
-    if not cache.is_croppable:
-        recurrent = sorted({type(layer).__name__ for layer in cache_layers(cache) if not layer.is_croppable})
-        return f"its recurrent layers ({', '.join(recurrent)}) cannot be put back to the last accepted token"
+    holder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if not cache.is_croppable and type(holder) is not DynamicCache:
+        return f"its cache, a {type(cache).__name__}, cannot be put back to the last accepted token"
     return ""
 
 
@@ -73,6 +72,9 @@ def why_no_trees(target: Any, cache: Any) -> str:
             f"{', '.join(MASKED_ATTENTION)}"
         )
     layers = [layer for layer in cache_layers(cache) if getattr(layer, "keys", None) is not None]
+    recurrent = sorted({type(layer).__name__ for layer in recurrent_layers(cache)})
+    if recurrent:
+        return f"the branches of a tree cannot share the states of its recurrent layers ({', '.join(recurrent)})"
     kinds = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
     if kinds:
         return f"the branches of a tree cannot be told apart in its cache layers ({', '.join(kinds)})"
@@ -86,10 +88,27 @@ def cache_layers(cache: Any) -> list[Any]:
     return (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers
 
 
+def recurrent_layers(cache: Any) -> list[Any]:
+    """The layers that cannot drop their last tokens: a copy of them from before has to take their place."""
+    return [layer for layer in cache_layers(cache) if not layer.is_croppable]
+
+
 def furthest_position(target: Any) -> int:
     """Positions the target has; unlimited where its configuration names no limit."""
     window = getattr(text_config(target), "max_position_embeddings", None)
-    return sys.maxsize if window is None else window
+    return window if isinstance(window, int) and window > 0 else sys.maxsize
+
+
+# Tokens that recurrent layers may have to read again before they are read in a forward of their own.
+_MOST_UNREAD = 12
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a cache stands: its slots, and copies of the layers that cannot drop tokens, by index."""
+
+    slots: int
+    copies: dict[int, Any]
 
 
 class TargetRuntime:
@@ -114,12 +133,16 @@ class TargetRuntime:
         if not self._kwargs.get("output_hidden_states"):
             self._kwargs["output_hidden_states"] = self._tap_layers
         self._kept: list[int] = []  # slots that hold the text of each row
-        self._prompt_slots = 0
+        self._prompt_slots = self._prompt_length = 0
         self._attended: torch.Tensor | None = None
         self._last_positions: torch.Tensor | None = None
         self._kinds: list[Any] = []
         self._raw: Any = None  # what the last forward returned
-        self._read = 0  # and the columns it read
+        self._read = self._columns = 0  # the columns it read, and those of the drafts among them
+        self._recurrent = False
+        self._unread = 0  # accepted tokens that recurrent layers have been put back before
+        self._mark: Mark | None = None  # before the drafts read last, where layers are recurrent
+        self.forwards = 0
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any) -> TargetOutput:
         """Reads the prompts `[B, length]`, less what the cache already holds, as plain decoding does.
@@ -131,14 +154,19 @@ class TargetRuntime:
             ValueError: the target cannot take back what was rejected; the message says what is missing.
         """
         outputs = self._raw = self.target._prefill(input_ids, generation_config, self._kwargs)
+        self.forwards += 1
         self.cache = getattr(outputs, "past_key_values", None)
         reason = why_refused(self.target, self.cache)
         if reason:
             raise ValueError(f"{type(self.target).__name__} cannot be drafted for: {reason}.")
         # Not before: a window's layer would keep the whole prompt.
-        self.cache.activate_past_recording()
+        for layer in cache_layers(self.cache):
+            if layer.is_croppable and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        self._recurrent = bool(recurrent_layers(self.cache))
         self._prompt_slots = self.cache.get_seq_length()
         self._kept = [self._prompt_slots] * input_ids.shape[0]
+        self._prompt_length = input_ids.shape[1]
         mask = self._kwargs.get(self._mask_key)
         if mask is not None:
             self._attended = mask[:, -self._prompt_slots :].bool().to(self.target.device)
@@ -178,9 +206,21 @@ class TargetRuntime:
         Args:
             input_ids: `[B, length]`, the rows' texts up to and with the roots, left of them anything.
         """
-        self._read = max(map(len, trees))
-        self._raw = self._read_trees(trees) if self.trees else self._read_chains(trees, input_ids)
-        return self._output(self._raw)
+        self._columns = max(map(len, trees))
+        if self.trees:
+            self._read = self._columns
+            self._raw = self._read_trees(trees)
+            self.forwards += 1
+            return self._output(self._raw)
+        if self._unread > _MOST_UNREAD:
+            self._catch_up(input_ids[:, :-1])
+        self._mark = self.mark() if self._recurrent else None
+        size = self._columns
+        rows = [[*tree.tokens[1:], *[tree.tokens[0]] * (size - len(tree))] for tree in trees]
+        drafted = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device).view(len(rows), size - 1)
+        self._read = self._unread + size
+        self._raw = self._read_on(torch.cat([input_ids, drafted], dim=1), self._read)
+        return self._output(self._raw, size)
 
     def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
@@ -190,37 +230,60 @@ class TargetRuntime:
         if self.trees:
             self._commit_trees(max(map(len, trees)), paths)
             return
-        length = 1 + len(paths[0])
+        length, size = 1 + len(paths[0]), max(map(len, trees))
         self._kept = [slots + length for slots in self._kept]
         self._kwargs = self._updated(self._raw, length)
-        self.cache.crop(-(max(map(len, trees)) - length))
+        if self._mark is None:
+            self.cache.crop(-(size - length))
+        elif length == size:
+            self._unread = 0
+        else:
+            self.roll_back(self._mark)
+            self._unread += length
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
-        length = self.cache.get_seq_length()
+        mark, unread = self.mark(), self._unread
         try:
             yield
         except BaseException:
-            self.roll_back(length)
+            self.roll_back(mark)
+            self._unread = unread
             raise
 
-    def roll_back(self, length: int) -> None:
-        """Drops what the cache layers hold beyond `length` slots; a forward may have stopped between two layers."""
-        for layer in cache_layers(self.cache):
-            if isinstance(layer, LinearAttentionCacheLayerMixin):  # only convolutions, see `why_refused`
+    def mark(self) -> Mark:
+        layers = enumerate(cache_layers(self.cache))
+        copies = {i: copy.deepcopy(layer) for i, layer in layers if not layer.is_croppable} if self._recurrent else {}
+        return Mark(self.cache.get_seq_length(), copies)
+
+    def roll_back(self, mark: Mark) -> None:
+        """Puts the cache back to a mark, once; a forward may have stopped between two layers."""
+        layers = cache_layers(self.cache)
+        for index, layer in enumerate(layers):
+            if index in mark.copies:
+                layers[index] = mark.copies[index]
+            elif isinstance(layer, LinearAttentionCacheLayerMixin):  # a convolution keeps what it read since
                 states = [(state, layer.conv_kernel_size[i]) for i, state in layer.conv_states.items()]
                 layer.crop(-max((state.shape[-1] - size for state, size in states if state is not None), default=0))
             elif getattr(layer, "keys", None) is not None:
-                layer.crop(-max(layer.get_seq_length() - length, 0))
+                layer.crop(-max(layer.get_seq_length() - mark.slots, 0))
 
-    def finish(self, new_tokens: int) -> None:
-        """Leaves the cache as plain decoding would after `new_tokens` tokens."""
+    def finish(self, input_ids: torch.Tensor) -> None:
+        """Leaves the cache as plain decoding would.
+
+        Args:
+            input_ids: `[B, length]`, the finished texts, of which the last token is never read.
+        """
+        if self._unread:
+            self._catch_up(input_ids[:, :-1])
+        new_tokens = input_ids.shape[1] - self._prompt_length
         surplus = self.cache.get_seq_length() - (self._prompt_slots + new_tokens - 1)
         for layer in cache_layers(self.cache):
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.sliding_window = int(layer._sliding_window_tensor)
-        self.cache.crop(-max(surplus, 0))
+        if not self._recurrent:
+            self.cache.crop(-max(surplus, 0))
         for layer in cache_layers(self.cache):
             if hasattr(layer, "record_past"):
                 layer.record_past = False
@@ -234,6 +297,8 @@ class TargetRuntime:
     ) -> dict[str, tuple[torch.Tensor, ...]]:
         """Those of the last node of `path`, from the root on, as plain decoding returns them for one token."""
         outputs = {}
+        first = self._read - self._columns  # before it stand tokens that were read again
+        path = [first + node for node in path]
         for name in self._names(states, attentions):
             layers = self._raw[name]
             if name == self._states_key:
@@ -253,7 +318,10 @@ class TargetRuntime:
 
     def _of_text(self, weights: Sequence[torch.Tensor], row: int, path: Sequence[int]) -> Iterator[torch.Tensor]:
         """Of each layer's weights `[1, heads, 1, kv]` over the cache and all nodes, those of the row's own text."""
-        left_over = self.cache.get_seq_length() - self._read - self._kept[row]  # slots of other rows' longer paths
+        first = self._read - self._columns
+        path = [*range(first), *path]
+        # Slots of other rows' longer paths.
+        left_over = self.cache.get_seq_length() - self._read - (self._kept[row] - first)
         for layer, cached_layer in zip(weights, cache_layers(self.cache), strict=False):
             cached = layer.shape[-1] - self._read
             text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
@@ -278,19 +346,19 @@ class TargetRuntime:
         inputs[self._mask_key] = masks if len(masks) > 1 else next(iter(masks.values()))
         return self.target(**inputs, return_dict=True)
 
-    def _read_chains(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> Any:
-        size = max(map(len, trees))
-        rows = [[*tree.tokens, *[tree.tokens[0]] * (size - len(tree))] for tree in trees]
-        drafted = torch.tensor([row[1:] for row in rows], dtype=input_ids.dtype, device=input_ids.device)
-        ids = torch.cat([input_ids, drafted.view(len(rows), size - 1)], dim=1)
+    def _read_on(self, input_ids: torch.Tensor, size: int) -> Any:
+        """Reads the last `size` tokens of each text `[B, length]` after what is cached."""
         total = self.cache.get_seq_length() + size
         kwargs = _prepare_attention_mask(dict(self._kwargs), total, self._is_encoder_decoder)
         kwargs = _prepare_token_type_ids(kwargs, total)
         kwargs = _prepare_position_ids(kwargs, total, self._is_encoder_decoder)
-        return self.target(
-            **self._inputs(ids, size, kwargs[self._mask_key] if self._mask_key in kwargs else None, None, kwargs),
-            return_dict=True,
-        )
+        self.forwards += 1
+        return self.target(**self._inputs(input_ids, size, kwargs.get(self._mask_key), None, kwargs), return_dict=True)
+
+    def _catch_up(self, input_ids: torch.Tensor) -> None:
+        """Reads the accepted tokens that recurrent layers were put back before, for good."""
+        self._read_on(input_ids, self._unread)
+        self._unread = 0
 
     def _inputs(
         self,
@@ -352,10 +420,25 @@ class TargetRuntime:
             outputs, self._kwargs, is_encoder_decoder=self._is_encoder_decoder, num_new_tokens=new_tokens
         )
 
-    def _output(self, outputs: Any) -> TargetOutput:
-        states, device = outputs[self._states_key], outputs.logits.device
+    def _output(self, outputs: Any, columns: int | None = None) -> TargetOutput:
+        """Logits and taps of a forward, of its last `columns` only if given."""
+        states, device = outputs.get(self._states_key), outputs.logits.device
+        if states and len(states) <= self._tap_layers[-1]:
+            raise ValueError(
+                f"{type(self.target).__name__} cannot be drafted for: the drafter reads hidden state "
+                f"{self._tap_layers[-1]} of its layers, and it returns only {len(states)}."
+            )
+        shapes = {tuple(states[layer].shape[:-1]) for layer in self._tap_layers} if states else set()
+        if len(shapes) > 1 or any(len(shape) != 2 for shape in shapes) or not states:
+            found = "none" if not states else " and ".join(map(str, sorted(shapes)))
+            raise ValueError(
+                f"{type(self.target).__name__} cannot be drafted for: its hidden states have to be one vector for each "
+                f"position; found {found}."
+            )
         taps = torch.cat([states[layer].to(device) for layer in self._tap_layers], dim=-1)
-        return TargetOutput(outputs.logits, taps, outputs)
+        if columns is None:
+            return TargetOutput(outputs.logits, taps)
+        return TargetOutput(outputs.logits[:, -columns:], taps[:, -columns:])
 
 
 def _move(states: torch.Tensor, source: torch.Tensor, goal: torch.Tensor) -> None:

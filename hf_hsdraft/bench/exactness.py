@@ -1,0 +1,168 @@
+"""Is the sampled text distributed as the target's own? One round by itself, against the enumerated distribution.
+
+A target of a small vocabulary is a table here: its probabilities after every text of up to three tokens, put through
+the library's own logits processors. A round (a builder and a verifier, as decoding uses them) emits some tokens, and
+what is missing of three is drawn from the table. A chi-square test compares the counts with the product of the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..draft_tree import DraftTree, build_beam_trees
+from ..sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
+from ..verification import ChooseToken, ScoresAt, own_choice, rejection_choice, walk
+
+LENGTH = 3  # tokens compared
+VOCABULARY = 6
+DRAFTED = 5  # of them drafted: the last token is never in a tree
+_ROOT = 0
+
+PROCESSORS: dict[str, Callable[[], list[object]]] = {
+    "none": list,
+    "top_k": lambda: [TopKLogitsWarper(3)],
+    "top_p": lambda: [TopPLogitsWarper(0.8)],
+    "min_p": lambda: [MinPLogitsWarper(0.15)],
+    "typical": lambda: [TypicalLogitsWarper(0.8)],
+    "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
+}
+BUILDERS = ("beam", "gumbel", "stochastic_beam")
+
+Choice = Callable[[ScoresAt, DraftTree, torch.Tensor], ChooseToken]
+VERIFIERS: dict[str, Choice] = {
+    "walk": lambda scores_at, tree, ids: own_choice(scores_at, do_sample=True),
+    "rejection": rejection_choice,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One setting and how its texts were distributed.
+
+    Attributes:
+        setting: verifier, builder, processor and temperature.
+        samples: texts drawn.
+        p_value: of the chi-square test that they follow the target.
+        accepted: drafted tokens accepted a round.
+    """
+
+    setting: tuple[str, str, str, float]
+    samples: int
+    p_value: float
+    accepted: float
+
+
+class Table:
+    """A target of `VOCABULARY` tokens: processed scores and log-probabilities after each text."""
+
+    def __init__(self, processor: str, temperature: float, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        warpers = [TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
+        process = LogitsProcessorList([*PROCESSORS[processor](), *warpers])
+        self.scores: dict[tuple[int, ...], torch.Tensor] = {}
+        for length in range(LENGTH + 1):
+            for text in itertools.product(range(VOCABULARY), repeat=length):
+                raw = torch.randn(1, VOCABULARY, generator=generator) * 1.5
+                self.scores[text] = process(torch.tensor([[_ROOT, *text]]), raw)
+        self.probabilities = {text: scores[0].softmax(-1).double() for text, scores in self.scores.items()}
+        # The drafter knows something of the target, and it does not know the last token.
+        noise = torch.randn(LENGTH + 1, VOCABULARY, DRAFTED, generator=generator)
+        self.drafts = (noise / temperature).log_softmax(-1)
+
+    def exact(self) -> torch.Tensor:
+        """`[V, V, V]`: the probability of each text of three tokens."""
+        joint = torch.ones((), dtype=torch.float64)
+        for length in range(LENGTH):
+            texts = itertools.product(range(VOCABULARY), repeat=length)
+            rows = torch.stack([self.probabilities[text] for text in texts])
+            joint = joint.reshape(-1, 1) * rows
+        return joint.reshape((VOCABULARY,) * LENGTH)
+
+    def expand(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.drafts[level - 1][tokens], torch.zeros(*tokens.shape, 1)
+
+
+def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
+    """Trees of one builder for `count` rounds."""
+    roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
+    if builder == "gumbel":
+        return build_gumbel_trees(table.expand, roots, ids, branching=(3, 2))
+    if builder == "stochastic_beam":
+        return build_stochastic_beam_trees(table.expand, roots, ids, depth=2, beam_width=4)
+    return build_beam_trees(table.expand, roots, ids, depth=2, beam_width=3, tree_size=8)
+
+
+def check(
+    verifier: str | Choice, builder: str, processor: str, temperature: float, samples: int, seed: int = 0
+) -> Outcome:
+    """Draws texts by rounds of one setting and tests them.
+
+    Args:
+        verifier: a name of `VERIFIERS`, or a rule of one's own.
+    """
+    torch.manual_seed(seed)
+    choice = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
+    name = verifier if isinstance(verifier, str) else "other"
+    table, ids = Table(processor, temperature), torch.arange(DRAFTED)
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for start in range(0, samples, 2000):
+        for tree in grow(builder, table, min(2000, samples - start)):
+
+            def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
+                return table.scores[tuple(tokens)]
+
+            verdict = walk(tree, choice(scores_at, tree, ids), lambda tokens: False)
+            text = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
+            accepted += len(verdict.path)
+            while len(text) < LENGTH:
+                text = (*text, int(torch.multinomial(table.probabilities[text], 1)))
+            counts[text[:LENGTH]] += 1
+    return Outcome((name, builder, processor, temperature), samples, chi_square(counts, table.exact()), accepted / samples)
+
+
+def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
+    """Probability of counts at least as far from `exact` as these; cells expected less than 5 times are put together.
+
+    A text that cannot be gives 0.
+    """
+    total = sum(counts.values())
+    observed = torch.zeros_like(exact)
+    for text, count in counts.items():
+        observed[text] = count
+    if bool((observed[exact == 0] > 0).any()):
+        return 0.0
+    expected = exact * total
+    rare = expected < 5
+    cells = [(observed[~rare], expected[~rare])]
+    if float(expected[rare].sum()) > 0:
+        cells.append((observed[rare].sum()[None], expected[rare].sum()[None]))
+    seen, wanted = (torch.cat(part) for part in zip(*cells, strict=True))
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    freedom = torch.tensor(max(len(wanted) - 1, 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def settings(
+    processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
+) -> Iterator[tuple[str, str, str, float]]:
+    """All settings; rejection is for drawn nodes only."""
+    for verifier, builder in itertools.product(VERIFIERS, BUILDERS):
+        if verifier == "walk" or builder != "beam":
+            yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

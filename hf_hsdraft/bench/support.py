@@ -1,0 +1,214 @@
+"""The support table: every type of transformers that can be made tiny here, decoded with and without a drafter.
+
+No type is on a list of ours: they come from transformers' own mappings.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from ..configuration_hsdraft import HSDraftConfig
+from ..modeling_hsdraft import HSDrafter
+from ..target_runtime import text_config
+from .scripted import scripted
+from .tiny import tiny_config, tiny_model
+
+MAPPINGS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+}
+_NEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Support:
+    """One row of the table.
+
+    Attributes:
+        task, model_type: where the type comes from.
+        drafts: `"tree"`, `"chain"`, `"refused"`; `"plain fails"` where `generate()` alone does not work, `"not built"`
+            where no tiny model could be made.
+        equal: whether all texts were those of plain decoding; `None` if nothing was compared.
+        batch: the same of a left-padded batch, `"-"` where plain decoding has none.
+        tau: tokens per target forward in a batch of one, of scripted drafts.
+        reason: why it is not a tree.
+    """
+
+    task: str
+    model_type: str
+    drafts: str
+    equal: bool | None = None
+    batch: str = "-"
+    tau: float = 0.0
+    reason: str = ""
+
+
+def model_types(task: str) -> Iterator[tuple[str, Any, Any]]:
+    """Model type, configuration class and model class of all types of a task."""
+    for model_type, class_names in getattr(modeling_auto, MAPPINGS[task]).items():
+        module = importlib.import_module(
+            f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}"
+        )
+        for name in [class_names] if isinstance(class_names, str) else class_names:
+            model_class = getattr(module, name, None) or getattr(transformers, name)
+            yield model_type, model_class.config_class or configuration_auto.CONFIG_MAPPING[model_type], model_class
+            break
+
+
+def check_type(task: str, model_type: str, config_class: Any, model_class: Any) -> Support:
+    """Builds, decodes both ways, compares."""
+    model = plain = problem = None
+    for layer_lists in ("anew", "cut", "full"):
+        try:
+            model = tiny_model(model_class, tiny_config(config_class, layer_lists))
+        except Exception as error:  # other people's constructors raise anything
+            problem = problem or _brief(error)
+            continue
+        try:
+            plain = _decode(model, 1, None)
+            break
+        except Exception as error:
+            problem = _brief(error)
+    if plain is None:
+        return Support(task, model_type, "not built" if model is None else "plain fails", reason=problem or "")
+    try:
+        drafter = _drafter(model)
+        with scripted(_new(plain), seed=1):
+            drafted = _decode(model, 1, drafter)
+    except ValueError as error:
+        if "cannot be drafted for" not in str(error):
+            return Support(task, model_type, "error", reason=_brief(error))
+        return Support(task, model_type, "refused", reason=str(error).partition(": ")[2])
+    except Exception as error:
+        return Support(task, model_type, "error", reason=_brief(error))
+    statistics = drafted.statistics
+    equal = torch.equal(plain.sequences, drafted.sequences)
+    batch = _batch(model, drafter)
+    return Support(task, model_type, statistics.draft_kind, equal, batch, round(statistics.tau, 2), statistics.reason)
+
+
+def _batch(model: Any, drafter: HSDrafter) -> str:
+    try:
+        plain = _decode(model, 3, None)
+    except Exception:
+        return "-"
+    try:
+        with scripted(_new(plain), seed=2):
+            drafted = _decode(model, 3, drafter)
+    except Exception as error:
+        return _brief(error)
+    return "equal" if torch.equal(plain.sequences, drafted.sequences) else "differs"
+
+
+def _new(output: Any) -> list[list[int]]:
+    return output.sequences[:, -_NEW_TOKENS:].tolist()
+
+
+def _decode(model: Any, rows: int, drafter: HSDrafter | None) -> Any:
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(5, 80, (rows, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row] = 0
+    options = {} if drafter is None else {"assistant_model": drafter}
+    return model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=_NEW_TOKENS,
+        min_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def _drafter(model: Any) -> HSDrafter:
+    """Any drafter that fits: what it would draft is not used."""
+    config = text_config(model)
+    torch.manual_seed(1)
+    return HSDrafter(
+        HSDraftConfig(
+            config.vocab_size,
+            config.hidden_size,
+            config.num_hidden_layers,
+            num_attention_heads=1,
+            head_dim=8,
+            intermediate_size=16,
+            num_draft_steps=4,
+            head="trained",
+            draft_vocab_size=config.vocab_size,
+            injector_rank=4,
+            injector_hidden_size=8,
+        )
+    ).eval()
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def check_all(tasks: Sequence[str], only: Sequence[str] = ()) -> Iterator[Support]:
+    """All types of the tasks, one by one."""
+    for task in tasks:
+        for model_type, config_class, model_class in model_types(task):
+            if only and model_type not in only:
+                continue
+            yield check_type(task, model_type, config_class, model_class)
+            gc.collect()
+
+
+def as_markdown(rows: Sequence[Support]) -> str:
+    """The table with its counts."""
+    lines = [
+        "# Which targets can be drafted for",
+        "",
+        f"Written by `hsdraft support`, transformers {transformers.__version__}, torch {torch.__version__}: a tiny "
+        "random model of every type, decoded in float32 with and without scripted drafts (right to a random depth, "
+        f"among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch of three. Text prompts only.",
+        "",
+    ]
+    for task in dict.fromkeys(row.task for row in rows):
+        mine = [row for row in rows if row.task == task]
+        counts = Counter(row.drafts for row in mine)
+        decodable = [row for row in mine if row.drafts not in ("not built", "plain fails")]
+        differ = sum(row.equal is False or row.batch == "differs" for row in mine)
+        lines += [
+            f"## {task}",
+            "",
+            f"{len(mine)} types; of {len(decodable)} that plain `generate()` decodes here: {counts['tree']} trees, "
+            f"{counts['chain']} chains, {counts['refused']} refused, {counts['error']} errors; {differ} differ.",
+            "",
+            "| type | drafts | text | batch | tau | why |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in mine:
+            text = {True: "equal", False: "differs", None: "-"}[row.equal]
+            reason = row.reason.replace("|", "\\|")
+            lines.append(f"| {row.model_type} | {row.drafts} | {text} | {row.batch} | {row.tau or '-'} | {reason} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write_table(path: str, rows: Sequence[Support]) -> None:
+    temporary = f"{path}.tmp"
+    with open(temporary, "w") as file:
+        file.write(as_markdown(rows))
+    os.replace(temporary, path)
+
+
+def as_rows(rows: Sequence[Support]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]
