@@ -20,7 +20,7 @@ from .verification import ChooseToken, Verdict, greedy_choice, own_choice, rejec
 # decoding, so that it may tell rows apart by their number.
 _ROW_BY_ROW = tuple(
     getattr(logits_process, f"{name}LogitsProcessor", None) or getattr(logits_process, f"{name}LogitsWarper")
-    for name in ("RepetitionPenalty", "NoRepeatNGram", "NoBadWords", "SequenceBias", "MinLength", "SuppressTokens")
+    for name in ("NoRepeatNGram", "NoBadWords", "SequenceBias", "MinLength", "SuppressTokens")
 ) + tuple(
     getattr(logits_process, f"{name}LogitsWarper")
     for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
@@ -104,9 +104,10 @@ class DecodedTexts:
     @property
     def active(self) -> list[int]:
         """Rows that still grow."""
-        if all(row.end for row in self.rows):
-            return []
-        return [index for index, row in enumerate(self.rows) if not (row.end and self._has_eos) and self.room(index)]
+        if self._has_eos or not all(row.end for row in self.rows):
+            return [index for index, row in enumerate(self.rows) if not (row.end and self._has_eos) and self.room(index)]
+        length = self.length()
+        return [index for index, row in enumerate(self.rows) if row.ids.shape[1] < length]
 
     def room(self, index: int) -> int:
         """Tokens that may still be emitted in a row."""
@@ -143,7 +144,10 @@ class DecodedTexts:
             row.end = row.ids.shape[1]
 
     def stream(self) -> None:
-        """Hands on every step that all rows have reached, as single steps would have."""
+        """Hands on what is new: of one text its tokens `[1, n]`, of a batch each step `[B]` that all rows have reached.
+
+        The first is what transformers' assisted decoding does, the second what its plain decoding does.
+        """
         if self._streamer is None:
             return
         ready = min(
@@ -151,6 +155,9 @@ class DecodedTexts:
             default=self.length() - self.prompt_length,
         )
         ids = self.sequences(self.prompt_length + max(ready, self._streamed))
+        if len(self.rows) == 1 and ready > self._streamed:
+            self._streamer.put(ids[:, self.prompt_length + self._streamed :].cpu())
+            self._streamed = ready
         while self._streamed < ready:
             self._streamer.put(ids[:, self.prompt_length + self._streamed].cpu())
             self._streamed += 1

@@ -251,6 +251,8 @@ class _Positions:
         real = runtime.attended
         if real is None:
             real = torch.ones(batch_size, runtime.cache.get_seq_length(), dtype=torch.bool)
+        real = real.clone()
+        real[:, -1] = True  # also of a prompt padded at the right: the first token was chosen there
         positions = (real.long().cumsum(1) - 1).clamp(min=0)
         return cls(positions[:, -tapped:], real[:, -tapped:], real.sum(dim=1).tolist())
 

@@ -1,0 +1,361 @@
+"""The contract of `generate()` with a drafter: batches, ends, outputs, turns; against plain `generate()`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft.bench.scripted import scripted
+from hf_hsdraft.target_runtime import cache_layers
+
+NEW = 24
+OUTPUTS = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+    "output_attentions": True,
+}
+
+
+def batch_of(rows: int, length: int = 12, seed: int = 0, side: str = "left") -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, VOCAB, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        padded = slice(0, 2 * row) if side == "left" else slice(length - 2 * row, length)
+        ids[row, padded], mask[row, padded] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def compare(target, drafter, inputs, seed: int = 0, script=None, **kwargs):
+    """Plain decoding and scripted drafts, the same call; returns both outputs."""
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "return_dict_in_generate": True, **kwargs}
+    plain = target.generate(**inputs, **kwargs)
+    length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
+    with scripted(script or plain.sequences[:, length:].tolist(), seed=seed):
+        drafted = target.generate(**inputs, **kwargs, assistant_model=drafter)
+    return plain, drafted
+
+
+def assert_same_outputs(plain, drafted) -> None:
+    """Tokens, scores, logits, states, attentions and cache: the same shapes, and the same values up to rounding."""
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        theirs, ours = getattr(plain, name), getattr(drafted, name)
+        assert (theirs is None) == (ours is None), name
+        for step, (a, b) in enumerate(zip(theirs or (), ours or (), strict=True)):
+            for x, y in zip([a] if isinstance(a, torch.Tensor) else a, [b] if isinstance(b, torch.Tensor) else b, strict=True):
+                assert x.shape == y.shape, (name, step)
+                torch.testing.assert_close(y, x, atol=2e-4, rtol=2e-4, msg=lambda text: f"{name}, {step}: {text}")
+    for ours, theirs in zip(cache_layers(drafted.past_key_values), cache_layers(plain.past_key_values), strict=True):
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(ours.values, theirs.values, atol=2e-4, rtol=2e-4)
+
+
+def make_windowed(attention: str = "sdpa"):
+    from transformers import Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return make_target("eager")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_batches_of_padded_prompts(target, drafter, rows, side):
+    plain, drafted = compare(target, drafter, batch_of(rows, side=side))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.draft_kind == "tree" and drafted.statistics.tau > 1.3
+    assert drafted.statistics.target_forwards < NEW
+
+
+@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
+@pytest.mark.parametrize("injector", ["path", "low_rank"])
+def test_a_batch_drafts_for_each_row_what_it_drafts_alone(target, injector, reuse):
+    """A real drafter: the batch accepts row by row just as many tokens as calls for single prompts do."""
+    drafter = make_drafter(target, injector=injector)
+    drafter.generation_config.reuse = reuse
+    inputs = batch_of(3)
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "assistant_model": drafter, "return_dict_in_generate": True}
+    together = target.generate(**inputs, **kwargs)
+    emitted = forwards = 0
+    for row in range(3):
+        alone = target.generate(**{name: value[row : row + 1] for name, value in inputs.items()}, **kwargs)
+        assert together.sequences[row].tolist() == alone.sequences[0].tolist()
+        emitted += alone.statistics.new_tokens
+        forwards += alone.statistics.target_forwards
+    assert together.statistics.tau == pytest.approx(emitted / forwards)
+
+
+def test_rows_end_at_their_own_time(target, drafter):
+    """Rows that end early are filled up; scores and the rest stop where plain decoding stops."""
+    inputs = batch_of(4)
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    ends = [int(free[0, 12 + 4]), int(free[2, 12 + 9])]
+    plain, drafted = compare(target, drafter, inputs, eos_token_id=ends, output_scores=True)
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+    assert len(plain.scores) == len(drafted.scores)
+    assert (plain.sequences == 0).any() or plain.sequences.shape[1] < 12 + NEW
+
+
+def test_criteria_without_an_end_token_let_rows_go_on(target, drafter):
+    """Plain decoding fills rows up only where there are end tokens; else they go on until all have ended."""
+
+    class Third(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return (input_ids[:, 12:] % 7 == 3).any(dim=1)
+
+    plain, drafted = compare(target, drafter, batch_of(3), stopping_criteria=StoppingCriteriaList([Third()]))
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+    assert plain.sequences.shape[1] < 12 + NEW
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("make", [lambda: make_target("eager"), lambda: make_windowed("eager")])
+def test_outputs_are_those_of_plain_decoding(make, rows):
+    target = make()
+    plain, drafted = compare(target, make_drafter(target), batch_of(rows), **OUTPUTS)
+    assert_same_outputs(plain, drafted)
+    assert drafted.statistics.draft_kind == "tree"
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 3),
+    windowed=st.booleans(),
+    new=st.integers(1, 20),
+    ends=st.lists(st.integers(5, VOCAB - 1), max_size=12),
+    penalty=st.sampled_from([1.0, 1.3]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_trees_acceptances_and_ends(targets, seed, rows, windowed, new, ends, penalty):
+    """Random trees, random acceptance, random ends: tokens, scores and cache are those of plain decoding."""
+    target, drafter = targets[windowed]
+    kwargs = {"max_new_tokens": new, "eos_token_id": ends or None, "repetition_penalty": penalty, "output_scores": True}
+    plain, drafted = compare(target, drafter, batch_of(rows, seed=seed), seed=seed, **kwargs)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert len(plain.scores) == len(drafted.scores)
+    lengths = [_length(row, ends) for row in plain.sequences[:, 12:].tolist()]
+    for step, (ours, theirs) in enumerate(zip(drafted.scores, plain.scores, strict=True)):
+        going = [row for row, length in enumerate(lengths) if step < length]
+        torch.testing.assert_close(ours[going], theirs[going], atol=2e-4, rtol=2e-4)
+    for ours, theirs in zip(cache_layers(drafted.past_key_values), cache_layers(plain.past_key_values), strict=True):
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        if rows == 1:
+            torch.testing.assert_close(ours.keys, theirs.keys, atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(ours.values, theirs.values, atol=2e-4, rtol=2e-4)
+
+
+def _length(tokens: list[int], ends: list[int]) -> int:
+    return next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
+
+
+@pytest.fixture(scope="module")
+def targets():
+    made = {False: make_target(), True: make_windowed()}
+    return {windowed: (target, make_drafter(target)) for windowed, target in made.items()}
+
+
+def test_stop_strings(target, drafter):
+    """A string that starts in one token and ends in the next, met in the middle of an accepted path."""
+    letters = [chr(ord("a") + index) for index in range(26)]
+    vocabulary = {"abcdef": 0, **{a + b: 1 + index for index, (a, b) in enumerate(itertools.product(letters[:12], letters[:8]))}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="abcdef"))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="abcdef")
+    inputs = batch_of(2)
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    words = {index: word for word, index in vocabulary.items()}
+    stop = words[int(free[0, 12 + 6])][1] + words[int(free[0, 12 + 7])][0]
+    for rows in (1, 2):
+        some = {name: value[:rows] for name, value in inputs.items()}
+        plain, drafted = compare(target, drafter, some, stop_strings=[stop], tokenizer=tokenizer)
+        assert plain.sequences.tolist() == drafted.sequences.tolist()
+        assert rows > 1 or plain.sequences.shape[1] <= 12 + 8
+
+
+def test_no_time_left_ends_after_the_first_token(target, drafter):
+    plain, drafted = compare(target, drafter, batch_of(1), max_time=0.0)
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+    assert drafted.sequences.shape[1] == 13
+
+
+@pytest.mark.parametrize("limits", [{"min_new_tokens": 9}, {"min_length": 20}, {"max_length": 19, "max_new_tokens": None}])
+def test_lengths(target, drafter, limits):
+    inputs = batch_of(1)
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    plain, drafted = compare(target, drafter, inputs, eos_token_id=int(free[0, 12 + 3]), **limits)
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+
+
+def test_processors_that_tell_rows_apart(target, drafter):
+    """Each row of a batch gets what it would get from plain decoding."""
+
+    class Forbids(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            assert len(input_ids) == len(scores) == 3
+            for row in range(3):
+                scores[row, row::3] = -torch.inf
+            return scores
+
+    plain, drafted = compare(target, drafter, batch_of(3), logits_processor=LogitsProcessorList([Forbids()]))
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+
+    def allowed(batch_id, ids):
+        return list(range(10 * batch_id + 5, 10 * batch_id + 30))
+
+    plain, drafted = compare(target, drafter, batch_of(3), prefix_allowed_tokens_fn=allowed)
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+
+
+def test_guidance_is_exact_for_one_prompt_and_refused_for_more(target, drafter):
+    plain, drafted = compare(target, drafter, batch_of(1), guidance_scale=1.5)
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+    with pytest.raises(ValueError, match="call generate\\(\\) for each prompt"):
+        target.generate(**batch_of(2), max_new_tokens=3, guidance_scale=1.5, assistant_model=drafter)
+
+
+def test_streamers_of_a_batch_get_steps_in_order(target, drafter):
+    class Steps(BaseStreamer):
+        def __init__(self):
+            self.steps, self.ended = [], 0
+
+        def put(self, value):
+            self.steps.append(value.tolist())
+
+        def end(self):
+            self.ended += 1
+
+    inputs = batch_of(3)
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    kwargs = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": int(free[1, 17]), "pad_token_id": 0}
+    seen = []
+    for assistant in (None, drafter):
+        streamer = Steps()
+        with scripted(free[:, 12:].tolist()):
+            target.generate(**inputs, **kwargs, assistant_model=assistant, streamer=streamer)
+        assert streamer.ended == 1
+        seen.append(streamer.steps)
+    assert seen[0] == seen[1]
+
+
+def test_several_sequences_of_one_prompt(target, drafter):
+    torch.manual_seed(0)
+    output = target.generate(
+        **batch_of(2), do_sample=True, num_return_sequences=3, max_new_tokens=8, assistant_model=drafter
+    )
+    assert output.shape == (6, 20)
+    assert len({tuple(row) for row in output.tolist()}) > 3
+    torch.manual_seed(0)
+    again = target.generate(
+        **batch_of(2), do_sample=True, num_return_sequences=3, max_new_tokens=8, assistant_model=drafter
+    )
+    assert again.tolist() == output.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_prompts_as_embeddings(target, drafter, rows):
+    inputs = batch_of(rows)
+    embeds = target.get_input_embeddings()(inputs["input_ids"])
+    given = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+    plain, drafted = compare(target, drafter, given)
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+    by_tokens = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    assert drafted.sequences.tolist() == by_tokens[:, 12:].tolist()
+    real = target.generate(**given, do_sample=False, max_new_tokens=NEW, assistant_model=drafter)
+    assert real.tolist() == plain.sequences.tolist()
+
+
+@pytest.mark.parametrize("make", [make_target, make_windowed])
+def test_chats_go_on_from_the_returned_cache(make):
+    target = make()
+    drafter = make_drafter(target)
+    inputs = batch_of(1)
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    texts = []
+    for assistant in (None, drafter):
+        ids, cache = inputs["input_ids"], None
+        for turn in range(3):
+            given = {} if assistant is None else {"assistant_model": assistant}
+            output = target.generate(ids, past_key_values=cache, **kwargs, **given)
+            cache = output.past_key_values
+            ids = torch.cat([output.sequences, torch.tensor([[7 + turn, 8, 9]])], dim=1)
+        texts.append(ids.tolist())
+    assert texts[0] == texts[1]
+
+
+def test_a_cache_made_with_a_drafter_serves_plain_decoding(target, drafter):
+    first, drafted = compare(target, drafter, batch_of(1))
+    ids = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=NEW)
+    output = target.generate(ids, past_key_values=drafted.past_key_values, do_sample=False, max_new_tokens=NEW)
+    assert output.tolist() == expected.tolist()
+
+
+def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
+    """One row accepts everything, another nothing: the window's layers keep enough for both."""
+    torch.manual_seed(0)
+    from transformers import AutoModelForCausalLM
+
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=6,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    target = AutoModelForCausalLM.from_config(config).eval()
+    drafter = HSDrafter(HSDraftConfig.for_target(target, num_draft_steps=4, tree_size=8, draft_vocab_size=VOCAB))
+    inputs = batch_of(2)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=60)
+    wrong = [random.Random(0).randrange(5, VOCAB) for _ in range(60)]
+    with scripted([plain[0, 12:].tolist(), wrong], seed=4):
+        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=drafter)
+    assert drafted.tolist() == plain.tolist()
