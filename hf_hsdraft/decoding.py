@@ -15,7 +15,14 @@ from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_tree import DraftTree
 from .modeling_hsdraft import HSDrafter
 from .target_probe import PROBE_DEPTH, ability_of
-from .target_runtime import TargetOutput, TargetRuntime, furthest_position, text_config
+from .target_runtime import (
+    TargetOutput,
+    TargetRuntime,
+    frequencies_change,
+    furthest_position,
+    furthest_read,
+    text_config,
+)
 from .verification import Verdict
 
 logger = logging.get_logger(__name__)
@@ -182,19 +189,23 @@ def speculative_decoding(
         statistics.target_forwards, statistics.row_forwards = 1, len(rows)
 
     positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
-    deepest = furthest_position(target) - 1
     generator = None
     done = not texts.active
     while target._has_unfinished_sequences(done, synced_gpus, device=input_ids.device):
         if generator is None:
             clock.start()
-            options = _as_the_target_can(runtime, texts, output, options, deepest - max(positions.roots), statistics)
+            options = _as_the_target_can(runtime, texts, output, options, positions.roots, statistics)
             generator = HSCandidateGenerator(drafter, weights, options, batch_size=len(rows))
             _read_prompts(generator, texts, output, positions, model_kwargs.get("inputs_embeds"))
         active = texts.active
         clock.start()
-        # No node beyond a text's greatest length, nor beyond the last position that the target has.
-        depths = {row: max(min(texts.room(row) - 1, deepest - positions.roots[row]), 0) for row in active}
+        # No node beyond a text's greatest length, nor beyond what a forward may reach.
+        depths = {
+            row: max(min(texts.room(row) - 1, furthest_read(target, positions.roots[row]) - positions.roots[row]), 0)
+            for row in active
+        }
+        if runtime.in_step and depths:
+            depths = dict.fromkeys(depths, min(depths.values()))
         trees = [DraftTree.root(texts.last_token(row)) for row in rows]
         for row, tree in zip(active, generator.draft(depths), strict=True):
             trees[row] = tree
@@ -262,7 +273,7 @@ def _as_the_target_can(
     texts: DecodedTexts,
     output: TargetOutput,
     options: DraftOptions,
-    room: int,
+    roots: list[int],
     statistics: DraftStatistics | None,
 ) -> DraftOptions:
     """The options as far as the target can follow them: chains where it reads no trees.
@@ -270,10 +281,15 @@ def _as_the_target_can(
     Raises:
         ValueError: it reads no drafts at all.
     """
-    if room < PROBE_DEPTH:  # too close to the target's last position to try, or to draft
-        runtime.trees = False
-        return options
+    target = runtime.target
+    if any(furthest_read(target, root) - root < PROBE_DEPTH for root in roots):
+        runtime.trees = False  # too close to the target's last position to try, or to draft
+        return replace(options, beam_width=1, tree_size=options.depth)
     ability = ability_of(runtime, texts.batch(), output.logits[:, -1])
+    longest = max(root + texts.room(row) for row, root in enumerate(roots)) + 1
+    if ability.trees and len(roots) > 1 and frequencies_change(target, longest):
+        # The row that is furthest decides for all, so they have to go in step, as in plain decoding.
+        ability = replace(ability, trees=False, reason="its rotary frequencies follow the longest row of a batch")
     if not ability.chains:
         raise ValueError(f"{type(runtime.target).__name__} cannot be drafted for: {ability.reason}.")
     runtime.trees = ability.trees

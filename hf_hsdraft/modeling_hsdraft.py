@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -449,14 +449,27 @@ class HSDrafter(PreTrainedModel):
         vocab_ids = self.draft_vocab_ids().to(device)
         head = None
         if self.lm_head is None:
-            rows = output_head.weight.detach()
-            head = rows[vocab_ids.to(rows.device)].to(device, self.dtype)
+            with _at_hand(output_head) as weight:
+                head = weight.detach()[vocab_ids.to(weight.device)].to(device, self.dtype)
+        place = embedding.weight.device
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
-            place = embedding.weight.device
-            return embedding(tokens.to(place)).detach().to(device, self.dtype)  # the target is never trained
+            tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
+            return embedding(tokens).detach().to(device, self.dtype)  # the target is never trained
 
         return TargetWeights(embed, head, vocab_ids)
+
+
+@contextlib.contextmanager
+def _at_hand(module: nn.Linear) -> Iterator[torch.Tensor]:
+    """The weight of a module, fetched for a while if accelerate has put it away."""
+    if module.weight.device.type != "meta":
+        yield module.weight
+        return
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        yield module.weight
 
 
 def _causal_mask(

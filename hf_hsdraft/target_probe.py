@@ -124,22 +124,23 @@ def _misread(
         lines = str(error).strip().splitlines()
         return f"refused by its forward ({type(error).__name__}: {lines[0][:160] if lines else 'no message'})"
     runtime.roll_back(start)
-    distance = max(_distance(logits[:, path], true) for path, true in zip(paths, expected, strict=True))
-    return "" if distance <= _tolerance(runtime.target.dtype) else "read otherwise than one by one"
+    distances = torch.cat([_distances(logits[:, path], true) for path, true in zip(paths, expected, strict=True)])
+    return "" if _is_rounding(distances, runtime.target.dtype) else "read otherwise than one by one"
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    """Relative distance that rounding explains; another token, mask or position is far beyond it."""
-    if dtype not in (torch.float32, torch.float64):
-        return 0.12
-    return 1e-4 if torch.get_float32_matmul_precision() == "highest" else 1e-2
+def _is_rounding(distances: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether rounding explains relative distances; another token, mask or position is far beyond it."""
+    if dtype in (torch.float32, torch.float64):
+        return float(distances.max()) <= (1e-4 if torch.get_float32_matmul_precision() == "highest" else 1e-2)
+    # In half precision a close call of an expert router may change one position; a wrong mask changes most.
+    return float(distances.median()) <= 0.05
 
 
-def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Greatest distance between rows of logits, relative to the spread of the expected ones."""
+def _distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Distance of each row of logits, relative to the spread of the expected one."""
     logits, expected = logits.float(), expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    return float(((logits - expected).norm(dim=-1) / spread.clamp(min=1e-12)).max())
+    return ((logits - expected).norm(dim=-1) / spread.clamp(min=1e-12)).flatten()
 
 
 def _chain(tokens: Sequence[int]) -> DraftTree:

@@ -78,6 +78,11 @@ def why_no_trees(target: Any, cache: Any) -> str:
     kinds = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
     if kinds:
         return f"the branches of a tree cannot be told apart in its cache layers ({', '.join(kinds)})"
+    config = text_config(target)
+    if getattr(config, "alibi", False):
+        return "its attention is biased by the distance of cache slots, which a tree's nodes do not keep"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "some of its layers attend locally by cache slot, which a tree's nodes do not follow"
     if "position_ids" not in inspect.signature(target.forward).parameters:
         return "its positions follow from cache slots (no position_ids), and siblings in a tree share a position"
     return ""
@@ -94,9 +99,50 @@ def recurrent_layers(cache: Any) -> list[Any]:
 
 
 def furthest_position(target: Any) -> int:
-    """Positions the target has; unlimited where its configuration names no limit."""
+    """Positions the target has; unlimited where its configuration names no limit, or only one to scale from."""
     window = getattr(text_config(target), "max_position_embeddings", None)
+    if any("dynamic" in str(part.get("rope_type")) for part in _rotary_parameters(text_config(target))):
+        return sys.maxsize
     return window if isinstance(window, int) and window > 0 else sys.maxsize
+
+
+def furthest_read(target: Any, position: int) -> int:
+    """The furthest position that a forward may reach which decides about the token at `position`.
+
+    Never beyond the target's last one. Some rotary embeddings (`dynamic`, `longrope`) take other frequencies for the
+    whole forward once it reaches beyond a certain position; no draft may lead it there before the text does.
+    """
+    furthest = furthest_position(target) - 1
+    for last, ever in _changes_of_frequency(target):
+        if position <= last:
+            furthest = min(furthest, last)
+        elif ever or position == last + 1:
+            # The step over it is read as plain decoding reads it: some models compute their cache anew there.
+            furthest = position
+    return furthest
+
+
+def frequencies_change(target: Any, length: int) -> bool:
+    """Whether rotary frequencies change within texts of up to `length` tokens."""
+    return any(last < length - 1 for last, _ in _changes_of_frequency(target))
+
+
+def _changes_of_frequency(target: Any) -> list[tuple[int, bool]]:
+    """The last positions before rotary frequencies change, and whether they do at every position from there on."""
+    config = text_config(target)
+    changes = []
+    for parameters in _rotary_parameters(config):
+        kind = str(parameters.get("rope_type", "default"))
+        if kind == "longrope":
+            changes.append((parameters["original_max_position_embeddings"] - 1, False))
+        elif "dynamic" in kind:
+            changes.append((config.max_position_embeddings - 1, True))
+    return changes
+
+
+def _rotary_parameters(config: Any) -> list[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
 # Tokens that recurrent layers may have to read again before they are read in a forward of their own.
@@ -207,7 +253,7 @@ class TargetRuntime:
             input_ids: `[B, length]`, the rows' texts up to and with the roots, left of them anything.
         """
         self._columns = max(map(len, trees))
-        if self.trees:
+        if self.trees and (self._columns > 1 or len(trees) > 1):
             self._read = self._columns
             self._raw = self._read_trees(trees)
             self.forwards += 1
@@ -353,7 +399,12 @@ class TargetRuntime:
         kwargs = _prepare_token_type_ids(kwargs, total)
         kwargs = _prepare_position_ids(kwargs, total, self._is_encoder_decoder)
         self.forwards += 1
-        return self.target(**self._inputs(input_ids, size, kwargs.get(self._mask_key), None, kwargs), return_dict=True)
+        inputs = self._inputs(input_ids, size, kwargs.get(self._mask_key), None, kwargs)
+        outputs = self.target(**inputs, return_dict=True)
+        if inputs.get("past_key_values") is None:  # a model that computes its cache anew where its frequencies change
+            self.cache = outputs.past_key_values
+            self.cache.activate_past_recording()
+        return outputs
 
     def _catch_up(self, input_ids: torch.Tensor) -> None:
         """Reads the accepted tokens that recurrent layers were put back before, for good."""

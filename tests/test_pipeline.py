@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
 from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoModelForCausalLM, MambaConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
@@ -238,9 +239,9 @@ def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokeni
 
 def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenizer, tmp_path):
     """Before a single answer is generated."""
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(ValueError, match="rotary frequencies"):
-        run(make_target(rope_parameters=dynamic), tokenizer, plan(tmp_path))
+    mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, state_size=4, eos_token_id=4)
+    with pytest.raises(ValueError, match="cannot be drafted for: there is no cache"):
+        run(AutoModelForCausalLM.from_config(mamba).eval(), tokenizer, plan(tmp_path))
     with pytest.raises(ValueError, match="tree_size=6"):
         run(chatty, tokenizer, plan(tmp_path, drafter={"num_draft_steps": 30, "tree_size": 6}))
     with pytest.raises(ValueError, match="objective='forward'"):

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from ..configuration_hsdraft import HSDraftConfig
+from ..modeling_hsdraft import HSDrafter
 from .conversations import Conversation, tokenize_conversation
 from .files import write_json
 
@@ -25,6 +27,7 @@ def check_target_can_teach(target: Any, tokenizer: Any) -> None:
         )
     chat = Conversation((("user", "Count from one to ten."), ("assistant", "One, two, three.")))
     ids = tokenize_conversation(tokenizer, chat, 256).input_ids
+    _check_drafting(target, ids[None])
     _check_teacher(target, ids[None])
 
 
@@ -43,6 +46,15 @@ def check_template_keeps_turns(tokenizer: Any) -> None:
     """Raises a ValueError if the template renders earlier turns differently once later ones follow."""
     turns = (("user", "Name a colour."), ("assistant", "Blue."), ("user", "And another."), ("assistant", "Green."))
     tokenize_conversation(tokenizer, Conversation(turns), 256)
+
+
+def _check_drafting(target: Any, input_ids: torch.Tensor) -> None:
+    """Raises a ValueError unless the target decodes with a drafter of its size, the least there can be."""
+    least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}
+    drafter = HSDrafter(HSDraftConfig.for_target(target, **least)).to(target.device, target.dtype)
+    kwargs = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 4}
+    kwargs |= {"input_ids": input_ids, "eos_token_id": None}
+    target.generate(**{k: v.to(target.device) if torch.is_tensor(v) else v for k, v in kwargs.items()}, assistant_model=drafter)
 
 
 @torch.no_grad()

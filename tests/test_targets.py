@@ -1,0 +1,280 @@
+"""Targets by what they can do: trees, chains, or a clear error; the text is always the target's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from test_contract import NEW, batch_of, compare, make_windowed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+)
+
+from hf_hsdraft import target_probe
+from hf_hsdraft.bench.support import check_type, model_types
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
+LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"initializer_range": 0.3, "max_position_embeddings": 256}
+
+
+def model_of(model_type: str, auto=AutoModelForCausalLM, **fields):
+    torch.manual_seed(0)
+    return auto.from_config(AutoConfig.for_model(model_type, **{**SIZES, **fields})).eval()
+
+
+def check(target, expected: str, rows: int = 1, **kwargs):
+    plain, drafted = compare(target, make_drafter(target), batch_of(rows), **kwargs)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.draft_kind == expected, drafted.statistics.reason
+    assert drafted.statistics.tau > 1.1
+    return drafted.statistics
+
+
+TREES = {
+    "windows in all layers": ("mistral", {**LLAMA, "sliding_window": 8, "head_dim": 8}),
+    "windows beside full attention": ("qwen2", {**LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "learned positions": ("opt", {"ffn_dim": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32, "init_std": 0.3}),
+    "experts": ("mixtral", {**LLAMA, "num_local_experts": 4}),
+    "latent attention": (
+        "deepseek_v3",
+        {**LLAMA, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+        | {"qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+        | {"topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
+}
+CHAINS = {
+    "ALiBi": ("bloom", {"n_layer": 3, "n_head": 4, "initializer_range": 0.3}, "no position_ids"),
+    "ALiBi with positions": ("falcon", {"alibi": True, "num_hidden_layers": 3, "num_attention_heads": 4}, "cache slots"),
+    "local attention by slot": (
+        "gpt_neo", {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4}, "locally",
+    ),
+    "recurrent layers": (
+        "qwen3_next",
+        {**LLAMA, "num_hidden_layers": 4, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        "recurrent layers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", TREES)
+def test_trees(name, rows):
+    model_type, fields = TREES[name]
+    check(model_of(model_type, **fields), "tree", rows)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_where_a_tree_cannot_be(name, rows):
+    model_type, fields, reason = CHAINS[name]
+    assert reason in check(model_of(model_type, **fields), "chain", rows).reason
+
+
+def test_chunked_attention_by_position():
+    fields = {**LLAMA, "attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+    target = model_of("llama4_text", **fields, num_experts_per_tok=1, no_rope_layers=[1, 1, 0], moe_layers=[1])
+    assert "chunked_attention" in target.config.layer_types
+    for rows in (1, 3):
+        check(target, "tree", rows)
+
+
+def test_a_bare_cache_of_the_caller():
+    """It does not know which layers have windows; the masks do."""
+    check(make_windowed(), "tree", past_key_values=None)
+    target = make_windowed()
+    inputs, settings = batch_of(1), {"do_sample": False, "max_new_tokens": NEW}
+    plain = target.generate(**inputs, **settings)
+    drafter = make_drafter(target)
+    drafted = target.generate(**inputs, **settings, past_key_values=DynamicCache(), assistant_model=drafter)
+    assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+def test_encoder_decoders(model_type, rows):
+    fields = {"d_model": 32, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+    if model_type == "bart":
+        fields |= {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 64))}
+        fields |= {"init_std": 0.3, "max_position_embeddings": 128}
+    else:
+        fields |= {"d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "initializer_factor": 2.0}
+    fields = {name: value for name, value in fields.items() if name != "hidden_size"}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=VOCAB, eos_token_id=None, pad_token_id=0, **fields)
+    target = AutoModelForSeq2SeqLM.from_config(config).eval()
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True, "output_hidden_states": True}
+    plain = target.generate(**batch_of(rows), **kwargs)
+    from hf_hsdraft.bench.scripted import scripted
+
+    with scripted(plain.sequences[:, 1:].tolist()):
+        drafted = target.generate(**batch_of(rows), **kwargs, assistant_model=make_drafter(target))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
+    for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
+        assert [state.shape for state in ours] == [state.shape for state in theirs]
+
+
+def test_an_image_in_the_prompt():
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    text = {"model_type": "llama", **SIZES, **LLAMA}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llava", vision_config=vision, text_config=text, image_token_id=96)
+    target = AutoModelForImageTextToText.from_config(config).eval()
+    inputs = batch_of(1)
+    inputs["input_ids"][0, 3:7] = 96
+    inputs["input_ids"][0, 7:].clamp_(max=90)
+    inputs["pixel_values"] = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(1))
+    plain, drafted = compare(target, make_drafter(target), inputs, suppress_tokens=[96])
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.draft_kind == "tree", drafted.statistics.reason
+    assert target.generate(**inputs, assistant_model=make_drafter(target), max_new_tokens=NEW, do_sample=False,
+                           suppress_tokens=[96]).tolist() == plain.sequences.tolist()  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_image_with_positions_of_several_axes(rows):
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 14, "mlp_ratio": 1}
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    text = {**SIZES, **LLAMA, "rope_parameters": rope}
+    tokens = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2_vl", vision_config=vision, text_config=text, **tokens)
+    target = AutoModelForImageTextToText.from_config(config).eval()
+    inputs = batch_of(rows)
+    inputs["input_ids"].clamp_(max=90)
+    inputs["input_ids"][:, 5] = 94
+    inputs["input_ids"][:, 6:8] = 96
+    types = (inputs["input_ids"] == 96).int()
+    inputs["mm_token_type_ids"] = types
+    inputs["image_grid_thw"] = torch.tensor([[1, 2, 4]] * rows)
+    inputs["pixel_values"] = torch.randn(8 * rows, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(1))
+    special = [93, 94, 95, 96]
+    plain, drafted = compare(target, make_drafter(target), inputs, suppress_tokens=special)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.draft_kind == "tree", drafted.statistics.reason
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("kind", "model_type"), [("dynamic", "llama"), ("longrope", "llama"), ("longrope", "phi3")])
+def test_rotary_frequencies_that_change_with_the_length(kind, model_type, rows):
+    """No draft reaches over the change, and beyond it drafts go on where the library's frequencies allow."""
+    if kind == "dynamic":
+        target = make_target(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=24)
+    else:
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+        rope |= {"original_max_position_embeddings": 24, "factor": 4.0}
+        fields = {**LLAMA, "max_position_embeddings": 96, "rope_parameters": rope}
+        target = model_of("phi3" if model_type == "phi3" else "llama", **fields)
+        if model_type == "phi3":  # it computes its cache anew at the change
+            target.config.original_max_position_embeddings = 24
+    plain, drafted = compare(target, make_drafter(target), batch_of(rows))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.tau > 1.05
+
+
+def test_flex_attention_reads_trees():
+    check(make_target("flex_attention"), "tree")
+
+
+def test_an_attention_without_masks_gets_chains_and_one_warning(caplog):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    AttentionInterface.register("causal_only", sdpa_attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("causal_only", sdpa_mask)
+    statistics = check(make_target("causal_only"), "chain")
+    assert "'causal_only'" in statistics.reason
+
+
+def test_peft_wrapped_targets():
+    peft = pytest.importorskip("peft")
+    target = make_target()
+    wrapped = peft.get_peft_model(target, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    plain, drafted = compare(wrapped, make_drafter(target), batch_of(2))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.draft_kind == "tree"
+
+
+def test_dispatched_and_offloaded_targets(tmp_path):
+    from accelerate import dispatch_model
+
+    target = make_target()
+    drafter = make_drafter(target)
+    plain = target.generate(**batch_of(2), do_sample=False, max_new_tokens=NEW)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    spread = dispatch_model(target, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    drafted = spread.generate(**batch_of(2), do_sample=False, max_new_tokens=NEW, assistant_model=drafter)
+    assert drafted.tolist() == plain.tolist()
+
+
+def test_compiled_targets():
+    target = make_target()
+    plain = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
+    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
+    drafted = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW, assistant_model=make_drafter(target))
+    assert drafted.tolist() == plain.tolist()
+
+
+def test_a_target_that_misreads_trees_is_found_out(monkeypatch):
+    """A planted fault: its forward ignores masks of four axes. Chains are read rightly, so chains it is."""
+    target = make_target()
+    forward = type(target.model).forward
+
+    def deaf(self, *args, attention_mask=None, **kwargs):
+        attention_mask = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
+        return forward(self, *args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", deaf)
+    assert "otherwise than one by one" in check(target, "chain").reason
+
+
+def test_a_target_that_misreads_chains_is_refused(monkeypatch):
+    target = make_target()
+    forward = type(target.model).forward
+
+    def forgetful(self, input_ids=None, position_ids=None, **kwargs):
+        if input_ids is not None and 1 < input_ids.shape[1] < 6:
+            position_ids = torch.zeros_like(position_ids)
+        return forward(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", forgetful)
+    with pytest.raises(ValueError, match="several tokens at once are read otherwise than one by one"):
+        target.generate(**batch_of(1), max_new_tokens=NEW, assistant_model=make_drafter(target))
+
+
+def test_what_a_target_can_is_tried_once():
+    target, calls = make_target(), []
+    drafter = make_drafter(target)
+    target.register_forward_hook(lambda *_: calls.append(1))
+    counts = []
+    for _ in range(2):
+        calls.clear()
+        output = target.generate(
+            **batch_of(1), max_new_tokens=NEW, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        counts.append(len(calls) - output.statistics.target_forwards)
+    assert counts[0] > 0 and counts[1] == 0
+    del target, drafter, output
+    import gc
+
+    gc.collect()
+    assert all(kept is not None for kept in target_probe._known)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "mamba"])
+def test_the_support_table_tells_trees_chains_and_refusals(model_type):
+    rows = [check_type("causal", *row) for row in model_types("causal") if row[0] == model_type]
+    expected = {"bloom": "chain", "mamba": "refused"}.get(model_type, "tree")
+    assert [row.drafts for row in rows] == [expected]
+    assert rows[0].equal is (None if expected == "refused" else True)
+    assert bool(rows[0].reason) == (expected != "tree")
