@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +170,21 @@ class _Row:
     leftover_path: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class DraftMemory:
+    """What a drafter has read of one text, for the next call that goes on from the same cache.
+
+    Attributes:
+        drafter: whose memory it is; length: of the text when it was made, the last token included.
+        context, pending: what was read, and what was still waiting.
+    """
+
+    drafter: weakref.ref[HSDrafter]
+    length: int
+    context: DraftContext | None
+    pending: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
+
+
 class HSCandidateGenerator(CandidateGenerator):
     """Drafts trees (or chains) for the sequences of a batch from the target's hidden states.
 
@@ -197,6 +213,19 @@ class HSCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self._context: DraftContext | None = None
         self._rows = [_Row() for _ in range(batch_size)]
+
+    def memory(self, length: int) -> DraftMemory:
+        """What has been read of a single text of `length` tokens."""
+        return DraftMemory(weakref.ref(self.drafter), length, self._context, tuple(self._rows[0].pending))
+
+    def resume(self, memory: DraftMemory | None, cached: int) -> None:
+        """Goes on from a memory, if it is this drafter's and of a text whose first `cached` tokens are in the cache.
+
+        Of another text it would only cost acceptance, so it is left alone then.
+        """
+        if memory is not None and memory.drafter() is self.drafter and memory.length == cached + 1:
+            self._context = memory.context
+            self._rows[0].pending.extend(memory.pending)
 
     def read(
         self,

@@ -27,6 +27,8 @@ from .verification import Verdict
 
 logger = logging.get_logger(__name__)
 
+_MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
+
 
 @dataclass
 class DraftStatistics:
@@ -196,6 +198,8 @@ def speculative_decoding(
             clock.start()
             options = _as_the_target_can(runtime, texts, output, options, positions.roots, statistics)
             generator = HSCandidateGenerator(drafter, weights, options, batch_size=len(rows))
+            if len(rows) == 1:
+                generator.resume(getattr(runtime.cache, _MEMORY, None), runtime.cached_before)
             _read_prompts(generator, texts, output, positions, model_kwargs.get("inputs_embeds"))
         active = texts.active
         clock.start()
@@ -221,9 +225,7 @@ def speculative_decoding(
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
             texts.stream()
-        shared = len(next(iter(verdicts.values())).path) if runtime.in_step and active else 0
-        paths = [verdicts[row].path if row in verdicts else [0] * shared for row in rows]
-        runtime.commit(trees, paths)
+        runtime.commit(trees, [verdicts[row].path if row in verdicts else None for row in rows])
         done = not texts.active
         for row, verdict in verdicts.items():
             generator.settle([trees[row].tokens[node] for node in verdict.path], row)
@@ -237,6 +239,9 @@ def speculative_decoding(
     texts.end_stream()
     sequences = texts.sequences()
     runtime.finish(sequences)
+    outlives = statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
+    if outlives and generator is not None and len(rows) == 1:
+        setattr(runtime.cache, _MEMORY, generator.memory(runtime.cache.get_seq_length() + 1))
     if statistics is None:
         return sequences
     clock.finish()

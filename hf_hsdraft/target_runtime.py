@@ -189,6 +189,7 @@ class TargetRuntime:
         self._unread = 0  # accepted tokens that recurrent layers have been put back before
         self._mark: Mark | None = None  # before the drafts read last, where layers are recurrent
         self.forwards = 0
+        self.cached_before = 0  # slots the cache of the call came with
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any) -> TargetOutput:
         """Reads the prompts `[B, length]`, less what the cache already holds, as plain decoding does.
@@ -199,6 +200,8 @@ class TargetRuntime:
         Raises:
             ValueError: the target cannot take back what was rejected; the message says what is missing.
         """
+        before = self._kwargs.get("past_key_values")
+        self.cached_before = 0 if before is None else before.get_seq_length()
         outputs = self._raw = self.target._prefill(input_ids, generation_config, self._kwargs)
         self.forwards += 1
         self.cache = getattr(outputs, "past_key_values", None)
@@ -268,17 +271,20 @@ class TargetRuntime:
         self._raw = self._read_on(torch.cat([input_ids, drafted], dim=1), self._read)
         return self._output(self._raw, size)
 
-    def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> None:
+    def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
 
-        Where the rows are `in_step`, all paths are equally long.
+        Args:
+            paths: `None` for rows that have ended, of which nothing is kept. Where the rows are `in_step`, all paths
+                are equally long.
         """
         if self.trees:
             self._commit_trees(max(map(len, trees)), paths)
             return
-        length, size = 1 + len(paths[0]), max(map(len, trees))
+        length, size = max(_kept_of(path) for path in paths), max(map(len, trees))
         self._kept = [slots + length for slots in self._kept]
-        self._kwargs = self._updated(self._raw, length)
+        if length:
+            self._kwargs = self._updated(self._raw, length)
         if self._mark is None:
             self.cache.crop(-(size - length))
         elif length == size:
@@ -434,17 +440,16 @@ class TargetRuntime:
             inputs["logits_to_keep"] = size
         return inputs
 
-    def _commit_trees(self, size: int, paths: Sequence[Sequence[int]]) -> None:
+    def _commit_trees(self, size: int, paths: Sequence[Sequence[int] | None]) -> None:
         total = self.cache.get_seq_length()
         start = total - size
-        longest = 1 + max(map(len, paths))
-        # A row with a shorter path moves its last columns onto themselves.
-        source = [[start, *(start + n for n in path), *range(start + 1 + len(path), start + longest)] for path in paths]
-        goal = [
-            [*range(kept, kept + 1 + len(path)), *range(start + 1 + len(path), start + longest)]
-            for kept, path in zip(self._kept, paths, strict=True)
-        ]
-        self._kept = [kept + 1 + len(path) for kept, path in zip(self._kept, paths, strict=True)]
+        longest = max(_kept_of(path) for path in paths)
+        source, goal = [], []
+        for kept, path in zip(self._kept, paths, strict=True):
+            spare = [*range(start + _kept_of(path), start + longest)]  # moved onto themselves
+            source.append([*([] if path is None else [start, *(start + node for node in path)]), *spare])
+            goal.append([*range(kept, kept + _kept_of(path)), *spare])
+        self._kept = [kept + _kept_of(path) for kept, path in zip(self._kept, paths, strict=True)]
         if source != goal:
             first = next(i for i in range(longest) if any(s[i] != g[i] for s, g in zip(source, goal, strict=True)))
             device = self.target.device
@@ -490,6 +495,11 @@ class TargetRuntime:
         if columns is None:
             return TargetOutput(outputs.logits, taps)
         return TargetOutput(outputs.logits[:, -columns:], taps[:, -columns:])
+
+
+def _kept_of(path: Sequence[int] | None) -> int:
+    """Tokens that a commit keeps: the root and its path, or nothing."""
+    return 0 if path is None else 1 + len(path)
 
 
 def _move(states: torch.Tensor, source: torch.Tensor, goal: torch.Tensor) -> None:

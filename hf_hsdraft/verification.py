@@ -104,7 +104,8 @@ def rejection_choice(scores_at: ScoresAt, tree: DraftTree, vocab_ids: torch.Tens
 
     def choose(node: int, tokens: list[int]) -> int:
         scores = scores_at(node, tokens)
-        return _without_replacement(scores[0].softmax(dim=-1), siblings[node], tree.log_probs[node], vocab_ids)
+        log_probs = tree.log_probs[node] if siblings[node] else None
+        return _without_replacement(scores[0].softmax(dim=-1), siblings[node], log_probs, vocab_ids)
 
     return choose
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 
@@ -325,6 +326,22 @@ def test_chats_go_on_from_the_returned_cache(make):
     assert texts[0] == texts[1]
 
 
+def test_the_drafter_goes_on_from_the_returned_cache_too(target, drafter):
+    """The next turn is drafted just as if the whole text had been read anew, also from a copy of the cache."""
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True, "assistant_model": drafter}
+    first = target.generate(**batch_of(1), **kwargs)
+    ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    anew = target.generate(ids, **kwargs)
+    for cache in (copy.deepcopy(first.past_key_values), first.past_key_values):
+        output = target.generate(ids, past_key_values=cache, **kwargs)
+        assert output.sequences.tolist() == anew.sequences.tolist()
+        assert output.statistics.accepted_lengths == anew.statistics.accepted_lengths
+    other = make_drafter(target, seed=9)
+    cropped = target.generate(ids[:, :14], past_key_values=None, **{**kwargs, "max_new_tokens": 4}).past_key_values
+    output = target.generate(ids, past_key_values=cropped, **{**kwargs, "assistant_model": other})
+    assert output.sequences.tolist() == anew.sequences.tolist()
+
+
 def test_a_cache_made_with_a_drafter_serves_plain_decoding(target, drafter):
     first, drafted = compare(target, drafter, batch_of(1))
     ids = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
@@ -359,3 +376,33 @@ def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
     with scripted([plain[0, 12:].tolist(), wrong], seed=4):
         drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=drafter)
     assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_synced_processes_wait_for_each_other(target, drafter, monkeypatch, rows):
+    """With ZeRO or FSDP every process runs forwards until all have ended; the idle ones change nothing."""
+    inputs = batch_of(rows)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW, return_dict_in_generate=True)
+    idle = 3
+
+    def unfinished(self, this_peer_finished, synced_gpus, device):
+        nonlocal idle
+        assert synced_gpus
+        if this_peer_finished:
+            idle -= 1
+        return idle >= 0
+
+    monkeypatch.setattr(type(target), "_has_unfinished_sequences", unfinished)
+    with scripted(plain.sequences[:, 12:].tolist()):
+        drafted = target.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=NEW,
+            assistant_model=drafter,
+            synced_gpus=True,
+            return_dict_in_generate=True,
+        )
+    assert idle == -1
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    length = plain.past_key_values.get_seq_length()
+    assert drafted.past_key_values.get_seq_length() == length

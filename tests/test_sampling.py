@@ -1,0 +1,134 @@
+"""Sampled texts are distributed as the target's own; the same test finds a biased verifier."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hsdraft.bench.exactness import DRAFTED, Table, check, chi_square, grow
+from hf_hsdraft.bench.exactness import settings as all_settings
+from hf_hsdraft.sampled_trees import branching_for
+from hf_hsdraft.verification import rejection_choice
+
+SMALL = 6  # tokens of the target
+SETTINGS = [s for s in all_settings(("none", "top_p", "repetition"), (0.5, 1.5)) if s[2] != "none" or s[3] == 1.5]
+
+
+@pytest.mark.parametrize(("verifier", "builder", "processor", "temperature"), SETTINGS)
+def test_one_round_is_distributed_as_the_target(verifier, builder, processor, temperature):
+    assert check(verifier, builder, processor, temperature, samples=4000).p_value > 1e-4
+
+
+def test_rejection_accepts_more_than_the_walk_at_high_temperature():
+    walk, rejection = (check(name, "gumbel", "none", 1.5, samples=4000) for name in ("walk", "rejection"))
+    assert rejection.accepted > 1.3 * walk.accepted
+
+
+def test_a_biased_verifier_is_found():
+    """Ratios with a distribution that the nodes were not drawn from, as with a beam's."""
+
+    def biased(scores_at, tree, ids):
+        flat = torch.full((DRAFTED,), 1 / DRAFTED).log()
+        return rejection_choice(scores_at, replace(tree, log_probs=(flat,) * len(tree)), ids)
+
+    assert check(biased, "beam", "none", 1.0, samples=4000).p_value < 1e-6
+
+
+def test_the_chi_square_is_the_textbook_one():
+    exact = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    assert chi_square(Counter({(0,): 20, (1,): 30, (2,): 50}), exact) == pytest.approx(1.0)
+    # (30 - 20)^2 / 20 + 0 + (40 - 50)^2 / 50 = 7 with two degrees of freedom: exp(-3.5)
+    assert chi_square(Counter({(0,): 30, (1,): 30, (2,): 40}), exact) == pytest.approx(0.0301974, abs=1e-6)
+    assert chi_square(Counter({(0,): 1}), torch.tensor([0.0, 1.0], dtype=torch.float64)) == 0.0
+
+
+@pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
+def test_siblings_are_draws_without_replacement(builder):
+    """The first child of the root is a draw from q; the second one from q without the first."""
+    table = Table("none", 1.0)
+    q = table.drafts[0][0].exp().double()
+    firsts: Counter[tuple[int, ...]] = Counter()
+    pairs: Counter[tuple[int, ...]] = Counter()
+    torch.manual_seed(0)
+    for tree in grow(builder, table, 6000):
+        children = [tree.tokens[node] for node in range(1, len(tree)) if tree.parents[node] == 0]
+        assert len(set(children)) == len(children)
+        firsts[(children[0],)] += 1
+        if builder == "gumbel":
+            pairs[tuple(children[:2])] += 1
+    assert chi_square(firsts, q) > 1e-4
+    if pairs:
+        joint = q[:, None] * q[None, :] / (1 - q[:, None])
+        joint.fill_diagonal_(0.0)
+        assert chi_square(pairs, joint) > 1e-4
+
+
+@given(depth=st.integers(1, 8), size=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_branching_uses_the_nodes_it_may(depth, size):
+    branching = branching_for(depth, size)
+    assert len(branching) == min(depth, size) and min(branching) >= 1
+    assert sum(torch.tensor(branching).cumprod(0).tolist()) <= size
+    assert list(branching) == sorted(branching, reverse=True)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target of six tokens, of which the drafter knows five, and the exact distribution of three of its tokens."""
+    target = make_target(vocab_size=SMALL, pad_token_id=None, bos_token_id=None, initializer_range=0.2)
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+def exact_distribution(target, prompt: torch.Tensor, temperature: float) -> torch.Tensor:
+    texts = torch.tensor(list(itertools.product(range(SMALL), repeat=3)))
+    with torch.no_grad():
+        logits = target(torch.cat([prompt.expand(len(texts), -1), texts], dim=1)).logits[:, -4:-1] / temperature
+    chosen = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum(dim=(1, 2))
+    return chosen.exp().reshape(SMALL, SMALL, SMALL)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("verification", "builder"), [("walk", "beam"), ("rejection", "gumbel"), ("rejection", "stochastic_beam")]
+)
+def test_whole_calls_are_distributed_as_the_target(small, verification, builder, rows):
+    drafter = make_drafter(small, draft_vocab_size=5, draft_vocab_ids=[0, 1, 2, 3, 4], num_draft_steps=2, tree_size=6)
+    drafter.generation_config.verification = verification
+    drafter.generation_config.tree_builder = builder
+    drafter.generation_config.beam_width = 3
+    prompt = torch.tensor([[1, 4, 2, 2, 3]])
+    counts: Counter[tuple[int, ...]] = Counter()
+    torch.manual_seed(1)
+    for _ in range(800 if rows > 1 else 600):
+        output = small.generate(
+            prompt.repeat(rows, 1), do_sample=True, temperature=1.3, top_k=0, max_new_tokens=3, assistant_model=drafter
+        )
+        counts.update(tuple(row) for row in output[:, 5:].tolist())
+    assert chi_square(counts, exact_distribution(small, prompt, 1.3)) > 1e-4
+    assert any(5 in text for text in counts), "a token that is not in the draft vocabulary was never emitted"
+
+
+@pytest.mark.parametrize("verification", ["walk", "rejection"])
+def test_a_seed_gives_the_same_text_again(small, verification):
+    drafter = make_drafter(small, draft_vocab_size=5, num_draft_steps=3, tree_size=8, draft_vocab_ids=[0, 1, 2, 3, 4])
+    drafter.generation_config.verification, drafter.generation_config.tree_builder = verification, "gumbel"
+    texts = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        prompt = torch.tensor([[1, 2, 3]])
+        texts.append(small.generate(prompt, do_sample=True, max_new_tokens=30, assistant_model=drafter).tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_greedy_decoding_is_exact_under_rejection_too(target, drafter, prompt):
+    drafter.generation_config.verification, drafter.generation_config.tree_builder = "rejection", "stochastic_beam"
+    plain = target.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
