@@ -279,9 +279,7 @@ class HSCandidateGenerator(CandidateGenerator):
             lengths = torch.tensor([sum(len(part[2]) for part in self._rows[row].pending) for row in rows])
             starts = (lengths.cumsum(0) - 1).to(taps.device)
             documents = torch.tensor(rows).repeat_interleave(lengths).to(taps.device)
-        output = self.drafter(
-            taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth
-        )
+        output = self.drafter(taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth)
         self._context = output.context
         hidden = torch.stack(output.hidden_states, dim=1)
         for row, states in zip(rows, hidden, strict=True):
@@ -307,7 +305,9 @@ class HSCandidateGenerator(CandidateGenerator):
             for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
                 if leftover is not None:
                     old = leftover[None, : depths[index]]
-                    expansion = self._expansion(old, self.drafter.logits(old, self.weights), self._since(self._rows[row]))
+                    expansion = self._expansion(
+                        old, self.drafter.logits(old, self.weights), self._since(self._rows[row])
+                    )
                     [resampled] = self._grow([roots[index]], expansion, [expansion.depth])
                     trees[index] = merge_trees(trees[index], resampled, self.options.tree_size)
         return trees
@@ -357,9 +357,7 @@ class HSCandidateGenerator(CandidateGenerator):
         if options.tree_builder == "stochastic_beam":
             width = min(options.beam_width, options.tree_size)
             depth = min(expansion.depth, options.tree_size // width)
-            return build_stochastic_beam_trees(
-                expansion, tokens, ids, depth=depth, beam_width=width, max_depths=depths
-            )
+            return build_stochastic_beam_trees(expansion, tokens, ids, depth=depth, beam_width=width, max_depths=depths)
         return build_beam_trees(
             expansion,
             tokens,

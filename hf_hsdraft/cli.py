@@ -131,6 +131,86 @@ def bench(
     print_table(run_bench(model, tokenizer, chosen, questions, limit, max_new_tokens, console, json_out), console)
 
 
+@app.command()
+def throughput(
+    prompts: Annotated[list[Path], typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`.")],
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2,4,8,16",
+    calls: Annotated[int, typer.Option(min=1, help="Batches timed for each size.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    tree_size: Annotated[int | None, typer.Option(min=1, help="Nodes a round and row; default: the drafter's.")] = None,
+    num_assistant_tokens: Annotated[int | None, typer.Option(min=1, help="Depth; default: the drafter's.")] = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Times batches of prompts with and without the drafter, sides alternating in one process."""
+    from .bench.table import spread
+    from .bench.throughput import print_throughput, run_throughput
+    from .training.conversations import read_prompts
+
+    questions = spread([prompt for path in prompts for prompt in read_prompts(path)], None)
+    model, tokenizer, loaded = _load(target, drafter, dtype, device)
+    for name, value in (("tree_size", tree_size), ("num_assistant_tokens", num_assistant_tokens)):
+        if value is not None:
+            setattr(loaded.generation_config, name, value)
+    sizes = [int(size) for size in batch_sizes.split(",")]
+    texts = [question.turns[0] for question in questions]
+    print_throughput(run_throughput(model, tokenizer, loaded, texts, sizes, max_new_tokens, calls), console)
+
+
+@app.command()
+def support(
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "causal,seq2seq,image-text",
+    only: Annotated[str, typer.Option(help="Model types, comma-separated; default: all.")] = "",
+) -> None:
+    """Decodes a tiny random model of every type of transformers with and without drafts, and writes the table."""
+    from .bench.support import MAPPINGS, as_markdown, check_all, write_table
+
+    names = [task.strip() for task in tasks.split(",")]
+    if not set(names) <= set(MAPPINGS):
+        raise typer.BadParameter(f"expected some of {', '.join(MAPPINGS)}", param_hint="--tasks")
+    rows = []
+    for row in check_all(names, [name for name in only.split(",") if name]):
+        rows.append(row)
+        console.print(f"{row.task} {row.model_type}: {row.drafts} {row.reason}", highlight=False, soft_wrap=True)
+    if out is not None:
+        write_table(str(out), rows)
+    console.print(as_markdown(rows) if out is None else f"{len(rows)} types, table written to {out}", highlight=False)
+    if any(row.equal is False or row.batch == "differs" for row in rows):
+        sys.exit(1)
+
+
+@app.command()
+def exactness(
+    samples: Annotated[int, typer.Option(min=1000, help="Rounds drawn for each setting.")] = 200_000,
+    processors: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
+    part: Annotated[str, typer.Option(help="i/n: the i-th of n shares of the settings, to run side by side.")] = "1/1",
+) -> None:
+    """Tests that every builder and verifier emits the target's own distribution; exits with 1 if not."""
+    from .bench.exactness import PROCESSORS, check, settings
+
+    chosen = tuple(name for name in processors.split(",") if name) or tuple(PROCESSORS)
+    if not set(chosen) <= set(PROCESSORS):
+        raise typer.BadParameter(f"expected some of {', '.join(PROCESSORS)}", param_hint="--processors")
+    index, _, count = part.partition("/")
+    mine = list(settings(chosen))[int(index) - 1 :: int(count)]
+    worst = 1.0
+    for setting in mine:
+        outcome = check(*setting, samples=samples)
+        worst = min(worst, outcome.p_value)
+        verifier, builder, processor, temperature = setting
+        console.print(
+            f"{verifier:9} {builder:15} {processor:10} T={temperature}: p = {outcome.p_value:.4f}, "
+            f"{outcome.accepted:.3f} drafts accepted a round",
+            highlight=False,
+        )
+    console.print(f"{len(mine)} settings of {samples} samples, least p-value {worst:.5f}", highlight=False)
+    if worst < 1e-4 / len(mine):
+        sys.exit(1)
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "

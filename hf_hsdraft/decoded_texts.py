@@ -105,7 +105,9 @@ class DecodedTexts:
     def active(self) -> list[int]:
         """Rows that still grow."""
         if self._has_eos or not all(row.end for row in self.rows):
-            return [index for index, row in enumerate(self.rows) if not (row.end and self._has_eos) and self.room(index)]
+            return [
+                index for index, row in enumerate(self.rows) if not (row.end and self._has_eos) and self.room(index)
+            ]
         length = self.length()
         return [index for index, row in enumerate(self.rows) if row.ids.shape[1] < length]
 
@@ -249,5 +251,3 @@ class DecodedTexts:
 
 def _like(given: torch.Tensor | None, sample: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(sample) if given is None else given
-
-

@@ -120,8 +120,16 @@ def build_beam_trees(
         beam = chosen + 1 + count
         states = states[batch, chosen // branching]
         count += candidate_scores.shape[1]
-    candidates = (torch.cat(part, dim=1) for part in (all_tokens, all_parents, all_depths, all_scores))
-    return _best_nodes(root_tokens.tolist(), *candidates, tree_size, threshold, max_depths)
+    return _best_nodes(
+        root_tokens.tolist(),
+        torch.cat(all_tokens, dim=1),
+        torch.cat(all_parents, dim=1),
+        torch.cat(all_depths, dim=1),
+        torch.cat(all_scores, dim=1),
+        tree_size,
+        threshold,
+        max_depths,
+    )
 
 
 def _best_nodes(
@@ -142,9 +150,7 @@ def _best_nodes(
     picked = torch.stack([order, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
     floor = math.log(threshold) if threshold > 0 else -math.inf
     trees = []
-    for root_token, row, row_scores in zip(
-        root_tokens, picked.tolist(), scores.gather(1, order).tolist(), strict=True
-    ):
+    for root_token, row, row_scores in zip(root_tokens, picked.tolist(), scores.gather(1, order).tolist(), strict=True):
         index_of = {0: 0}
         nodes: list[tuple[int, int, int, float]] = [(root_token, -1, 0, 0.0)]
         for (candidate, token, parent, depth), score in zip(row, row_scores, strict=True):

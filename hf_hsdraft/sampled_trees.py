@@ -170,5 +170,5 @@ class _Growth:
                 expanded = depth < len(self._log_probs) and depth < limit
                 log_probs.append(self._log_probs[depth][row, place] if expanded else None)
             above = here
-        columns = zip(*nodes, strict=True)
-        return DraftTree(*columns, log_probs=tuple(log_probs))
+        node_tokens, node_parents, depths, node_scores = zip(*nodes, strict=True)
+        return DraftTree(node_tokens, node_parents, depths, node_scores, tuple(log_probs))

@@ -95,7 +95,7 @@ def _is_known(layer: Any) -> bool:
 
 def _one_by_one(runtime: TargetRuntime, tokens: Sequence[Sequence[int]], input_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[B, length, V]` of each row's tokens, the root first, every one read in a forward of its own."""
-    logits = []
+    logits: list[torch.Tensor] = []
     start = runtime.mark()
     with runtime.undone_on_error():
         for column in zip(*tokens, strict=True):

@@ -342,7 +342,9 @@ class TargetRuntime:
 
     def prompt_outputs(self, row: int, states: bool, attentions: bool) -> dict[str, tuple[torch.Tensor, ...]]:
         """Hidden states and attentions of the prompt's forward, of one row."""
-        return {name: tuple(layer[row : row + 1] for layer in self._raw[name]) for name in self._names(states, attentions)}
+        return {
+            name: tuple(layer[row : row + 1] for layer in self._raw[name]) for name in self._names(states, attentions)
+        }
 
     def node_outputs(
         self, row: int, path: Sequence[int], states: bool, attentions: bool
@@ -510,6 +512,3 @@ def _move(states: torch.Tensor, source: torch.Tensor, goal: torch.Tensor) -> Non
         return
     rows = torch.arange(len(states), device=states.device)[:, None]
     states[rows, :, goal] = states[rows, :, source]
-
-
-

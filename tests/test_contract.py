@@ -64,9 +64,11 @@ def assert_same_outputs(plain, drafted) -> None:
         theirs, ours = getattr(plain, name), getattr(drafted, name)
         assert (theirs is None) == (ours is None), name
         for step, (a, b) in enumerate(zip(theirs or (), ours or (), strict=True)):
-            for x, y in zip([a] if isinstance(a, torch.Tensor) else a, [b] if isinstance(b, torch.Tensor) else b, strict=True):
+            for x, y in zip(
+                [a] if isinstance(a, torch.Tensor) else a, [b] if isinstance(b, torch.Tensor) else b, strict=True
+            ):
                 assert x.shape == y.shape, (name, step)
-                torch.testing.assert_close(y, x, atol=2e-4, rtol=2e-4, msg=lambda text: f"{name}, {step}: {text}")
+                torch.testing.assert_close(y, x, atol=2e-4, rtol=2e-4)
     for ours, theirs in zip(cache_layers(drafted.past_key_values), cache_layers(plain.past_key_values), strict=True):
         assert ours.get_seq_length() == theirs.get_seq_length()
         torch.testing.assert_close(ours.keys, theirs.keys, atol=2e-4, rtol=2e-4)
@@ -201,7 +203,10 @@ def targets():
 def test_stop_strings(target, drafter):
     """A string that starts in one token and ends in the next, met in the middle of an accepted path."""
     letters = [chr(ord("a") + index) for index in range(26)]
-    vocabulary = {"abcdef": 0, **{a + b: 1 + index for index, (a, b) in enumerate(itertools.product(letters[:12], letters[:8]))}}
+    vocabulary = {
+        "abcdef": 0,
+        **{a + b: 1 + index for index, (a, b) in enumerate(itertools.product(letters[:12], letters[:8]))},
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="abcdef"))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="abcdef")
@@ -222,7 +227,9 @@ def test_no_time_left_ends_after_the_first_token(target, drafter):
     assert drafted.sequences.shape[1] == 13
 
 
-@pytest.mark.parametrize("limits", [{"min_new_tokens": 9}, {"min_length": 20}, {"max_length": 19, "max_new_tokens": None}])
+@pytest.mark.parametrize(
+    "limits", [{"min_new_tokens": 9}, {"min_length": 20}, {"max_length": 19, "max_new_tokens": None}]
+)
 def test_lengths(target, drafter, limits):
     inputs = batch_of(1)
     free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)

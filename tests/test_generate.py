@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -375,7 +376,7 @@ def test_streamers_get_prompt_and_rounds(target, trained, prompt):
     plain, streamer = Collect(), Collect()
     target.generate(prompt, max_new_tokens=NEW, do_sample=False, streamer=plain)
     target.generate(prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, streamer=streamer)
-    assert sum(streamer.pieces, []) == sum(plain.pieces, [])
+    assert [*itertools.chain(*streamer.pieces)] == [*itertools.chain(*plain.pieces)]
     assert streamer.pieces[0] == prompt[0].tolist()
     assert streamer.ended == 1 and max(map(len, streamer.pieces[1:])) > 1
 

@@ -131,4 +131,6 @@ def test_a_seed_gives_the_same_text_again(small, verification):
 def test_greedy_decoding_is_exact_under_rejection_too(target, drafter, prompt):
     drafter.generation_config.verification, drafter.generation_config.tree_builder = "rejection", "stochastic_beam"
     plain = target.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    assert (
+        target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    )

@@ -37,8 +37,14 @@ def check(target, expected: str, rows: int = 1, **kwargs):
 
 TREES = {
     "windows in all layers": ("mistral", {**LLAMA, "sliding_window": 8, "head_dim": 8}),
-    "windows beside full attention": ("qwen2", {**LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "learned positions": ("opt", {"ffn_dim": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32, "init_std": 0.3}),
+    "windows beside full attention": (
+        "qwen2",
+        {**LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "learned positions": (
+        "opt",
+        {"ffn_dim": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32, "init_std": 0.3},
+    ),
     "experts": ("mixtral", {**LLAMA, "num_local_experts": 4}),
     "latent attention": (
         "deepseek_v3",
@@ -49,7 +55,9 @@ TREES = {
 }
 CHAINS = {
     "ALiBi": ("bloom", {"n_layer": 3, "n_head": 4, "initializer_range": 0.3}, "no position_ids"),
-    "ALiBi with positions": ("falcon", {"alibi": True, "num_hidden_layers": 3, "num_attention_heads": 4}, "cache slots"),
+    "ALiBi with positions": (
+        "falcon", {"alibi": True, "num_hidden_layers": 3, "num_attention_heads": 4}, "cache slots",
+    ),
     "local attention by slot": (
         "gpt_neo", {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4}, "locally",
     ),
@@ -101,7 +109,11 @@ def test_a_bare_cache_of_the_caller():
 def test_encoder_decoders(model_type, rows):
     fields = {"d_model": 32, "decoder_start_token_id": 1, "forced_eos_token_id": None}
     if model_type == "bart":
-        fields |= {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 64))}
+        fields |= {
+            f"{part}_{name}": size
+            for part in ("encoder", "decoder")
+            for name, size in (("layers", 3), ("attention_heads", 4), ("ffn_dim", 64))
+        }
         fields |= {"init_std": 0.3, "max_position_embeddings": 128}
     else:
         fields |= {"d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "initializer_factor": 2.0}
@@ -167,7 +179,9 @@ def test_an_image_with_positions_of_several_axes(rows):
 def test_rotary_frequencies_that_change_with_the_length(kind, model_type, rows):
     """No draft reaches over the change, and beyond it drafts go on where the library's frequencies allow."""
     if kind == "dynamic":
-        target = make_target(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=24)
+        target = make_target(
+            rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, max_position_embeddings=24
+        )
     else:
         rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
         rope |= {"original_max_position_embeddings": 24, "factor": 4.0}

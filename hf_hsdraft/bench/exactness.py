@@ -134,7 +134,9 @@ def check(
             while len(text) < LENGTH:
                 text = (*text, int(torch.multinomial(table.probabilities[text], 1)))
             counts[text[:LENGTH]] += 1
-    return Outcome((name, builder, processor, temperature), samples, chi_square(counts, table.exact()), accepted / samples)
+    return Outcome(
+        (name, builder, processor, temperature), samples, chi_square(counts, table.exact()), accepted / samples
+    )
 
 
 def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:

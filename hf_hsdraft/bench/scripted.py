@@ -46,7 +46,8 @@ def random_tree(root: int, truth: Sequence[int], depth: int, vocab_size: int, rn
 
 def chain_of(tree: DraftTree, truth: Sequence[int]) -> DraftTree:
     """The path of a tree that follows `truth` longest, then any."""
-    children, node, path = tree.children(), 0, []
+    children, node = tree.children(), 0
+    path: list[int] = []
     while children[node]:
         token = truth[len(path)] if len(path) < len(truth) else -1
         node = children[node].get(token, next(iter(children[node].values())))
@@ -69,8 +70,14 @@ def scripted(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[None]:
             super().__init__(*args, **kwargs)
             self._emitted = [0] * len(self._rows)
 
-        def read(self, taps: torch.Tensor, next_tokens: torch.Tensor, position_ids: torch.Tensor, row: int = 0,
-                 embeds: torch.Tensor | None = None) -> None:
+        def read(
+            self,
+            taps: torch.Tensor,
+            next_tokens: torch.Tensor,
+            position_ids: torch.Tensor,
+            row: int = 0,
+            embeds: torch.Tensor | None = None,
+        ) -> None:
             assert len(taps) == len(position_ids)
             self._rows[row].root = int(next_tokens[-1])
             self._emitted[row] += len(next_tokens) if self._emitted[row] else 1

@@ -20,12 +20,18 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_nextn_predict_layers$|num_mtp", 0),
     (r"first_k_dense|moe_layer_start|num_dense_layers$|mlp_only", 1),
     (r"num_kv_shared_layers$", 0),
-    (r"(num_hidden_layers|num_layers|n_layers?|decoder_layers|num_decoder_layers|encoder_layers|depth|layers)$", _LAYERS),
+    (
+        r"(num_hidden_layers|num_layers|n_layers?|decoder_layers|num_decoder_layers|encoder_layers|depth|layers)$",
+        _LAYERS,
+    ),
     (r"encoder_layers$|num_encoder_layers$|transformer_layers$", 2),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|kv_heads)$", 2),
     (r"(num_attention_heads|num_heads|n_heads?|attention_heads|num_query_heads)$", 4),
     (r"mamba_d_head|mamba_head_dim|qk_head_dim", 16),
-    (r"qk_nope_head_dim|qk_rope_head_dim|v_head_dim|head_dim|d_kv|d_head$|kv_channels|attention_head_size|head_size", 8),
+    (
+        r"qk_nope_head_dim|qk_rope_head_dim|v_head_dim|head_dim|d_kv|d_head$|kv_channels|attention_head_size|head_size",
+        8,
+    ),
     (r"lora_rank|lora_dim|lowrank|low_rank", 8),
     (r"rotary_dim$", 8),
     (r"attn_layer_period|expert_layer_period|full_attn_interval|full_attention_interval|layer_group_size", 2),
@@ -34,8 +40,14 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_local_experts|num_experts|n_routed_experts|moe_num_experts|num_moe_experts)$", 4),
     (r"n_shared_experts|moe_num_shared_experts|n_group$|topk_group|num_expert_group", 1),
     (r"(sliding_window|attention_window_size|attention_chunk_size|window_size)$", 8),
-    (r"(max_position_embeddings|n_positions|max_target_positions|max_source_positions|n_ctx|max_seq_len|seq_length)$", 256),
-    (r"(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|ffn_embed_dim|inner_dim|expert_ffn_hidden_size)$", 64),
+    (
+        r"(max_position_embeddings|n_positions|max_target_positions|max_source_positions|n_ctx|max_seq_len|seq_length)$",
+        256,
+    ),
+    (
+        r"(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|ffn_embed_dim|inner_dim|expert_ffn_hidden_size)$",
+        64,
+    ),
     (r"image_size$", 28),
     (r"patch_size$", 14),
     (r"(hidden_size|d_model|n_embd|embed_dim|hidden_dim|dim|embedding_size|word_embed_proj_dim|d_embed|width)$", 32),
@@ -74,11 +86,9 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
             small = next((size for pattern, size in _SIZES if re.search(pattern, name)), value)
             if latent and name == "num_key_value_heads":
                 small = 4
-            if "eos_token_id" in name:
-                small = None
-            elif re.search(r"token_(id|index)$", name) and small >= VOCABULARY:
+            if re.search(r"token_(id|index)$", name) and small >= VOCABULARY:
                 small = VOCABULARY - 1 - sum(map(ord, name)) % 8
-            fields[name] = small
+            fields[name] = None if "eos_token_id" in name else small
         elif "eos_token_id" in name:
             fields[name] = None
         elif value is None and name in ("head_dim", "num_key_value_heads"):

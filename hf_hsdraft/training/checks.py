@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+
 from ..configuration_hsdraft import HSDraftConfig
 from ..modeling_hsdraft import HSDrafter
 from .conversations import Conversation, tokenize_conversation
@@ -54,7 +55,9 @@ def _check_drafting(target: Any, input_ids: torch.Tensor) -> None:
     drafter = HSDrafter(HSDraftConfig.for_target(target, **least)).to(target.device, target.dtype)
     kwargs = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 4}
     kwargs |= {"input_ids": input_ids, "eos_token_id": None}
-    target.generate(**{k: v.to(target.device) if torch.is_tensor(v) else v for k, v in kwargs.items()}, assistant_model=drafter)
+    target.generate(
+        **{k: v.to(target.device) if torch.is_tensor(v) else v for k, v in kwargs.items()}, assistant_model=drafter
+    )
 
 
 @torch.no_grad()

@@ -230,8 +230,8 @@ def _observed(drafts: dict[int, Expansion], verified: dict[int, torch.Tensor]) -
             self._verified = super().verify(*args, **kwargs)
             return self._verified
 
-        def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> None:
-            for node in (0, *paths[0]):
+        def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int] | None]) -> None:
+            for node in (0, *(paths[0] or ())):
                 verified[self._position] = self._verified.logits[0, node]
                 self._position += 1
             super().commit(trees, paths)
