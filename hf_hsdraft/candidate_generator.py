@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class DraftOptions:
 
     Attributes:
         depth: greatest depth of the tree, `num_assistant_tokens`.
-        tree_size, beam_width: see `build_beam_tree`.
+        tree_size, beam_width: see `build_beam_trees`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
         reuse: `"none"`, `"ensemble"` or `"resample"`.
         reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
@@ -44,6 +44,16 @@ class DraftOptions:
     tree_builder: str = "beam"
     verification: str = "walk"
     temperature: float = 1.0
+
+    def shared_by(self, rows: int) -> DraftOptions:
+        """The options of each row of a batch: `tree_size` is what a round verifies in all, at least two nodes a row.
+
+        A batch fills the machine by itself, so every node costs; small trees need no depth either.
+        """
+        if rows == 1:
+            return self
+        size = max(self.tree_size // rows, 2)
+        return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     @classmethod
     def of(cls, drafter: HSDrafter, call: GenerationConfig | None = None) -> DraftOptions:
@@ -209,7 +219,7 @@ class HSCandidateGenerator(CandidateGenerator):
     ) -> None:
         self.drafter = drafter
         self.weights = weights
-        self.options = options or DraftOptions.of(drafter)
+        self.options = (options or DraftOptions.of(drafter)).shared_by(batch_size)
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self._context: DraftContext | None = None
         self._rows = [_Row() for _ in range(batch_size)]

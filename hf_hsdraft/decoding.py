@@ -289,7 +289,7 @@ def _as_the_target_can(
     target = runtime.target
     if any(furthest_read(target, root) - root < PROBE_DEPTH for root in roots):
         runtime.trees = False  # too close to the target's last position to try, or to draft
-        return replace(options, beam_width=1, tree_size=options.depth)
+        return replace(options, depth=0)
     ability = ability_of(runtime, texts.batch(), output.logits[:, -1])
     longest = max(root + texts.room(row) for row, root in enumerate(roots)) + 1
     if ability.trees and len(roots) > 1 and frequencies_change(target, longest):

@@ -97,7 +97,7 @@ def _one_by_one(runtime: TargetRuntime, tokens: Sequence[Sequence[int]], input_i
     """Logits `[B, length, V]` of each row's tokens, the root first, every one read in a forward of its own."""
     logits: list[torch.Tensor] = []
     start = runtime.mark()
-    with runtime.undone_on_error():
+    with runtime.undone_on_error(ends_call=False):
         for column in zip(*tokens, strict=True):
             if logits:
                 input_ids = torch.cat([input_ids, input_ids.new_tensor(column)[:, None]], dim=1)
@@ -116,7 +116,7 @@ def _misread(
     """How the drafts, read at once, differ from `expected` on `paths`; empty if they do not."""
     start = runtime.mark()
     try:
-        with runtime.undone_on_error():
+        with runtime.undone_on_error(ends_call=False):
             logits = runtime.verify(drafts, input_ids).logits
     except torch.OutOfMemoryError:
         raise

@@ -190,6 +190,8 @@ class TargetRuntime:
         self._mark: Mark | None = None  # before the drafts read last, where layers are recurrent
         self.forwards = 0
         self.cached_before = 0  # slots the cache of the call came with
+        if self._kwargs.get("past_key_values") is not None:
+            self._refuse_unless_possible(self._kwargs["past_key_values"])
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any) -> TargetOutput:
         """Reads the prompts `[B, length]`, less what the cache already holds, as plain decoding does.
@@ -205,9 +207,7 @@ class TargetRuntime:
         outputs = self._raw = self.target._prefill(input_ids, generation_config, self._kwargs)
         self.forwards += 1
         self.cache = getattr(outputs, "past_key_values", None)
-        reason = why_refused(self.target, self.cache)
-        if reason:
-            raise ValueError(f"{type(self.target).__name__} cannot be drafted for: {reason}.")
+        self._refuse_unless_possible(self.cache)
         # Not before: a window's layer would keep the whole prompt.
         for layer in cache_layers(self.cache):
             if layer.is_croppable and hasattr(layer, "activate_past_recording"):
@@ -224,6 +224,11 @@ class TargetRuntime:
             self._last_positions = positions[..., -1].to(self.target.device)
         self._kwargs = self._updated(outputs, 1)
         return self._output(outputs)
+
+    def _refuse_unless_possible(self, cache: Any) -> None:
+        reason = why_refused(self.target, cache)
+        if reason:
+            raise ValueError(f"{type(self.target).__name__} cannot be drafted for: {reason}.")
 
     @property
     def attended(self) -> torch.Tensor | None:
@@ -294,14 +299,20 @@ class TargetRuntime:
             self._unread += length
 
     @contextlib.contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
+    def undone_on_error(self, ends_call: bool = True) -> Iterator[None]:
+        """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through.
+
+        Args:
+            ends_call: the exception ends the call, and the cache is the caller's again.
+        """
         mark, unread = self.mark(), self._unread
         try:
             yield
         except BaseException:
             self.roll_back(mark)
             self._unread = unread
+            if ends_call:
+                self._release()
             raise
 
     def mark(self) -> Mark:
@@ -331,13 +342,17 @@ class TargetRuntime:
             self._catch_up(input_ids[:, :-1])
         new_tokens = input_ids.shape[1] - self._prompt_length
         surplus = self.cache.get_seq_length() - (self._prompt_slots + new_tokens - 1)
+        if not self._recurrent:
+            self.cache.crop(-max(surplus, 0))
+        self._release()
+
+    def _release(self) -> None:
+        """Makes the layers of the cache work as they did before the call."""
         for layer in cache_layers(self.cache):
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.sliding_window = int(layer._sliding_window_tensor)
-        if not self._recurrent:
-            self.cache.crop(-max(surplus, 0))
-        for layer in cache_layers(self.cache):
-            if hasattr(layer, "record_past"):
+            if getattr(layer, "record_past", False):
+                layer.crop(0)
                 layer.record_past = False
 
     def prompt_outputs(self, row: int, states: bool, attentions: bool) -> dict[str, tuple[torch.Tensor, ...]]:

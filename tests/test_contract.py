@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     MistralConfig,
@@ -121,7 +122,9 @@ def test_a_batch_drafts_for_each_row_what_it_drafts_alone(target, injector, reus
     drafter.generation_config.reuse = reuse
     inputs = batch_of(3)
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "assistant_model": drafter, "return_dict_in_generate": True}
+    drafter.generation_config.tree_size = 3 * 16  # of all rows
     together = target.generate(**inputs, **kwargs)
+    drafter.generation_config.tree_size = 16
     emitted = forwards = 0
     for row in range(3):
         alone = target.generate(**{name: value[row : row + 1] for name, value in inputs.items()}, **kwargs)
@@ -413,3 +416,29 @@ def test_synced_processes_wait_for_each_other(target, drafter, monkeypatch, rows
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     length = plain.past_key_values.get_seq_length()
     assert drafted.past_key_values.get_seq_length() == length
+
+
+def test_an_error_in_a_batch_leaves_windows_as_they_were():
+    """The caller's cache is good for plain decoding after an exception in the middle of a round."""
+
+    class Fails(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == 12 + 9:
+                raise RuntimeError("from a criterion")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    target = make_windowed()
+    drafter = make_drafter(target)
+    inputs = batch_of(1)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    cache = DynamicCache(config=target.config)
+    kwargs = {"do_sample": False, "past_key_values": cache}
+    criteria = StoppingCriteriaList([Fails()])
+    with scripted(plain[:, 12:].tolist()), pytest.raises(RuntimeError, match="from a criterion"):
+        target.generate(**inputs, **kwargs, max_new_tokens=NEW, assistant_model=drafter, stopping_criteria=criteria)
+    windowed = [layer for layer in cache.layers if layer.is_sliding]
+    assert windowed and all(layer.sliding_window == 8 and not layer.record_past for layer in windowed)
+    assert all(layer.keys.shape[-2] == 7 for layer in windowed)
+    length = 12 + 11
+    continued = target.generate(plain[:, :length], **kwargs, max_new_tokens=NEW - 11)
+    assert continued.tolist() == plain.tolist()

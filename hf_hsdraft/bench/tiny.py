@@ -80,6 +80,8 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
                 kinds = list(dict.fromkeys(map(str, value)))[:_LAYERS]
                 places = [list(map(str, value)).index(kind) for kind in kinds]
                 fields[name] = [value[places[index % len(places)]] for index in range(_LAYERS)]
+        elif isinstance(value, dict) and "mrope_section" in value:
+            fields[name] = {**value, "mrope_section": [2, 1, 1]}  # halves of a head of 8
         elif _STD.search(name) and isinstance(value, float):
             fields[name] = 1.0 if "factor" in name else 0.2
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -88,8 +90,8 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
                 small = 4
             if re.search(r"token_(id|index)$", name) and small >= VOCABULARY:
                 small = VOCABULARY - 1 - sum(map(ord, name)) % 8
-            fields[name] = None if "eos_token_id" in name else small
-        elif "eos_token_id" in name:
+            fields[name] = None if name == "eos_token_id" else small
+        elif name == "eos_token_id":
             fields[name] = None
         elif value is None and name in ("head_dim", "num_key_value_heads"):
             fields[name] = 8 if name == "head_dim" else 4
