@@ -46,13 +46,13 @@ class DraftOptions:
     temperature: float = 1.0
 
     def shared_by(self, rows: int) -> DraftOptions:
-        """The options of each row of a batch: `tree_size` is what a round verifies in all, at least two nodes a row.
+        """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
 
-        A batch fills the machine by itself, so every node costs; small trees need no depth either.
+        A batch fills the machine by itself, so a node costs more than it does alone; small trees need no depth either.
         """
         if rows == 1:
             return self
-        size = max(self.tree_size // rows, 2)
+        size = max(2 * self.tree_size // (3 * rows), 2)
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     @classmethod
