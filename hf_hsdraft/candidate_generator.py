@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,12 @@ class DraftOptions:
             return self
         size = max(2 * self.tree_size // (3 * rows), 2)
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
+
+    def as_chain(self) -> DraftOptions:
+        """The same options for a target that reads one path at a time."""
+        builder = "stochastic_beam" if self.tree_builder == "gumbel" else self.tree_builder  # both draw one path
+        reuse = "none" if self.reuse == "resample" else self.reuse  # that would merge two paths
+        return replace(self, beam_width=1, tree_size=max(self.depth, 1), tree_builder=builder, reuse=reuse)
 
     @classmethod
     def of(cls, drafter: HSDrafter, call: GenerationConfig | None = None) -> DraftOptions:
@@ -189,10 +195,21 @@ class DraftMemory:
         context, pending: what was read, and what was still waiting.
     """
 
-    drafter: weakref.ref[HSDrafter]
+    drafter: Callable[[], HSDrafter | None]  # a weak reference
     length: int
     context: DraftContext | None
     pending: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
+
+    def __reduce__(self) -> Any:
+        """A cache that is stored forgets what the drafter had read."""
+        return _forgotten, ()
+
+    def __deepcopy__(self, memo: Any) -> DraftMemory:
+        return self  # nothing in it is ever changed
+
+
+def _forgotten() -> DraftMemory:
+    return DraftMemory(lambda: None, 0, None, ())
 
 
 class HSCandidateGenerator(CandidateGenerator):
@@ -233,7 +250,10 @@ class HSCandidateGenerator(CandidateGenerator):
 
         Of another text it would only cost acceptance, so it is left alone then.
         """
-        if memory is not None and memory.drafter() is self.drafter and memory.length == cached + 1:
+        if memory is None or memory.drafter() is not self.drafter or memory.length != cached + 1:
+            return
+        states = [state for part in memory.pending for state in part[:2]]
+        if all(state.device == self.drafter.device and state.dtype == self.drafter.dtype for state in states):
             self._context = memory.context
             self._rows[0].pending.extend(memory.pending)
 

@@ -99,7 +99,7 @@ class DecodedTexts:
                 f"{', '.join(shared)} keeps a state that the rows of a batch share, and they draft at their own pace; "
                 "call generate() for each prompt, or leave assistant_model out"
             )
-        self._by_rows = len(self.rows) == 1 or all(isinstance(one, _ROW_BY_ROW) for one in logits_processor)
+        self._by_rows = len(self.rows) == 1 or all(type(one) in _ROW_BY_ROW for one in logits_processor)
 
     @property
     def active(self) -> list[int]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.utils import logging
 
 from .candidate_generator import DraftOptions, HSCandidateGenerator
 from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_tree import DraftTree
-from .modeling_hsdraft import HSDrafter
-from .target_probe import PROBE_DEPTH, ability_of
+from .modeling_hsdraft import HSDrafter, TargetWeights
+from .target_probe import PROBE_DEPTH, known_ability, tried_ability
 from .target_runtime import (
     TargetOutput,
     TargetRuntime,
@@ -131,15 +132,21 @@ def check_target(target: Any, drafter: HSDrafter) -> None:
             )
 
 
-def _check_call(target: Any, drafter: HSDrafter, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+def _check_call(
+    target: Any, drafter: HSDrafter, input_ids: torch.Tensor, processors: Any, synced_gpus: bool, kwargs: dict[str, Any]
+) -> None:
     """Everything known beforehand that would make the call fail or be wrong."""
     check_target(target, drafter)
     if not kwargs.get("use_cache"):
         raise ValueError("use_cache=False is not possible with a drafter: verification needs the target's cache")
-    window = furthest_position(target)
-    if input_ids.shape[1] > window:
+    window, mask = furthest_position(target), kwargs.get("attention_mask")
+    length = input_ids.shape[1] if mask is None or target.config.is_encoder_decoder else int(mask.sum(dim=1).max())
+    rotary = getattr(text_config(target), "rope_parameters", None)  # goes on beyond its window
+    if length > window and not rotary:
+        raise ValueError(f"the prompt has {length} tokens, the target's context window is {window}; shorten the prompt")
+    if synced_gpus and any(isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor) for one in processors):
         raise ValueError(
-            f"the prompt has {input_ids.shape[1]} tokens, the target's context window is {window}; shorten the prompt"
+            "guidance_scale is not possible with a drafter and synced_gpus=True: its forwards differ by process"
         )
 
 
@@ -160,9 +167,9 @@ def speculative_decoding(
     `return_dict_in_generate` an [`HSDraftGenerateOutput`].
 
     Raises:
-        ValueError: target, drafter and call do not fit together; nothing has been decoded then.
+        ValueError: target, drafter and call do not fit together; nothing has been streamed then.
     """
-    _check_call(target, drafter, input_ids, model_kwargs)
+    _check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
     runtime = TargetRuntime(target, drafter.config.target_tap_layers, model_kwargs)
     statistics = DraftStatistics() if generation_config.return_dict_in_generate else None
@@ -179,39 +186,72 @@ def speculative_decoding(
         vocab_ids=weights.vocab_ids,
     )
     clock.stop("draft_seconds")
-    output = runtime.prefill(input_ids, generation_config)
-    clock.stop("prefill_seconds")
-    recorder = _Recorder(runtime, generation_config)
-    rows = range(len(input_ids))
-    for row in rows:
-        tree = DraftTree.root(-1)
-        texts.emit(row, tree, texts.walk(row, tree, output.logits[row, -1:]), recorder.prompt(row))
-    texts.stream()
-    if statistics is not None:
-        statistics.target_forwards, statistics.row_forwards = 1, len(rows)
+    with runtime.released_on_error():
+        call = _Call(target, drafter, weights, options, runtime, texts, synced_gpus, statistics, clock)
+        call.run(input_ids, generation_config, model_kwargs.get("inputs_embeds"))
+    texts.end_stream()
+    if statistics is None:
+        return texts.sequences()
+    clock.finish()
+    new_tokens = texts.length() - texts.prompt_length
+    statistics.new_tokens = sum(min(texts.new_tokens(row), new_tokens) for row in range(len(texts.rows)))
+    return _as_output(texts, runtime, statistics, generation_config, model_kwargs)
 
-    positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
-    generator = None
-    done = not texts.active
-    while target._has_unfinished_sequences(done, synced_gpus, device=input_ids.device):
-        if generator is None:
-            clock.start()
-            options = _as_the_target_can(runtime, texts, output, options, positions.roots, statistics)
-            generator = HSCandidateGenerator(drafter, weights, options, batch_size=len(rows))
-            if len(rows) == 1:
-                generator.resume(getattr(runtime.cache, _MEMORY, None), runtime.cached_before)
-            _read_prompts(generator, texts, output, positions, model_kwargs.get("inputs_embeds"))
+
+@dataclass
+class _Call:
+    """The rounds of one call, from the prompts' forward to the last."""
+
+    target: Any
+    drafter: HSDrafter
+    weights: TargetWeights
+    options: DraftOptions
+    runtime: TargetRuntime
+    texts: DecodedTexts
+    synced_gpus: bool
+    statistics: DraftStatistics | None
+    clock: _Clock
+
+    def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
+        runtime, texts, rows = self.runtime, self.texts, range(len(input_ids))
+        output = runtime.prefill(input_ids, generation_config)
+        self.clock.stop("prefill_seconds")
+        recorder = _Recorder(runtime, generation_config)
+        for row in rows:
+            tree = DraftTree.root(-1)
+            texts.emit(row, tree, texts.walk(row, tree, output.logits[row, -1:]), recorder.prompt(row))
+        if self.statistics is not None:
+            self.statistics.target_forwards, self.statistics.row_forwards = 1, len(rows)
+        generator = None
+        if texts.active or self.synced_gpus:
+            positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
+            generator = self._generator(output, positions)
+            _read_prompts(generator, texts, output, positions, inputs_embeds)
+        texts.stream()
+        done = not texts.active
+        while self.target._has_unfinished_sequences(done, self.synced_gpus, device=input_ids.device):
+            assert generator is not None
+            self._round(generator, positions, recorder)
+            done = not texts.active
+        runtime.finish(texts.sequences())
+        outlives = self.statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
+        if outlives and generator is not None and len(rows) == 1:
+            setattr(runtime.cache, _MEMORY, generator.memory(runtime.cache.get_seq_length() + 1))
+
+    def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
+        options = _as_the_target_can(self, output, positions.roots)
+        rows = len(self.texts.rows)
+        generator = HSCandidateGenerator(self.drafter, self.weights, options, batch_size=rows)
+        if rows == 1:
+            generator.resume(getattr(self.runtime.cache, _MEMORY, None), self.runtime.cached_before)
+        return generator
+
+    def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
+        runtime, texts, clock = self.runtime, self.texts, self.clock
         active = texts.active
         clock.start()
-        # No node beyond a text's greatest length, nor beyond what a forward may reach.
-        depths = {
-            row: max(min(texts.room(row) - 1, furthest_read(target, positions.roots[row]) - positions.roots[row]), 0)
-            for row in active
-        }
-        if runtime.in_step and depths:
-            depths = dict.fromkeys(depths, min(depths.values()))
-        trees = [DraftTree.root(texts.last_token(row)) for row in rows]
-        for row, tree in zip(active, generator.draft(depths), strict=True):
+        trees = [DraftTree.root(texts.last_token(row)) for row in range(len(texts.rows))]
+        for row, tree in zip(active, generator.draft(self._depths(active, positions.roots)), strict=True):
             trees[row] = tree
         clock.stop("draft_seconds")
         before = runtime.forwards
@@ -225,28 +265,27 @@ def speculative_decoding(
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
             texts.stream()
-        runtime.commit(trees, [verdicts[row].path if row in verdicts else None for row in rows])
-        done = not texts.active
+        runtime.commit(trees, [verdicts[row].path if row in verdicts else None for row in range(len(trees))])
         for row, verdict in verdicts.items():
             generator.settle([trees[row].tokens[node] for node in verdict.path], row)
             _read_path(generator, texts, output, positions, row, verdict)
+        if runtime.in_step and active:  # rows that have ended are read on with the others
+            for row in set(range(len(trees))) - set(active):
+                positions.roots[row] += 1 + shortest
         clock.stop("commit_seconds")
-        if statistics is not None and active:
-            statistics.target_forwards += runtime.forwards - before
-            statistics.row_forwards += len(active) * (runtime.forwards - before)
-            statistics.accepted_lengths += [verdicts[row].num_drafted for row in active]
-            statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
-    texts.end_stream()
-    sequences = texts.sequences()
-    runtime.finish(sequences)
-    outlives = statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
-    if outlives and generator is not None and len(rows) == 1:
-        setattr(runtime.cache, _MEMORY, generator.memory(runtime.cache.get_seq_length() + 1))
-    if statistics is None:
-        return sequences
-    clock.finish()
-    statistics.new_tokens = sum(min(texts.new_tokens(row), texts.length() - texts.prompt_length) for row in rows)
-    return _as_output(texts, runtime, statistics, generation_config, model_kwargs)
+        if self.statistics is not None and active:
+            self.statistics.target_forwards += runtime.forwards - before
+            self.statistics.row_forwards += len(active) * (runtime.forwards - before)
+            self.statistics.accepted_lengths += [verdicts[row].num_drafted for row in active]
+            self.statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
+
+    def _depths(self, active: list[int], roots: list[int]) -> dict[int, int]:
+        """How deep to draft: no node beyond a text's greatest length, nor beyond what a forward may reach."""
+        reach = [furthest_read(self.target, root) - root for root in roots]
+        depths = {row: max(min(self.texts.room(row) - 1, reach[row]), 0) for row in active}
+        if self.runtime.in_step and depths:
+            depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
+        return depths
 
 
 @dataclass
@@ -273,42 +312,50 @@ class _Positions:
         return cls(positions[:, -tapped:], real[:, -tapped:], real.sum(dim=1).tolist())
 
 
-def _as_the_target_can(
-    runtime: TargetRuntime,
-    texts: DecodedTexts,
-    output: TargetOutput,
-    options: DraftOptions,
-    roots: list[int],
-    statistics: DraftStatistics | None,
-) -> DraftOptions:
+def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> DraftOptions:
     """The options as far as the target can follow them: chains where it reads no trees.
 
     Raises:
         ValueError: it reads no drafts at all.
     """
-    target = runtime.target
-    if any(furthest_read(target, root) - root < PROBE_DEPTH for root in roots):
+    target, runtime, texts, options = call.target, call.runtime, call.texts, call.options
+    near = any(furthest_read(target, root) - root < PROBE_DEPTH for root in roots)
+    if _any_process(near, call.synced_gpus, target.device):
         runtime.trees = False  # too close to the target's last position to try, or to draft
         return replace(options, depth=0)
-    ability = ability_of(runtime, texts.batch(), output.logits[:, -1])
+    needed = _any_process(known_ability(runtime) is None, call.synced_gpus, target.device)
+    ability = tried_ability(runtime, texts.batch(), output.logits[:, -1]) if needed else known_ability(runtime)
+    assert ability is not None
     longest = max(root + texts.room(row) for row, root in enumerate(roots)) + 1
     if ability.trees and len(roots) > 1 and frequencies_change(target, longest):
         # The row that is furthest decides for all, so they have to go in step, as in plain decoding.
         ability = replace(ability, trees=False, reason="its rotary frequencies follow the longest row of a batch")
     if not ability.chains:
-        raise ValueError(f"{type(runtime.target).__name__} cannot be drafted for: {ability.reason}.")
+        raise ValueError(f"{type(target).__name__} cannot be drafted for: {ability.reason}.")
+    if call.synced_gpus and runtime.recurrent:
+        raise ValueError(
+            f"{type(target).__name__} cannot be drafted for with synced_gpus=True: its recurrent layers are read again "
+            "after rejections, and processes would run different numbers of forwards."
+        )
     runtime.trees = ability.trees
     if ability.trees:
         runtime.prepare_trees()
     else:
-        logger.warning_once(
-            f"{type(runtime.target).__name__} is drafted for with chains instead of trees: {ability.reason}."
-        )
-        options = replace(options, beam_width=1, tree_size=options.depth)
-    if statistics is not None:
-        statistics.draft_kind = "tree" if ability.trees and options.beam_width > 1 else "chain"
-        statistics.reason = ability.reason
+        logger.warning_once(f"{type(target).__name__} is drafted for with chains instead of trees: {ability.reason}.")
+        options = options.as_chain()
+    if call.statistics is not None:
+        call.statistics.draft_kind = "tree" if ability.trees and options.beam_width > 1 else "chain"
+        call.statistics.reason = ability.reason
     return options
+
+
+def _any_process(flag: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether it is so in any process, where all of them have to run the same forwards."""
+    if not (synced_gpus and torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return flag
+    shared = torch.tensor(float(flag), device=device)
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return bool(shared)
 
 
 def _read_prompts(

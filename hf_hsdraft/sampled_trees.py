@@ -53,9 +53,9 @@ def build_stochastic_beam_trees(
     """Draws `beam_width` whole paths without replacement at each depth (RSD-S, section 3.2; stochastic beam search).
 
     Each path has a perturbed log-probability, a Gumbel variable around its log-probability; a node's children take
-    theirs such that the greatest of them equals the node's own. The beam keeps the greatest. Which children of a node
-    stay depends on their perturbed values alone, which say nothing of who they are: they remain draws without
-    replacement, so the same verification is exact.
+    theirs such that the greatest of them equals the node's own. The beam keeps the greatest. Whether a further child of
+    a node stays depends on its perturbed value, which says nothing of who it is once its elder siblings are known: they
+    remain draws without replacement, so the same verification is exact.
 
     Args:
         depth: greatest depth.

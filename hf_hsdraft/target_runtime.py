@@ -186,6 +186,8 @@ class TargetRuntime:
         self._raw: Any = None  # what the last forward returned
         self._read = self._columns = 0  # the columns it read, and those of the drafts among them
         self._recurrent = False
+        self._windows: dict[int, int] = {}  # widths of the layers that keep a window, by index
+        self._entered: Mark | None = None  # where the cache stood before the round
         self._unread = 0  # accepted tokens that recurrent layers have been put back before
         self._mark: Mark | None = None  # before the drafts read last, where layers are recurrent
         self.forwards = 0
@@ -214,6 +216,19 @@ class TargetRuntime:
                 layer.activate_past_recording()
         self._recurrent = bool(recurrent_layers(self.cache))
         self._prompt_slots = self.cache.get_seq_length()
+        held = {
+            layer.get_seq_length() for layer in cache_layers(self.cache) if getattr(layer, "keys", None) is not None
+        }
+        if held - {self._prompt_slots}:
+            raise ValueError(
+                f"{type(self.target).__name__} cannot be drafted for: some layers of its cache hold more than "
+                "the text, which cannot be told from what was rejected."
+            )
+        self._windows = {
+            index: int(layer.sliding_window)
+            for index, layer in enumerate(cache_layers(self.cache))
+            if isinstance(layer, DynamicSlidingWindowLayer)
+        }
         self._kept = [self._prompt_slots] * input_ids.shape[0]
         self._prompt_length = input_ids.shape[1]
         mask = self._kwargs.get(self._mask_key)
@@ -236,8 +251,17 @@ class TargetRuntime:
         return self._attended
 
     @property
+    def num_rows(self) -> int:
+        return len(self._kept)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers of the target keep a state that cannot drop tokens."""
+        return self._recurrent
+
+    @property
     def in_step(self) -> bool:
-        """Whether all rows have to accept equally many tokens: only a tree's mask can tell rows of a batch apart."""
+        """Whether all rows have to accept equally many tokens: only a tree's mask can tell rows apart."""
         return not self.trees and len(self._kept) > 1
 
     def prepare_trees(self) -> str:
@@ -266,9 +290,12 @@ class TargetRuntime:
             self._raw = self._read_trees(trees)
             self.forwards += 1
             return self._output(self._raw)
+        if any(list(tree.parents) != list(range(-1, len(tree) - 1)) for tree in trees):
+            raise ValueError("a tree that branches was drafted for a target that reads chains only")
         if self._unread > _MOST_UNREAD:
             self._catch_up(input_ids[:, :-1])
-        self._mark = self.mark() if self._recurrent else None
+            self._entered = None
+        self._mark = (self._entered or self.mark()) if self._recurrent else None
         size = self._columns
         rows = [[*tree.tokens[1:], *[tree.tokens[0]] * (size - len(tree))] for tree in trees]
         drafted = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device).view(len(rows), size - 1)
@@ -299,26 +326,43 @@ class TargetRuntime:
             self._unread += length
 
     @contextlib.contextmanager
-    def undone_on_error(self, ends_call: bool = True) -> Iterator[None]:
-        """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through.
-
-        Args:
-            ends_call: the exception ends the call, and the cache is the caller's again.
-        """
+    def undone_on_error(self) -> Iterator[None]:
+        """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
         mark, unread = self.mark(), self._unread
+        self._entered = mark
         try:
             yield
         except BaseException:
             self.roll_back(mark)
             self._unread = unread
-            if ends_call:
+            raise
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """The cache is the caller's again, and works as before, if an exception ends the call."""
+        try:
+            yield
+        except BaseException:
+            if self.cache is not None:
                 self._release()
             raise
 
-    def mark(self) -> Mark:
-        layers = enumerate(cache_layers(self.cache))
-        copies = {i: copy.deepcopy(layer) for i, layer in layers if not layer.is_croppable} if self._recurrent else {}
-        return Mark(self.cache.get_seq_length(), copies)
+    def mark(self, windows: bool = False) -> Mark:
+        """Where the cache stands.
+
+        Args:
+            windows: also copy layers that keep a window, which a commit makes forget what came before.
+        """
+        layers = list(enumerate(cache_layers(self.cache)))
+        copied = [i for i, layer in layers if (self._recurrent and not layer.is_croppable)]
+        copied += [i for i in self._windows if windows]
+        return Mark(self.cache.get_seq_length(), {i: copy.deepcopy(layers[i][1]) for i in copied})
+
+    def restore(self, mark: Mark) -> None:
+        """As `roll_back`, also after a commit, if the mark was made for that."""
+        for index, width in self._windows.items():
+            cache_layers(self.cache)[index].sliding_window = width
+        self.roll_back(mark)
 
     def roll_back(self, mark: Mark) -> None:
         """Puts the cache back to a mark, once; a forward may have stopped between two layers."""
@@ -348,9 +392,9 @@ class TargetRuntime:
 
     def _release(self) -> None:
         """Makes the layers of the cache work as they did before the call."""
-        for layer in cache_layers(self.cache):
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.sliding_window = int(layer._sliding_window_tensor)
+        for index, layer in enumerate(cache_layers(self.cache)):
+            if index in self._windows:
+                layer.sliding_window = self._windows[index]
             if getattr(layer, "record_past", False):
                 layer.crop(0)
                 layer.record_past = False
@@ -391,11 +435,10 @@ class TargetRuntime:
         path = [*range(first), *path]
         # Slots of other rows' longer paths.
         left_over = self.cache.get_seq_length() - self._read - (self._kept[row] - first)
-        for layer, cached_layer in zip(weights, cache_layers(self.cache), strict=False):
+        for index, layer in enumerate(weights):
             cached = layer.shape[-1] - self._read
             text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
-            window = getattr(cached_layer, "_sliding_window_tensor", None)
-            yield text if window is None else text[..., -int(window) :]
+            yield text[..., -self._windows[index] :] if index in self._windows else text
 
     def _read_trees(self, trees: Sequence[DraftTree]) -> Any:
         device = self.target.device
@@ -468,6 +511,7 @@ class TargetRuntime:
             goal.append([*range(kept, kept + _kept_of(path)), *spare])
         self._kept = [kept + _kept_of(path) for kept, path in zip(self._kept, paths, strict=True)]
         if source != goal:
+            self._wait_for_offloading()
             first = next(i for i in range(longest) if any(s[i] != g[i] for s, g in zip(source, goal, strict=True)))
             device = self.target.device
             picked = torch.tensor([row[first:] for row in source], device=device)
@@ -478,15 +522,18 @@ class TargetRuntime:
                 gone = total - layer.keys.shape[-2]  # a window's layer has dropped its first slots
                 _move(layer.keys, picked - gone, placed - gone)
                 _move(layer.values, picked - gone, placed - gone)
-        self._widen_windows()
+        growing = [kept for kept, path in zip(self._kept, paths, strict=True) if path is not None]
+        # The layers of a window keep what the row that is furthest behind still sees.
+        spread = max(self._kept) - min(growing, default=max(self._kept))
+        for index, width in self._windows.items():
+            cache_layers(self.cache)[index].sliding_window = width + spread
         self.cache.crop(-(total - max(self._kept)))
 
-    def _widen_windows(self) -> None:
-        """Lets the layers of a window keep what the row that is furthest behind still sees."""
-        spread = max(self._kept) - min(self._kept)
-        for layer in cache_layers(self.cache):
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.sliding_window = int(layer._sliding_window_tensor) + spread
+    def _wait_for_offloading(self) -> None:
+        """An offloaded cache fetches layers beside the computation; none may arrive after it was changed."""
+        stream = getattr(self.cache, "prefetch_stream", None)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _updated(self, outputs: Any, new_tokens: int) -> dict[str, Any]:
         return self.target._update_model_kwargs_for_generation(

@@ -429,16 +429,52 @@ def test_an_error_in_a_batch_leaves_windows_as_they_were():
 
     target = make_windowed()
     drafter = make_drafter(target)
-    inputs = batch_of(1)
-    plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
-    cache = DynamicCache(config=target.config)
-    kwargs = {"do_sample": False, "past_key_values": cache}
     criteria = StoppingCriteriaList([Fails()])
-    with scripted(plain[:, 12:].tolist()), pytest.raises(RuntimeError, match="from a criterion"):
-        target.generate(**inputs, **kwargs, max_new_tokens=NEW, assistant_model=drafter, stopping_criteria=criteria)
-    windowed = [layer for layer in cache.layers if layer.is_sliding]
-    assert windowed and all(layer.sliding_window == 8 and not layer.record_past for layer in windowed)
-    assert all(layer.keys.shape[-2] == 7 for layer in windowed)
-    length = 12 + 11
-    continued = target.generate(plain[:, :length], **kwargs, max_new_tokens=NEW - 11)
-    assert continued.tolist() == plain.tolist()
+    for rows in (1, 2):
+        inputs = batch_of(rows)
+        plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+        cache = DynamicCache(config=target.config)
+        kwargs = {"do_sample": False, "past_key_values": cache}
+        script = [plain[0, 12:].tolist(), [5] * NEW][:rows]  # the second row accepts hardly anything
+        with scripted(script), pytest.raises(RuntimeError, match="from a criterion"):
+            target.generate(**inputs, **kwargs, max_new_tokens=NEW, assistant_model=drafter, stopping_criteria=criteria)
+        windowed = [layer for layer in cache.layers if layer.is_sliding]
+        assert windowed and all(layer.sliding_window == 8 and not layer.record_past for layer in windowed)
+        assert all(layer.keys.shape[-2] == 7 for layer in windowed)
+        if rows == 1:
+            continued = target.generate(plain[:, : 12 + 11], **kwargs, max_new_tokens=NEW - 11)
+            assert continued.tolist() == plain.tolist()
+
+
+def test_a_returned_cache_can_be_stored(target, drafter, tmp_path):
+    """What the drafter has read does not go with it."""
+    kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    first = target.generate(**batch_of(1), **kwargs, assistant_model=drafter)
+    torch.save(first.past_key_values, tmp_path / "cache.pt")
+    cache = torch.load(tmp_path / "cache.pt", weights_only=False)
+    ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=NEW)
+    output = target.generate(ids, past_key_values=cache, **kwargs, assistant_model=drafter)
+    assert output.sequences.tolist() == plain.tolist()
+
+
+def test_time_may_run_out_in_the_middle_of_a_path(target, drafter):
+    """The criterion is asked once for each token, in order, and what follows its yes is not emitted."""
+
+    class Clock(StoppingCriteria):
+        def __init__(self):
+            self.asked = 0
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.asked += 1
+            return torch.full((len(input_ids),), self.asked >= 10)
+
+    texts = []
+    for assistant in (None, drafter):
+        clock = Clock()
+        free = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
+        with scripted(free[:, 12:].tolist(), seed=3):
+            kwargs = {"stopping_criteria": StoppingCriteriaList([clock]), "assistant_model": assistant}
+            texts.append(target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW, **kwargs).tolist())
+        assert clock.asked == 10
+    assert texts[0] == texts[1] and len(texts[0][0]) == 22

@@ -113,10 +113,22 @@ def test_calls_that_cannot_work_say_so_and_the_next_one_works(target, drafter, p
     assert generate(target, drafter, prompt).tolist() == plain.tolist()
 
 
-def test_prompts_beyond_the_context_window(target, drafter, prompt):
-    window = target.config.max_position_embeddings
-    with pytest.raises(ValueError, match=f"context window is {window}"):
-        generate(target, drafter, torch.full((1, window + 1), 5))
+def test_prompts_beyond_the_context_window(drafter):
+    """Learned positions end there; rotary ones go on, as they do without a drafter."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=32, eos_token_id=None)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="context window is 32"):
+        generate(target, make_drafter(target), torch.full((1, 33), 5))
+    padded = torch.cat([torch.zeros(1, 20, dtype=torch.long), torch.full((1, 20), 5)], dim=1)
+    mask = (padded > 0).long()
+    plain = target.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert generate(target, make_drafter(target), padded, attention_mask=mask).tolist() == plain.tolist()
+    rotary = make_target(max_position_embeddings=16)
+    long = torch.randint(2, VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    plain = rotary.generate(long, max_new_tokens=8, do_sample=False)
+    assert generate(rotary, make_drafter(rotary), long).tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,9 @@ def test_rotary_frequencies_that_change_with_the_length(kind, model_type, rows):
     plain, drafted = compare(target, make_drafter(target), batch_of(rows))
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert drafted.statistics.tau > 1.05
+    ends = [int(plain.sequences[0, 12 + 6])]  # a row that has ended is read on with the others
+    plain, drafted = compare(target, make_drafter(target), batch_of(rows), eos_token_id=ends)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
 
 
 def test_flex_attention_reads_trees():
@@ -239,9 +242,10 @@ def test_compiled_targets():
     assert drafted.tolist() == plain.tolist()
 
 
-def test_a_target_that_misreads_trees_is_found_out(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_that_misreads_trees_is_found_out(monkeypatch, dtype):
     """A planted fault: its forward ignores masks of four axes. Chains are read rightly, so chains it is."""
-    target = make_target()
+    target = make_target().to(dtype)
     forward = type(target.model).forward
 
     def deaf(self, *args, attention_mask=None, **kwargs):
@@ -249,7 +253,10 @@ def test_a_target_that_misreads_trees_is_found_out(monkeypatch):
         return forward(self, *args, attention_mask=attention_mask, **kwargs)
 
     monkeypatch.setattr(type(target.model), "forward", deaf)
-    assert "otherwise than one by one" in check(target, "chain").reason
+    drafter = make_drafter(target).to(dtype)
+    kwargs = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    statistics = target.generate(**batch_of(1), **kwargs, assistant_model=drafter).statistics
+    assert statistics.draft_kind == "chain" and "otherwise than one by one" in statistics.reason
 
 
 def test_a_target_that_misreads_chains_is_refused(monkeypatch):
@@ -264,6 +271,48 @@ def test_a_target_that_misreads_chains_is_refused(monkeypatch):
     monkeypatch.setattr(type(target.model), "forward", forgetful)
     with pytest.raises(ValueError, match="several tokens at once are read otherwise than one by one"):
         target.generate(**batch_of(1), max_new_tokens=NEW, assistant_model=make_drafter(target))
+
+
+def test_a_refusal_is_not_remembered():
+    """In training mode dropout makes every reading another one; afterwards the target is as good as ever."""
+    target = make_target(attention_dropout=0.5)
+    drafter = make_drafter(target)
+    with pytest.raises(ValueError, match="cannot be drafted for"):
+        target.train().generate(**batch_of(1), max_new_tokens=NEW, assistant_model=drafter)
+    check(target.eval(), "tree")
+
+
+def test_half_precision_reads_trees_too():
+    target = make_target().to(torch.bfloat16)
+    drafter = make_drafter(target).to(torch.bfloat16)
+    kwargs = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "assistant_model": drafter}
+    for rows in (1, 3):
+        statistics = target.generate(**batch_of(rows), **kwargs).statistics
+        assert statistics.draft_kind == "tree", statistics.reason
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("reuse", "builder"), [("resample", "beam"), ("ensemble", "beam"), ("none", "gumbel")])
+def test_every_way_of_drafting_gives_chains_where_only_they_are_read(reuse, builder, rows):
+    model_type, fields, _ = CHAINS["ALiBi"]
+    target = model_of(model_type, **fields)
+    drafter = make_drafter(target, initializer_range=0.5)
+    drafter.generation_config.reuse, drafter.generation_config.tree_builder = reuse, builder
+    for new in (NEW, 3):
+        plain = target.generate(**batch_of(rows), do_sample=False, max_new_tokens=new)
+        drafted = target.generate(**batch_of(rows), do_sample=False, max_new_tokens=new, assistant_model=drafter)
+        assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["ALiBi", "recurrent layers"])
+def test_rows_in_step_end_at_their_own_time(name):
+    model_type, fields, _ = CHAINS[name]
+    target = model_of(model_type, **fields)
+    inputs = batch_of(3)
+    free = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    ends = [int(free[0, 12 + 3]), int(free[2, 12 + 8])]
+    plain, drafted = compare(target, make_drafter(target), inputs, eos_token_id=ends)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
 
 
 def test_what_a_target_can_is_tried_once():
