@@ -178,7 +178,7 @@ def support(
     if out is not None:
         write_table(str(out), rows)
     console.print(as_markdown(rows) if out is None else f"{len(rows)} types, table written to {out}", highlight=False)
-    if any(row.equal is False or row.batch == "differs" for row in rows):
+    if any(row.equal is False or row.drafts == "error" or row.batch == "differs" for row in rows):
         sys.exit(1)
 
 

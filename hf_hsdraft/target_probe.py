@@ -126,7 +126,7 @@ class _Trial:
     def problem(self, expected: Sequence[tuple[list[int], torch.Tensor]], after: torch.Tensor) -> str:
         """How it differs from reading one by one, `expected` by nodes and `after` the path; empty if nowhere."""
         runtime = copy.copy(self.runtime)
-        start = runtime.mark(windows=True)
+        start = runtime.mark(before_commit=True)
         try:
             logits = runtime.verify(self.drafts, self.input_ids).logits
             runtime.commit(self.drafts, [self.path] * len(self.drafts))
@@ -149,7 +149,7 @@ class _Trial:
 def _one_by_one(runtime: TargetRuntime, tokens: Sequence[Sequence[int]], input_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[B, length, V]` of each row's tokens, the root first, every one read in a forward of its own."""
     logits: list[torch.Tensor] = []
-    start = runtime.mark(windows=True)
+    start = runtime.mark(before_commit=True)
     try:
         for column in zip(*tokens, strict=True):
             if logits:

@@ -145,6 +145,8 @@ def _rotary_parameters(config: Any) -> list[dict[str, Any]]:
     return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
 
 
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
 # Tokens that recurrent layers may have to read again before they are read in a forward of their own.
 _MOST_UNREAD = 12
 
@@ -347,16 +349,18 @@ class TargetRuntime:
                 self._release()
             raise
 
-    def mark(self, windows: bool = False) -> Mark:
+    def mark(self, before_commit: bool = False) -> Mark:
         """Where the cache stands.
 
         Args:
-            windows: also copy layers that keep a window, which a commit makes forget what came before.
+            before_commit: also copy layers that a commit makes forget what came before, windows and convolutions.
         """
-        layers = list(enumerate(cache_layers(self.cache)))
-        copied = [i for i, layer in layers if (self._recurrent and not layer.is_croppable)]
-        copied += [i for i in self._windows if windows]
-        return Mark(self.cache.get_seq_length(), {i: copy.deepcopy(layers[i][1]) for i in copied})
+        copies = {}
+        for index, layer in enumerate(cache_layers(self.cache)):
+            forgets = index in self._windows or isinstance(layer, LinearAttentionCacheLayerMixin)
+            if (self._recurrent and not layer.is_croppable) or (before_commit and forgets):
+                copies[index] = copy.deepcopy(layer)
+        return Mark(self.cache.get_seq_length(), copies)
 
     def restore(self, mark: Mark) -> None:
         """As `roll_back`, also after a commit, if the mark was made for that."""
@@ -461,7 +465,11 @@ class TargetRuntime:
     def _read_on(self, input_ids: torch.Tensor, size: int) -> Any:
         """Reads the last `size` tokens of each text `[B, length]` after what is cached."""
         total = self.cache.get_seq_length() + size
-        kwargs = _prepare_attention_mask(dict(self._kwargs), total, self._is_encoder_decoder)
+        kwargs = dict(self._kwargs)
+        for name in (self._position_key, *_TOKEN_TYPES):  # may have several axes, and reach further
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., :total]
+        kwargs = _prepare_attention_mask(kwargs, total, self._is_encoder_decoder)
         kwargs = _prepare_token_type_ids(kwargs, total)
         kwargs = _prepare_position_ids(kwargs, total, self._is_encoder_decoder)
         self.forwards += 1
@@ -490,7 +498,7 @@ class TargetRuntime:
         kwargs[self._mask_key] = mask
         if positions is not None:
             kwargs[self._position_key] = positions
-            for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+            for name in _TOKEN_TYPES:
                 if kwargs.get(name) is not None:
                     kwargs[name] = kwargs[name][:, -1:].expand(-1, size)
         inputs = self.target.prepare_inputs_for_generation(

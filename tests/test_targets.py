@@ -334,10 +334,10 @@ def test_what_a_target_can_is_tried_once():
     assert all(kept is not None for kept in target_probe._known)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "mamba"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "lfm3", "mamba"])
 def test_the_support_table_tells_trees_chains_and_refusals(model_type):
     rows = [check_type("causal", *row) for row in model_types("causal") if row[0] == model_type]
-    expected = {"bloom": "chain", "mamba": "refused"}.get(model_type, "tree")
+    expected = {"bloom": "chain", "lfm3": "chain", "mamba": "refused"}.get(model_type, "tree")
     assert [row.drafts for row in rows] == [expected]
     assert rows[0].equal is (None if expected == "refused" else True)
     assert bool(rows[0].reason) == (expected != "tree")

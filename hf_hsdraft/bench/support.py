@@ -144,6 +144,7 @@ def _drafter(model: Any) -> HSDrafter:
             config.vocab_size,
             config.hidden_size,
             config.num_hidden_layers,
+            [1, 2],
             num_attention_heads=1,
             head_dim=8,
             intermediate_size=16,
