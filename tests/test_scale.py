@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_prompts
+from conftest import VOCAB, make_drafter, make_target, write_prompts
 from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -193,3 +193,33 @@ def test_device_maps_are_for_one_process(home, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="start one process"):
         load_target(str(home / "target"), torch.float32, "auto")
+
+
+def _synced(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    target = make_target()
+    drafter = make_drafter(target)
+    ids = torch.randint(5, VOCAB, (1 + rank, 10), generator=torch.Generator().manual_seed(rank))
+    mask = torch.ones_like(ids)
+    if rank:
+        mask[1, :4] = 0  # another kind of call than the other process makes
+    kwargs = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 6 + 12 * rank}
+    plain = target.generate(ids, **kwargs)
+    counted: list[int] = []
+    handle = target.register_forward_hook(lambda *_: counted.append(1))
+    drafted = target.generate(ids, **kwargs, assistant_model=drafter, synced_gpus=True)
+    handle.remove()
+    torch.save((torch.equal(plain, drafted), len(counted)), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_synced_processes_run_equally_many_forwards(tmp_path):
+    """As sharded targets need it; texts of other lengths, one of them padded, one of them a batch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_synced, (port, str(tmp_path)), nprocs=2)
+    (same, forwards), (same_too, forwards_too) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert same and same_too
+    assert forwards == forwards_too
