@@ -15,15 +15,9 @@ from .candidate_generator import DraftOptions, HSCandidateGenerator
 from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_tree import DraftTree
 from .modeling_hsdraft import HSDrafter, TargetWeights
+from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
 from .target_probe import PROBE_DEPTH, known_ability, tried_ability
-from .target_runtime import (
-    TargetOutput,
-    TargetRuntime,
-    frequencies_change,
-    furthest_position,
-    furthest_read,
-    text_config,
-)
+from .target_runtime import TargetOutput, TargetRuntime
 from .verification import Verdict
 
 logger = logging.get_logger(__name__)

@@ -17,7 +17,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .draft_tree import DraftTree
-from .target_runtime import TargetRuntime, cache_layers, text_config
+from .target_limits import cache_layers, text_config
+from .target_runtime import TargetRuntime
 
 # Tokens a, b, c after the root: a and b follow it, c follows a. As a tree in the order a, b, c.
 _PARENTS = (-1, 0, 0, 1)

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.scripted import scripted
-from hf_hsdraft.target_runtime import cache_layers
+from hf_hsdraft.target_limits import cache_layers
 
 NEW = 24
 OUTPUTS = {

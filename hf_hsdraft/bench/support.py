@@ -19,7 +19,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 from ..configuration_hsdraft import HSDraftConfig
 from ..modeling_hsdraft import HSDrafter
-from ..target_runtime import text_config
+from ..target_limits import text_config
 from .scripted import scripted
 from .tiny import tiny_config, tiny_model
 
