@@ -90,8 +90,8 @@ class DraftOptions:
         for name, most in (("num_assistant_tokens", limit), ("tree_size", None), ("beam_width", None)):
             value = option(name)
             if not isinstance(value, int) or value < 1 or (most is not None and value > most):
-                wanted = "an integer of 1 or more" if most is None else f"1 to {most}, the steps it was trained for"
-                raise ValueError(f"{name}={value!r} is invalid: expected {wanted}")
+                wanted = "1 or more" if most is None else f"from 1 to {most}, the steps it was trained for"
+                raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
         threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
         if not isinstance(threshold, int | float) or not 0.0 <= threshold < 1.0:
             raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")

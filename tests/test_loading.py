@@ -134,11 +134,11 @@ def test_prompts_beyond_the_context_window(drafter):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("num_assistant_tokens", 9, "1 to 4"),
-        ("num_assistant_tokens", 0, "1 to 4"),
-        ("num_assistant_tokens", 2.5, "1 to 4"),
+        ("num_assistant_tokens", 9, "an integer from 1 to 4"),
+        ("num_assistant_tokens", 0, "an integer from 1 to 4"),
+        ("num_assistant_tokens", 2.5, "an integer from 1 to 4"),
         ("tree_size", "8", "an integer"),
-        ("tree_size", 0, "1 or more"),
+        ("tree_size", 0, "an integer 1 or more"),
         ("reuse", "always", "none, ensemble, resample"),
         ("tree_builder", "best", "beam, gumbel, stochastic_beam"),
         ("verification", "typical", "walk, rejection"),
