@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -449,8 +450,7 @@ class HSDrafter(PreTrainedModel):
         vocab_ids = self.draft_vocab_ids().to(device)
         head = None
         if self.lm_head is None:
-            with _at_hand(output_head) as weight:
-                head = weight.detach()[vocab_ids.to(weight.device)].to(device, self.dtype)
+            head = _output_rows(output_head, embedding, vocab_ids).to(device, self.dtype)
         place = embedding.weight.device
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
@@ -460,16 +460,29 @@ class HSDrafter(PreTrainedModel):
         return TargetWeights(embed, head, vocab_ids)
 
 
-@contextlib.contextmanager
-def _at_hand(module: nn.Linear) -> Iterator[torch.Tensor]:
-    """The weight of a module, fetched for a while if accelerate has put it away."""
-    if module.weight.device.type != "meta":
-        yield module.weight
-        return
-    from accelerate.utils import align_module_device
+def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
+    """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
+    weight = getattr(output_head, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.device.type == "meta":
+        from accelerate.utils import align_module_device
 
-    with align_module_device(module):
-        yield module.weight
+        with align_module_device(output_head):
+            return _output_rows(output_head, embedding, vocab_ids)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
+        return weight.detach()[vocab_ids.to(weight.device)]
+    # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
+    kept = _rows_of_packed.get(output_head)
+    if kept is None or not torch.equal(kept[0], vocab_ids):
+        size, place = embedding.weight.shape[1], embedding.weight
+        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
+        with torch.no_grad():
+            columns = output_head(inputs)[:, vocab_ids.to(place.device)]
+        kept = vocab_ids, (columns[:-1] - columns[-1:]).T.contiguous()
+        _rows_of_packed[output_head] = kept
+    return kept[1]
+
+
+_rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def _causal_mask(

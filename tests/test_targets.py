@@ -234,6 +234,36 @@ def test_dispatched_and_offloaded_targets(tmp_path):
     assert drafted.tolist() == plain.tolist()
 
 
+class PackedLinear(torch.nn.Module):
+    """As quantisation libraries make them: integers and scales, no weight that could be read as one."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127, False)
+        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scale).T
+
+
+def test_quantised_targets():
+    """The text is the quantised target's; the drafter gets at its output rows too, packed as they are."""
+    target = make_target()
+    for layer in target.model.layers:
+        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj)
+    target.lm_head = PackedLinear(target.lm_head)
+    drafter = make_drafter(target, draft_vocab_size=40)
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    expected = (target.lm_head.weight * target.lm_head.scale)[weights.vocab_ids]
+    torch.testing.assert_close(weights.head, expected, atol=1e-5, rtol=1e-5)
+    for rows in (1, 2):
+        inputs = batch_of(rows)
+        plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=NEW, assistant_model=drafter)
+        assert drafted.tolist() == plain.tolist()
+        check(target, "tree", rows)
+
+
 def test_compiled_targets():
     target = make_target()
     plain = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
