@@ -315,7 +315,12 @@ def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> D
     target, runtime, texts, options = call.target, call.runtime, call.texts, call.options
     near = any(furthest_read(target, root) - root < PROBE_DEPTH for root in roots)
     if _any_process(near, call.synced_gpus, target.device):
-        runtime.trees = False  # too close to the target's last position to try, or to draft
+        runtime.trees = False
+        if call.statistics is not None:
+            call.statistics.draft_kind = "chain"
+            call.statistics.reason = (
+                "nothing is drafted so close to the last position that the target has or reads alike"
+            )
         return replace(options, depth=0)
     needed = _any_process(known_ability(runtime) is None, call.synced_gpus, target.device)
     ability = tried_ability(runtime, texts.batch(), output.logits[:, -1]) if needed else known_ability(runtime)

@@ -1,7 +1,7 @@
 """All we need of a target: taps, a forward over trees or chains, committing paths, rolling back the rest.
 
-The only code that knows about caches, masks and attention implementations. It asks model and cache what they can do;
-what cannot be asked, `target_probe` tries.
+The only owner of a cache while a call runs. `target_limits` says what model and cache tell of themselves, `tree_masks`
+makes the masks, and `target_probe` tries what cannot be asked.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,

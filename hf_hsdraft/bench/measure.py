@@ -34,8 +34,8 @@ def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu
 
 
 def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
-    """tau over several calls: all tokens emitted over all target forwards."""
-    forwards = sum(call.target_forwards for call in statistics)
+    """tau over several calls: all tokens emitted over all target forwards, each counted for every row."""
+    forwards = sum(call.row_forwards for call in statistics)
     return sum(call.new_tokens for call in statistics) / max(forwards, 1)
 
 
