@@ -15,6 +15,7 @@ from rich.markup import escape
 from transformers.utils.logging import disable_progress_bar
 
 from ._version import __version__
+from .hub import commands
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
@@ -128,7 +129,15 @@ def bench(
             shape = f"chain {length}" if confidence is None else f"chain {length}, above {confidence}"
             decode = eagle3_decoder(model, economize, length, confidence)
             chosen.append(Variant(f"economize EAGLE-3, {shape}", None, decode=decode))
-    print_table(run_bench(model, tokenizer, chosen, questions, limit, max_new_tokens, console, json_out), console)
+    files = ", ".join(path.name for path in prompts)
+    parts = [f"--prompts {path.name}" for path in prompts]
+    parts += [] if limit is None else [f"--limit {limit}"]
+    parts += [f"--max-new-tokens {max_new_tokens}", f"--dtype {dtype.value}", f"--variants {','.join(names)}"]
+    command = " ".join(["hsdraft bench", *parts])
+    result = run_bench(
+        model, tokenizer, chosen, questions, limit, max_new_tokens, console, json_out, source=files, command=command
+    )
+    print_table(result, console)
 
 
 @app.command()
@@ -413,6 +422,13 @@ def estimate(
     )
     for line in explain(figures):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+app.command()(commands.push)
+app.command()(commands.pull)
+app.command()(commands.info)
+app.command("list")(commands.list_cached)
+app.command()(commands.card)
 
 
 def _own_device() -> str:

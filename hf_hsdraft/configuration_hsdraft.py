@@ -2,15 +2,72 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 INJECTORS = ("low_rank", "path")
 HEADS = ("target", "trained")
+
+# 1: what decoding needs. 2: also which target and which weights belong to it. A drafter of a newer format is refused.
+FORMAT_VERSION = 2
+
+# The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.
+LIMITS = {
+    "format_version": 10**6,
+    "vocab_size": 2**22,
+    "target_hidden_size": 2**17,
+    "target_num_hidden_layers": 4096,
+    "hidden_size": 2**17,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+    "intermediate_size": 2**20,
+    "num_draft_steps": 64,
+    "injector_rank": 2**16,
+    "injector_hidden_size": 2**17,
+    "draft_vocab_size": 2**22,
+    "tree_size": 2**12,
+    "beam_width": 2**12,
+}
+_MOST_TAPS, _LONGEST_NAME, _LONGEST_REFERENCE = 64, 256, 4096
+
+# What transformers may hand over; all else in a file is left out.
+_OF_TRANSFORMERS = {
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "experts_implementation",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+}
+_MEANINGLESS = {"model_type", "use_cache", "is_encoder_decoder", "_commit_hash", "tie_word_embeddings"}
+# By these a file would make transformers load, replace or run something else than the drafter beside it.
+_FORBIDDEN = {
+    "distributed_config",
+    "fusion_config",
+    "kernel_config",
+    "quantization_config",
+    "transformers_weights",
+}
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class HSDraftConfig(PreTrainedConfig):
@@ -25,7 +82,14 @@ class HSDraftConfig(PreTrainedConfig):
         target_num_hidden_layers: number of decoder layers of the target.
         target_tap_layers: indices into the target's `hidden_states` (0 = embeddings, i = output of layer i) that the
             drafter reads, ascending. `None` picks one low, one middle and one high layer (EAGLE-3, section 3.1).
-        target_name: name or path of the target, for messages and cards.
+        target_name: name of the target, for messages and cards.
+        target_revision: commit of the target on the Hub, if it is known.
+        target_tokenizer_hash: what `target_match.tokenizer_hash` makes of the target's tokenizer.
+        target_reference: a text by which a target can be recognised, see `target_match`: its token ids `input_ids`,
+            the position `start` from which on the target wrote it, and of the tokens from there on, how many it
+            chooses again (`agreed`) and how many the drafter's first choice hits (`drafted`).
+        weights_digest: SHA-256 of each file of weights, by name; written by `save_pretrained`.
+        format_version: of the files; a drafter of a newer one is refused, older ones load.
         hidden_size: width of the drafted hidden states; equal to `target_hidden_size` unless `head="trained"`.
         num_hidden_layers: layers of the trunk.
         num_attention_heads: attention heads of a trunk layer.
@@ -51,6 +115,7 @@ class HSDraftConfig(PreTrainedConfig):
     """
 
     model_type = "hsdraft"
+    _auto_class = "AutoConfig"  # so that its code is saved with it
 
     def __init__(
         self,
@@ -59,6 +124,11 @@ class HSDraftConfig(PreTrainedConfig):
         target_num_hidden_layers: int = 24,
         target_tap_layers: Sequence[int] | None = None,
         target_name: str = "",
+        target_revision: str = "",
+        target_tokenizer_hash: str = "",
+        target_reference: Mapping[str, Any] | None = None,
+        weights_digest: Mapping[str, str] | None = None,
+        format_version: int = FORMAT_VERSION,
         hidden_size: int | None = None,
         num_hidden_layers: int = 1,
         num_attention_heads: int = 16,
@@ -79,18 +149,32 @@ class HSDraftConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         **kwargs: Any,
     ) -> None:
+        self.format_version = format_version
+        self._check_format()  # before anything that a newer format may have changed
+        for name, value in (
+            ("vocab_size", vocab_size),
+            ("target_hidden_size", target_hidden_size),
+            ("target_num_hidden_layers", target_num_hidden_layers),
+            ("num_attention_heads", num_attention_heads),
+        ):
+            _check_integer(name, value)  # others are derived from these
         self.vocab_size = vocab_size
         self.target_hidden_size = target_hidden_size
         self.target_num_hidden_layers = target_num_hidden_layers
         self.target_tap_layers = (
-            default_tap_layers(target_num_hidden_layers) if target_tap_layers is None else list(target_tap_layers)
+            default_tap_layers(target_num_hidden_layers) if target_tap_layers is None else _as_list(target_tap_layers)
         )
         self.target_name = target_name
+        self.target_revision = target_revision
+        self.target_tokenizer_hash = target_tokenizer_hash
+        self.target_reference = dict(target_reference) if isinstance(target_reference, Mapping) else target_reference
+        self.weights_digest = dict(weights_digest) if isinstance(weights_digest, Mapping) else weights_digest
         self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.head_dim = self.hidden_size // max(num_attention_heads, 1) if head_dim is None else head_dim
+        _check_integer("hidden_size", self.hidden_size)
+        self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
         self.num_draft_steps = num_draft_steps
         self.rms_norm_eps = rms_norm_eps
@@ -100,12 +184,12 @@ class HSDraftConfig(PreTrainedConfig):
         self.injector_hidden_size = injector_hidden_size
         self.head = head
         self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.draft_vocab_ids = None if draft_vocab_ids is None else list(draft_vocab_ids)
+        self.draft_vocab_ids = None if draft_vocab_ids is None else _as_list(draft_vocab_ids)
         self.tree_size = tree_size
         self.beam_width = beam_width
         self.initializer_range = initializer_range
         self.check()
-        super().__init__(**kwargs)
+        super().__init__(**_allowed(kwargs))
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> HSDraftConfig:
@@ -118,7 +202,8 @@ class HSDraftConfig(PreTrainedConfig):
         Raises:
             ValueError: an override is invalid.
         """
-        return cls.for_target_config(target.config, **{"target_name": getattr(target, "name_or_path", ""), **overrides})
+        name = public_name(getattr(target, "name_or_path", ""))
+        return cls.for_target_config(target.config, **{"target_name": name, **overrides})
 
     @classmethod
     def for_target_config(cls, target_config: Any, **overrides: Any) -> HSDraftConfig:
@@ -138,42 +223,39 @@ class HSDraftConfig(PreTrainedConfig):
             "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
             "rope_theta": rope.get("rope_theta") or 10000.0,
             "draft_vocab_size": max(1, config.vocab_size // 4),
+            # A pipeline takes an assistant without tokenizers of its own only if these are the target's.
+            **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
         }
+        unknown = sorted(overrides.keys() - set(inspect.signature(cls.__init__).parameters) - _OF_TRANSFORMERS)
+        if unknown:
+            raise ValueError(f"a drafter's configuration has no {', '.join(unknown)}")
         if overrides.get("draft_vocab_ids") is not None and "draft_vocab_size" not in overrides:
             fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
         return cls(**{**fields, **overrides})
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As every configuration; a file that does not name its format is of the first one."""
+        return super().from_dict({"format_version": 1, **config_dict}, **kwargs)
+
     def check(self) -> None:
         """Raises a ValueError that names the first field that is wrong, its value, and what would be right."""
-        for name in (
-            "vocab_size",
-            "target_hidden_size",
-            "target_num_hidden_layers",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "num_draft_steps",
-            "injector_rank",
-            "injector_hidden_size",
-            "draft_vocab_size",
-            "tree_size",
-            "beam_width",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} is invalid: expected an integer of 1 or more")
+        self._check_format()
+        for name in LIMITS:
+            _check_integer(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
-                raise ValueError(f"{name}={value!r} is invalid: expected a positive number")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1e30:
+                raise ValueError(f"{name}={_short(value)} is invalid: expected a positive number")
         for name, allowed in (("injector", INJECTORS), ("head", HEADS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is invalid: expected one of {', '.join(allowed)}")
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={_short(getattr(self, name))} is invalid: expected one of {', '.join(allowed)}"
+                )
         self._check_taps()
         self._check_vocabulary()
+        self._check_target()
+        self._check_digest()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} is invalid: it must divide "
@@ -194,10 +276,12 @@ class HSDraftConfig(PreTrainedConfig):
 
     def _check_taps(self) -> None:
         taps = self.target_tap_layers
-        in_range = all(isinstance(tap, int) and 0 <= tap <= self.target_num_hidden_layers for tap in taps)
+        in_range = len(taps) <= _MOST_TAPS and all(
+            isinstance(tap, int) and 0 <= tap <= self.target_num_hidden_layers for tap in taps
+        )
         if not taps or not in_range or sorted(set(taps)) != taps:
             raise ValueError(
-                f"target_tap_layers={taps} is invalid: expected ascending indices between 0 (embeddings) and "
+                f"target_tap_layers={_short(taps)} is invalid: expected ascending indices between 0 (embeddings) and "
                 f"target_num_hidden_layers={self.target_num_hidden_layers}, each once"
             )
 
@@ -220,6 +304,98 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
             )
+
+    def _check_format(self) -> None:
+        _check_integer("format_version", self.format_version)
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"this drafter has format_version={self.format_version}, this version of hf_hsdraft reads up to "
+                f"{FORMAT_VERSION}: upgrade hf_hsdraft, or load it with AutoModel and trust_remote_code=True, which "
+                "brings the code it was saved with"
+            )
+
+    def _check_target(self) -> None:
+        for name in ("target_name", "target_revision", "target_tokenizer_hash"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > _LONGEST_NAME or not value.isprintable():
+                raise ValueError(
+                    f"{name}={_short(value)} is invalid: expected one line of at most {_LONGEST_NAME} characters"
+                )
+        if self.target_reference is None:
+            return
+        expected = "expected input_ids, start, agreed and drafted as `hsdraft train` writes them"
+        fields = {"input_ids", "start", "agreed", "drafted"}
+        if not isinstance(self.target_reference, dict) or self.target_reference.keys() != fields:
+            raise ValueError(f"target_reference={_short(self.target_reference)} is invalid: {expected}")
+        ids, start, *counts = (self.target_reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
+        valid = isinstance(ids, list) and 2 <= len(ids) <= _LONGEST_REFERENCE
+        valid = valid and all(_is_integer(token) and 0 <= token < self.vocab_size for token in ids)
+        valid = valid and _is_integer(start) and 1 <= start < len(ids)
+        if not valid or not all(_is_integer(count) and 0 <= count <= len(ids) - start for count in counts):
+            raise ValueError(f"target_reference={_short(self.target_reference)} is invalid: {expected}")
+
+    def _check_digest(self) -> None:
+        digests = self.weights_digest
+        if digests is not None and not (
+            isinstance(digests, dict)
+            and all(isinstance(name, str) and re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in digests)
+            and all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests.values())
+        ):
+            raise ValueError(
+                f"weights_digest={_short(digests)} is invalid: expected SHA-256 digests by names of files of weights"
+            )
+
+
+def public_name(name: str) -> str:
+    """A target's name as it may be published: of a path on this machine, the last part only."""
+    local = name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1 or os.path.isdir(name) or ":" in name
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if local else name
+
+
+def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of fields that are not the drafter's own, those that may be given to transformers."""
+    forbidden = sorted(_FORBIDDEN & {name for name, value in kwargs.items() if value is not None})
+    if forbidden:
+        raise ValueError(
+            f"a drafter's configuration must not hold {', '.join(forbidden)}: remove it, it has no use here"
+        )
+    for name in ("dtype", "torch_dtype"):
+        value = kwargs.get(name)
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
+            raise ValueError(f"{name}={_short(value)} is invalid: expected one of {', '.join(_DTYPES)}")
+    for name in ("attn_implementation", "experts_implementation"):
+        value = kwargs.get(name)
+        if value is not None and not (isinstance(value, str) and value.replace("_", "").isalnum()):
+            raise ValueError(f"{name}={_short(value)} is invalid: a drafter brings no kernels")  # a repository's name
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = kwargs.get(name)
+        tokens = value if isinstance(value, list) else [0 if value is None else value]
+        if len(tokens) > _LONGEST_NAME or not all(_is_integer(token) for token in tokens):
+            raise ValueError(f"{name}={_short(value)} is invalid: expected a token id or a few")
+    unknown = sorted(kwargs.keys() - _OF_TRANSFORMERS - _MEANINGLESS - _FORBIDDEN)
+    if unknown:
+        logger.warning(f"fields of a drafter's configuration that mean nothing to it are left out: {_short(unknown)}")
+    return {name: value for name, value in kwargs.items() if name in _OF_TRANSFORMERS}
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if not _is_integer(value) or not 1 <= value <= LIMITS[name]:
+        wanted = "1 or more" if not _is_integer(value) or value < 1 else f"at most {LIMITS[name]:,}"
+        raise ValueError(f"{name}={_short(value)} is invalid: expected an integer of {wanted}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """A list that checks can look into, whatever a file holds instead of one."""
+    return list(value) if isinstance(value, list | tuple | range) else [value]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _integer(config: Any, name: str) -> int | None:

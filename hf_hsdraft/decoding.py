@@ -16,6 +16,7 @@ from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_tree import DraftTree
 from .modeling_hsdraft import HSDrafter, TargetWeights
 from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
+from .target_match import warn_of_mismatch
 from .target_probe import PROBE_DEPTH, known_ability, tried_ability
 from .target_runtime import TargetOutput, TargetRuntime
 from .verification import Verdict
@@ -153,6 +154,7 @@ def speculative_decoding(
     generation_config: Any,
     synced_gpus: bool = False,
     streamer: Any = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput | torch.Tensor:
     """Decodes with a drafter ("Make Every Draft Count"); the output has the target's own distribution.
@@ -165,6 +167,7 @@ def speculative_decoding(
     """
     _check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
+    warn_of_mismatch(target, drafter, tokenizer)
     runtime = TargetRuntime(target, drafter.config.target_tap_layers, model_kwargs)
     statistics = DraftStatistics() if generation_config.return_dict_in_generate else None
     clock = _Clock(statistics, target.device)

@@ -13,11 +13,24 @@ from .modeling_hsdraft import HSDrafter
 
 
 def install() -> None:
-    """Makes `generate(assistant_model=drafter)` work. Idempotent; other calls pass straight through."""
-    if getattr(GenerationMixin._assisted_decoding, "_hsdraft_hook", False):
+    """Makes `generate(assistant_model=drafter)` work. Idempotent; other calls pass straight through.
+
+    A drafter that came with code of its own, from a repository of the Hub, brings a copy of this module. Each copy
+    wraps what it finds and answers for its own drafters only, so copies of any versions get along in one process.
+    """
+    if _is_installed(GenerationMixin._assisted_decoding):
         return
     GenerationMixin._assisted_decoding = _hooked_decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._validate_generation_mode = _hooked_validation(GenerationMixin._validate_generation_mode)
+
+
+def _is_installed(method: Any) -> bool:
+    """Whether this copy's wrapper is among those around a method."""
+    while method is not None:
+        if getattr(method, "_hsdraft_drafter", None) is HSDrafter:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False
 
 
 def _hooked_decoding(original: Any) -> Any:
@@ -27,11 +40,11 @@ def _hooked_decoding(original: Any) -> Any:
         if not isinstance(drafter, HSDrafter):
             return original(self, *args, **kwargs)
         del kwargs["assistant_model"]
-        for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
+        for name in ("inputs_tensor", "assistant_tokenizer"):
             kwargs.pop(name, None)
         return speculative_decoding(self, drafter, *args, **kwargs)
 
-    _assisted_decoding._hsdraft_hook = True  # type: ignore[attr-defined]
+    _assisted_decoding._hsdraft_drafter = HSDrafter  # type: ignore[attr-defined]
     return _assisted_decoding
 
 

@@ -9,8 +9,6 @@ V' draft vocabulary, N nodes.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +17,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput, is_accelerate_available
 
 from .configuration_hsdraft import HSDraftConfig
+from .pretrained_drafter import PretrainedDrafter
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 KeyValues = tuple[torch.Tensor, torch.Tensor]
@@ -239,7 +238,7 @@ class PathInjector(nn.Module):
 _INJECTORS: dict[str, type[LowRankInjector] | type[PathInjector]] = {"low_rank": LowRankInjector, "path": PathInjector}
 
 
-class HSDrafter(PreTrainedModel):
+class HSDrafter(PretrainedDrafter):
     """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
 
     Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one
@@ -259,6 +258,7 @@ class HSDrafter(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "taps"
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
+    _auto_class = "AutoModel"  # so that its code is saved with it
 
     def __init__(self, config: HSDraftConfig) -> None:
         config.check()  # fields may have been set since it was built
@@ -276,6 +276,10 @@ class HSDrafter(PreTrainedModel):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
         self.generation_config = self.default_generation_config()
         self.post_init()
+        # Imported here since it is above this module; loaded from the Hub, this class is all that anybody asks for.
+        from .generate_hook import install
+
+        install()
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""
@@ -289,69 +293,6 @@ class HSDrafter(PreTrainedModel):
             tree_builder="beam",
             verification="walk",
         )
-
-    @classmethod
-    def can_generate(cls) -> bool:
-        """True, so that the drafting options in `generation_config` are saved and loaded with the weights."""
-        return True
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Loads a drafter as every model of transformers is loaded.
-
-        Raises:
-            OSError: the folder or repository holds no configuration or no weights.
-            ValueError: the weights are damaged, or do not cover the configuration. A drafter that is partly random
-                would still decode correctly, only slowly, so this is not left to a warning.
-        """
-        name = str(pretrained_model_name_or_path)
-        # A Hub name has at most one slash, and is not a folder here.
-        local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.isdir(name.partition("/")[0])
-        if local and not os.path.isdir(name):
-            raise OSError(f"no such drafter folder: {os.path.abspath(name)}")
-        want_info = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # reported below, with all other mismatches at once
-        try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
-        except OSError as error:
-            if os.path.isdir(name):
-                raise
-            raise OSError(f"there is no drafter folder {os.path.abspath(name)}, and as a Hub name: {error}") from error
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise ValueError(
-                f"the weights of {pretrained_model_name_or_path} are damaged ({error}): the file is truncated or was "
-                "not written by save_pretrained; download or copy it again"
-            ) from error
-        wrong = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        wrong = {name: keys for name, keys in wrong.items() if keys}
-        if wrong:
-            raise ValueError(
-                f"the weights of {pretrained_model_name_or_path} do not match its configuration: {wrong}; expected "
-                "the folder that save_pretrained or `hsdraft train` wrote"
-            )
-        return (model, info) if want_info else model
-
-    def adjust_generation_fn(
-        self,
-        generation_config: GenerationConfig | None,
-        from_auto_class: bool,
-        from_pipeline: Any,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        trust_remote_code: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Loads the drafting options stored beside the weights; called by `PreTrainedModel.from_pretrained`."""
-        if generation_config is not None:
-            self.generation_config = generation_config
-            return
-        with contextlib.suppress(OSError):  # saved without options: those of the configuration stand
-            self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -463,7 +404,7 @@ class HSDrafter(PreTrainedModel):
 def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
     """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
     weight = getattr(output_head, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.device.type == "meta":
+    if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
         from accelerate.utils import align_module_device
 
         with align_module_device(output_head):

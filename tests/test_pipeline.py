@@ -71,7 +71,9 @@ def test_training_ends_with_a_drafter_that_loads_and_decodes(chatty, tokenizer, 
     assert any("GB on disk" in line for line in lines) == cached
     assert {path.name for path in (tmp_path / "out").glob("*.png")} >= {"learning_curves.png", "acceptance.png"}
     last = [
-        entry for entry in json.loads((tmp_path / "out" / "figures.json").read_text())["history"] if "eval_tau" in entry
+        entry
+        for entry in json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+        if "eval_tau" in entry
     ][-1]
     assert {"eval_tau", "eval_parity", "eval_acceptance_1", "eval_accuracy_3", "eval_loss"} <= last.keys()
 
@@ -413,7 +415,7 @@ def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_p
 
 def test_hidden_state_regression_fades(chatty, tokenizer, tmp_path):
     run(chatty, tokenizer, plan(tmp_path), regression_weight=1.0, regression_steps=3)
-    history = json.loads((tmp_path / "out" / "figures.json").read_text())["history"]
+    history = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     assert ["regression" in entry for entry in history if "loss" in entry] == [True, True, True, False]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import platform
 import re
 import time
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ..configuration_hsdraft import public_name
 from ..decoding import DraftStatistics
 from ..modeling_hsdraft import HSDrafter
 from ..training.conversations import Prompt
@@ -82,9 +84,13 @@ class Run:
 
 @dataclass
 class BenchResult:
-    """All runs: `runs[variant name][i]` and `plain[i]` belong to `questions[i]`."""
+    """All runs: `runs[variant name][i]` and `plain[i]` belong to `questions[i]`.
+
+    `weights` are the digests of the drafter of each variant, so that figures cannot be taken for another one's.
+    """
 
     settings: dict[str, Any]
+    weights: dict[str, Any]
     categories: list[str]
     plain: list[Run]
     runs: dict[str, list[Run]]
@@ -109,30 +115,35 @@ def run_bench(
     max_new_tokens: int,
     console: Console,
     json_out: Path | None = None,
+    source: str = "",
+    command: str = "",
 ) -> BenchResult:
     """Greedy decoding of the first turn of each question, plain and by every variant, alternating per question.
 
     Args:
         json_out: all figures so far are written here after each question, so a run that is cut short is not lost.
+        source, command: names of the prompt files and how the run was started, for the report.
     """
     chosen = spread(questions, limit)
     if not chosen:
         raise ValueError("no questions: the prompt files hold no line with `turns`")
     result = BenchResult(
         settings={
-            "target": getattr(target, "name_or_path", ""),
+            "target": public_name(getattr(target, "name_or_path", "")),
+            "prompts": source,
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
             "threads": torch.get_num_threads(),
-            "processor": platform.processor() or platform.machine(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "processor": processor(target.device),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "questions": len(chosen),
             "max_new_tokens": max_new_tokens,
             "do_sample": False,
             "variants": {variant.name: variant.options for variant in variants},
+            "command": command,
         },
+        weights={v.name: v.drafter.config.weights_digest for v in variants if v.drafter is not None},
         categories=[question.category for question in chosen],
         plain=[],
         runs={variant.name: [] for variant in variants},
@@ -153,6 +164,21 @@ def run_bench(
             if json_out is not None:
                 write_json(result, json_out)
     return result
+
+
+def processor(device: torch.device) -> str:
+    """What the figures were measured on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names, flags = (re.findall(rf"^{field}\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE) for field in ("model name", "flags"))
+    name = names[0] if names else platform.processor() or platform.machine()
+    units = " with AMX" if flags and "amx_bf16" in flags[0] else ""
+    return f"{os.cpu_count()} cores of {name}{units} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _warm_up(target: Any, tokenizer: Any, variants: Sequence[Variant], question: Prompt) -> None:
@@ -241,6 +267,17 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
     )
 
 
+def by_category(result: BenchResult, runs: Sequence[Run]) -> dict[str, Summary]:
+    """Figures of one variant's runs, category by category."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, category in enumerate(result.categories[: len(runs)]):
+        groups[category].append(index)
+    return {
+        category: summarise([runs[index] for index in group], [result.plain[index] for index in group])
+        for category, group in groups.items()
+    }
+
+
 def round_costs(runs: Sequence[Run]) -> dict[str, float]:
     """Milliseconds per round by part, and acceptance per depth: the share of rounds that got that far."""
     calls = [run.statistics for run in runs if run.statistics is not None]
@@ -309,14 +346,12 @@ def _print_costs(result: BenchResult, console: Console) -> None:
 
 
 def _print_categories(result: BenchResult, console: Console) -> None:
-    categories = list(dict.fromkeys(result.categories))
-    if len(categories) < 2:
+    columns = [by_category(result, runs) for runs in result.runs.values()]
+    if len(set(result.categories)) < 2 or not columns:
         return
     table = Table("tau (speed-up) by category", *result.runs)
-    for category in categories:
-        picked = [index for index, name in enumerate(result.categories) if name == category]
-        plain = [result.plain[index] for index in picked]
-        rows = [summarise([runs[index] for index in picked], plain) for runs in result.runs.values()]
+    for category in columns[0]:
+        rows = [column[category] for column in columns]
         table.add_row(category or "(none)", *(f"{row.tau:.2f} ({row.speed_up:.2f})" for row in rows))
     console.print(table)
 
@@ -327,7 +362,12 @@ def write_json(result: BenchResult, path: Path) -> None:
     document = {
         "definitions": DEFINITIONS,
         "settings": result.settings,
+        "weights": result.weights,
         "summary": {name: asdict(summarise(runs, result.plain)) for name, runs in rows.items()},
+        "by_category": {
+            name: {category: asdict(row) for category, row in by_category(result, runs).items()}
+            for name, runs in result.runs.items()
+        },
         "round": {name: round_costs(runs) for name, runs in result.runs.items()},
         "categories": result.categories,
         "runs": {name: [asdict(run) for run in runs] for name, runs in rows.items()},

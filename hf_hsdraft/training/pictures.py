@@ -1,4 +1,4 @@
-"""A training run in three pictures: learning curves, acceptance per depth, calibration of the confidence."""
+"""A training run in pictures (learning curves, acceptance per depth, calibration), and what a drafter is worth."""
 
 from __future__ import annotations
 
@@ -41,6 +41,50 @@ def draw_pictures(
         "calibration": _calibration(calibration) if calibration else None,
     }
     return [_save(figure, Path(folder) / f"{name}.png") for name, figure in figures.items() if figure is not None]
+
+
+def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -> Path | None:
+    """Draws `speed_up.png`: speed-up and tau by category, of the fastest of the drafter's variants in each benchmark.
+
+    Args:
+        benchmarks: as `hub.measured` enters them into `figures.json`.
+
+    Returns:
+        the path written; `None` if no benchmark has categories.
+    """
+    panels = [each for each in benchmarks if len(each["by_category"].get(each["ours"][0], {})) > 1]
+    if not panels:
+        return None
+    rows = max(len(each["by_category"][each["ours"][0]]) for each in panels)
+    figure = _figure(9.0, (1.4 + 0.3 * rows) * len(panels))
+    grid: Any = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
+    for axes, benchmark in zip(grid, panels, strict=True):
+        _categories(axes, benchmark)
+    return _save(figure, Path(folder) / "speed_up.png")
+
+
+def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
+    settings, ours = benchmark["settings"], benchmark["ours"]
+    others = [name for name in benchmark["summary"] if name not in ours]
+    shown = [(ours[0], _BLUE), *((name, color) for name, color in zip(others[:1], [_ORANGE], strict=False))]
+    categories = sorted(
+        benchmark["by_category"][ours[0]], key=lambda name: benchmark["by_category"][ours[0]][name]["speed_up"]
+    )
+    height = 0.8 / len(shown)
+    for panel, metric, title in zip(axes, ("speed_up", "tau"), ("speed-up (plain: 1)", "tau (plain: 1)"), strict=True):
+        for index, (name, color) in enumerate(shown):
+            values = [benchmark["by_category"][name][category][metric] for category in categories]
+            places = [place + (index - (len(shown) - 1) / 2) * -height for place in range(len(categories))]
+            bars = panel.barh(places, values, height * 0.94, color=color, label=name)
+            panel.bar_label(bars, fmt="%.2f", fontsize="x-small", padding=2)
+        panel.axvline(1.0, color=_GREY, linewidth=1, linestyle="--")
+        panel.set(yticks=range(len(categories)), yticklabels=[category or "none" for category in categories])
+        panel.set_title(title, fontsize="medium")
+        panel.tick_params(labelsize="small")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(x=0.12)
+    axes[0].set_ylabel(f"{settings['dtype']}, {settings['max_new_tokens']} tokens", fontsize="small")
+    axes[1].legend(frameon=False, fontsize="small", loc="lower right")
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -166,4 +210,4 @@ def _reliability(top: Axes, bottom: Axes, depth: int, bins: Sequence[tuple[float
     bottom.locator_params(axis="y", nbins=3)
 
 
-__all__ = ["draw_pictures"]
+__all__ = ["draw_pictures", "draw_speed_up"]

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-_STAYS_HERE = ["checkpoints/*", "features/*", "data/*", "prompts/*", "training_plan.json", "finished.json", "*.partial"]
+from ..model_card import FIGURES, RECIPE, write_card
+from ..modeling_hsdraft import HSDrafter
+
+_OF_AN_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", "README.md", RECIPE, FIGURES, "*.png"]
 
 
 def prepare_repository(name: str, token: str | None, private: bool | None) -> str:
@@ -15,7 +18,12 @@ def prepare_repository(name: str, token: str | None, private: bool | None) -> st
 
 
 def publish(folder: Path, repo_id: str, token: str | None) -> None:
-    """Uploads drafter, card, figures and pictures of a finished run; not its data and checkpoints."""
+    """Uploads drafter (or adapter), card, figures and pictures of a finished run; not its data and checkpoints."""
+    message = "Drafter trained by hsdraft"
+    if not (folder / "adapter_config.json").is_file():
+        HSDrafter.from_pretrained(folder).push_to_hub(repo_id, token=token, commit_message=message)
+        return
+    write_card(folder, repo_id)
     HfApi(token=token).upload_folder(
-        folder_path=folder, repo_id=repo_id, ignore_patterns=_STAYS_HERE, commit_message="Drafter trained by hsdraft"
+        folder_path=folder, repo_id=repo_id, allow_patterns=_OF_AN_ADAPTER, commit_message=message
     )

@@ -22,13 +22,13 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from .._version import __version__
 from ..bench.measure import encode_prompt
-from ..configuration_hsdraft import HSDraftConfig
+from ..configuration_hsdraft import HSDraftConfig, public_name
+from ..model_card import FIGURES, RECIPE, write_card
 from ..modeling_hsdraft import HSDrafter
 from ..target_loading import is_sharded
 from .adapters import with_lora
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
-from .card import write_card
 from .checks import (
     check_target_can_teach,
     check_template_keeps_turns,
@@ -43,6 +43,7 @@ from .conversations import Conversation, tokenize_conversation
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
 from .gather import answered, given, in_order
+from .identity import record_target
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
 from .publish import prepare_repository, publish
@@ -218,6 +219,8 @@ def _train_on(
         trainer.evaluate()  # so that the last figures are those of what is saved
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     report(f"trained for {seconds / 60:.1f} minutes, peak memory {peak:.1f} GB")
+    if plan.lora is None:
+        record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
     if state.is_main_process:
         _save(trainer, plan, out, {"data": f"{len(pairs):,} conversations, {answers:,} answer tokens of the target"})
         finish(out, trainer.state.global_step, _limits(args))
@@ -286,17 +289,22 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
     history = trainer.state.log_history
     calibration = asdict(trainer.calibration) if trainer.calibration else None
     figures = [{name: None if value != value else value for name, value in entry.items()} for entry in history]
-    write_json(out / "figures.json", {"history": figures, "calibration": calibration})
-    pictures = draw_pictures(history, calibration, out)
-    base = None if plan.lora is None else Path(str(plan.init_from)).name
-    write_card(out, trainer.drafter.config, {**data, **_training_recipe(trainer, plan)}, history, pictures, base)
+    write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration}})
+    draw_pictures(history, calibration, out)
+    recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan)}}
+    if plan.dataset is not None:
+        recipe["datasets"] = [public_name(plan.dataset)]
+    if plan.lora is not None:
+        recipe |= {"adapts": public_name(str(plan.init_from)), "target": trainer.drafter.config.target_name}
+    write_json(out / RECIPE, recipe)
+    write_card(out, out.resolve().name)
 
 
 def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, Any]:
     """Lines of the card: how it was trained."""
     args, drafter = trainer.args, trainer.drafter
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
-    start = plan.init_from and Path(plan.init_from).name
+    start = plan.init_from and public_name(plan.init_from)
     recipe = {
         "target": f"{drafter.config.target_name} ({trainer.target.dtype})",
         "drafter": f"{drafter.num_parameters() / 1e6:.1f}M parameters, taps {drafter.config.target_tap_layers}, "

@@ -1,0 +1,57 @@
+"""What `model.generate(..., custom_generate="user/drafter", trust_remote_code=True)` runs.
+
+It decodes with the drafter of its repository, where it lies at `custom_generate/generate.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel
+
+_OF_THE_HUB = ("revision", "code_revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+
+
+def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+    """Loads the drafter, once for a repository, a dtype and a device, and decodes with it as `assistant_model`.
+
+    Args:
+        model: the target.
+        kwargs: what `generate()` was given, and arguments for loading such as `revision`.
+
+    Raises:
+        ValueError: there is an `assistant_model` too.
+    """
+    if assistant_model is not None:
+        raise ValueError("custom_generate loads its own drafter: leave assistant_model out, or custom_generate")
+    loading = {name: kwargs.pop(name) for name in _OF_THE_HUB if kwargs.get(name) is not None}
+    # transformers does not tell a recipe which repository it is from; the caller's own variable does.
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+    repository = None if caller is None else caller.f_locals.get("custom_generate")
+    if not isinstance(repository, str | os.PathLike):
+        raise ValueError("this recipe is to be called by generate(custom_generate=...), which names its repository")
+    commit = Path(__file__).resolve().parent.parent.name
+    if re.fullmatch("[0-9a-f]{40}", commit):
+        loading["revision"] = commit  # weights and code of one state of the repository
+    drafter = _drafter(str(repository), model.dtype, model.device, tuple(sorted(loading.items())), _state(repository))
+    return model.generate(**kwargs, assistant_model=drafter)
+
+
+@functools.lru_cache(maxsize=4)
+def _drafter(
+    repository: str, dtype: torch.dtype, device: torch.device, loading: tuple[tuple[str, Any], ...], state: float
+) -> Any:
+    drafter = AutoModel.from_pretrained(repository, dtype=dtype, trust_remote_code=True, **dict(loading))
+    return drafter.to(device).eval()
+
+
+def _state(repository: str | os.PathLike[str]) -> float:
+    """Of a folder, when it was last saved to: a commit of the Hub never changes."""
+    config = Path(repository) / "config.json"
+    return config.stat().st_mtime if config.is_file() else 0.0
