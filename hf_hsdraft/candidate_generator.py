@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .configuration_hsdraft import LIMITS
 from .draft_tree import DraftTree, build_beam_trees, merge_trees
 from .modeling_hsdraft import DraftContext, HSDrafter, TargetWeights
 from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
@@ -87,10 +88,12 @@ class DraftOptions:
             values = (None if given == library.get(name) else given, getattr(config, name, None))
             return next((value for value in values if value is not None), getattr(defaults, name))
 
-        for name, most in (("num_assistant_tokens", limit), ("tree_size", None), ("beam_width", None)):
+        sizes = {name: LIMITS[name] for name in ("tree_size", "beam_width")}
+        for name, most in {"num_assistant_tokens": limit, **sizes}.items():
             value = option(name)
-            if not isinstance(value, int) or value < 1 or (most is not None and value > most):
-                wanted = "1 or more" if most is None else f"from 1 to {most}, the steps it was trained for"
+            if not isinstance(value, int) or not 1 <= value <= most:
+                wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
+                wanted = f"at most {most:,}" if name in sizes and isinstance(value, int) and value > most else wanted
                 raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
         threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
         if not isinstance(threshold, int | float) or not 0.0 <= threshold < 1.0:

@@ -23,7 +23,8 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-DOCUMENTS = ("README.md", "training_recipe.json", "figures.json", "*.png")
+PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
+DOCUMENTS = ("README.md", "training_recipe.json", "figures.json", *PICTURES)
 LOADED = (CONFIG, "generation_config.json", "model*.safetensors", INDEX, *DOCUMENTS)  # no code, no pickles
 CODE = ("*.py", "custom_generate/*")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")

@@ -86,7 +86,6 @@ def _metadata(name: str, target: str, recipe: Mapping[str, Any], benchmarks: Seq
     on_the_hub = target.count("/") == 1
     return ModelCardData(
         base_model=target if on_the_hub else None,
-        base_model_relation="adapter" if on_the_hub else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         license=recipe.get("license"),

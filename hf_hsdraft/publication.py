@@ -25,7 +25,7 @@ from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from .configuration_hsdraft import FORMAT_VERSION, HSDraftConfig, public_name
-from .drafter_files import DOCUMENTS, digests, find_folder
+from .drafter_files import DOCUMENTS, PICTURES, digests, find_folder
 from .generate_recipe import generate
 from .model_card import is_generated, write_card
 
@@ -48,7 +48,8 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         for path in sorted(written, key=lambda path: path.name == "config.json"):  # the digests last
             (folder / path).parent.mkdir(exist_ok=True)
             os.replace(partial / path, folder / path)
-        for stale in set(folder.glob("model*.safetensors*")) - {folder / path for path in written}:
+        of_before = {*folder.glob("model*.safetensors*"), *_documents(folder)}
+        for stale in of_before - {folder / path for path in written}:
             stale.unlink()
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -71,13 +72,11 @@ def complete(config: HSDraftConfig, partial: Path, folder: Path) -> None:
     shutil.copyfile(inspect.getfile(generate), partial / "custom_generate" / "generate.py")
     (partial / "custom_generate" / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
     source = next((place for place in _places(config, folder) if _same_weights(place, config)), None)
-    for document in _documents(folder) if source != folder else []:
-        if document.name != "README.md" or is_generated(document):
-            document.unlink()  # about other weights
     for document in _documents(source) if source is not None else []:
         shutil.copyfile(document, partial / document.name)
-    if (folder / "README.md").is_file():  # somebody's own words
-        shutil.copyfile(folder / "README.md", partial / "README.md")
+    card = folder / "README.md"
+    if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
+        shutil.copyfile(card, partial / "README.md")
     write_card(partial, folder.resolve().name)
 
 
@@ -103,7 +102,7 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
             repo_id=repo_id,
             folder_path=folder,
             revision=revision,
-            delete_patterns=["*.py", "custom_generate/*", "model*.safetensors*", "*.png"],  # of a former version
+            delete_patterns=["*.py", "custom_generate/*", "model*.safetensors*", *PICTURES],  # of a former version
             **{"commit_message": "Upload drafter", **options},
         )
     except RuntimeError as error:  # the client wraps what went wrong with one of the files
@@ -130,4 +129,4 @@ def _same_weights(folder: Path, config: HSDraftConfig) -> bool:
 
 
 def _documents(folder: Path) -> list[Path]:
-    return [path for pattern in DOCUMENTS for path in sorted(folder.glob(pattern))]
+    return [folder / name for name in DOCUMENTS if (folder / name).is_file()]

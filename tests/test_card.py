@@ -1,32 +1,135 @@
-"""The card of a training run says what was measured, and that it was not where it was not."""
+"""A card holds what is in the files beside it, says so where something was not measured, and is valid on the Hub."""
 
 from __future__ import annotations
 
+import json
+import math
+
+import pytest
 from conftest import make_drafter
 from huggingface_hub import ModelCard
 
-from hf_hsdraft.training.card import write_card
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.hub.measured import enter_benchmarks
+from hf_hsdraft.model_card import write_card
+
+ROW = {"tau": 2.5, "speed_up": 1.25, "tokens_per_second": 30.0, "identical": 3, "ties": 1, "divergent": 0}
 
 
-def test_the_card_holds_the_last_evaluation_and_visible_gaps(target, tmp_path):
-    config = make_drafter(target, target_name="org/target").config
+@pytest.fixture
+def folder(target, tmp_path):
+    make_drafter(target, target_name="org/target", target_revision="a" * 40).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def report(folder, weights, **changes):
+    settings = {
+        "target": "target",
+        "prompts": "questions.jsonl",
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 2,
+        "processor": "2 cores of a machine",
+        "torch": "2.13.0",
+        "transformers": "5.23.0",
+        "questions": 4,
+        "max_new_tokens": 64,
+        "command": "hsdraft bench --prompts questions.jsonl",
+        "variants": {"tree": {}},
+    }
+    document = {
+        "settings": settings,
+        "weights": {"tree": weights},
+        "summary": {"plain": {**ROW, "tau": 1.0}, "tree": ROW, "lookup": {**ROW, "tau": 1.125}},
+        "by_category": {
+            name: {"math": ROW, "prose": {**ROW, "tau": 1.5, "speed_up": 0.875}} for name in ("tree", "lookup")
+        },
+        **changes,
+    }
+    path = folder.parent / f"{folder.name}-bench.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_a_card_without_figures_has_visible_gaps_and_valid_metadata(folder):
+    card = ModelCard.load(folder / "README.md")
+    card.validate = None  # needs the Hub; its own classes below
+    data = card.data
+    assert data.base_model == "org/target" and data.library_name == "transformers"
+    assert data.pipeline_tag == "text-generation" and {"hsdraft", "speculative-decoding"} <= set(data.tags)
+    assert data.eval_results is None and data.license is None
+    assert "Speed: not measured" in card.text and "No recipe is recorded" in card.text
+    assert "a" * 40 in card.text  # the target's revision
+    for route in ("HSDrafter.from_pretrained(", "trust_remote_code=True)", "custom_generate="):
+        assert route in card.text
+
+
+def test_every_figure_of_a_card_comes_from_its_files(folder):
+    drafter = HSDrafter.from_pretrained(folder)
     history = [
         {"step": 1, "eval_loss": 9.0, "eval_tau": 1.1},
-        {"step": 2, "eval_loss": 1.25, "eval_tau": 2.5, "eval_accuracy_1": 0.75, "eval_acceptance_1": float("nan")},
+        {"step": 2, "eval_loss": 1.25, "eval_tau": 2.75, "eval_accuracy_1": 0.75, "eval_acceptance_1": math.nan},
     ]
-    picture = tmp_path / "acceptance.png"
-    write_card(tmp_path, config, {"conversations": "12"}, history, [picture])
+    recipe = {
+        "license": "apache-2.0",
+        "language": ["en"],
+        "training": {"data": "12 | chats\nin all"},
+        "limits": ["short"],
+    }
+    (folder / "figures.json").write_text(json.dumps({"training": {"history": history, "calibration": None}}))
+    (folder / "training_recipe.json").write_text(json.dumps(recipe))
+    enter_benchmarks(folder, [report(folder, drafter.config.weights_digest)])
+    write_card(folder, "user/name")
+    card = ModelCard.load(folder / "README.md")
+    results = {(result.metric_type, result.metric_value) for result in card.data.eval_results}
+    assert results == {("tau", 2.5), ("speed_up", 1.25)}  # ours only
+    assert card.data.license == "apache-2.0" and card.data.model_name == "name"
+    assert "| tree | 2.50 | 1.25 | 30.0 | 3 of 4 |" in card.text and "lookup (for comparison) | 1.12 |" in card.text
+    assert "math 2.50 (1.25), prose 1.50 (0.88)" in card.text and "(speed_up.png)" in card.text
+    assert "hsdraft bench --prompts questions.jsonl" in card.text and "2 cores of a machine" in card.text
+    assert "tau 2.75" in card.text and "| 1 | 0.75 | not measured |" in card.text
+    assert "| data | 12 \\| chats in all |" in card.text and "- short" in card.text
+    assert (folder / "speed_up.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_other_weights_are_refused_and_not_carried_along(folder, target, tmp_path_factory):
+    drafter = HSDrafter.from_pretrained(folder)
+    with pytest.raises(ValueError, match="other weights"):
+        enter_benchmarks(folder, [report(folder, {"model.safetensors": "0" * 64})])
+    with pytest.raises(ValueError, match="no report"):
+        enter_benchmarks(folder, [folder / "config.json"])
+    enter_benchmarks(folder, [report(folder, drafter.config.weights_digest)])
+    write_card(folder, "name")
+    copy = tmp_path_factory.mktemp("copy")
+    drafter.save_pretrained(copy)  # the same weights elsewhere: figures come along
+    assert "| tree | 2.50 |" in (copy / "README.md").read_text() and (copy / "speed_up.png").exists()
+    changed = HSDrafter.from_pretrained(copy)
+    changed.fuse.weight.data.add_(1.0)
+    changed.save_pretrained(copy)
+    assert not (copy / "figures.json").exists() and not (copy / "speed_up.png").exists()
+    assert "2.50" not in (copy / "README.md").read_text()
+
+
+def test_a_card_that_somebody_wrote_is_kept(folder, target, tmp_path_factory):
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nmy own words")
+    write_card(folder, "name")
+    make_drafter(target, seed=5).save_pretrained(folder)
+    assert (folder / "README.md").read_text().endswith("my own words")
+    copy = tmp_path_factory.mktemp("copy")
+    HSDrafter.from_pretrained(folder).save_pretrained(copy)
+    assert (copy / "README.md").read_text().endswith("my own words")
+
+
+def test_names_in_a_card_cannot_break_out_of_it(target, tmp_path):
+    name = "org/x: [y] - #'\"` | <b>"
+    make_drafter(target, target_name=name).save_pretrained(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.base_model == "org/target" and "hsdraft" in card.data.tags
-    assert "tau 2.5" in card.text and "| conversations | 12 |" in card.text and "(acceptance.png)" in card.text
-    assert "| 1 | 0.75 | not measured |" in card.text and "| 2 | not measured | not measured |" in card.text
+    assert card.data.license is None and card.data.library_name == "transformers"
 
 
-def test_a_card_that_somebody_wrote_is_kept(target, tmp_path):
-    (tmp_path / "README.md").write_text("my own words")
-    write_card(tmp_path, make_drafter(target).config, {}, [], [])
-    assert (tmp_path / "README.md").read_text() == "my own words"
-    (tmp_path / "README.md").unlink()
-    for tau in (1.5, 1.75):
-        write_card(tmp_path, make_drafter(target).config, {}, [{"eval_loss": 1.0, "eval_tau": tau}], [])
-    assert "tau 1.75" in (tmp_path / "README.md").read_text()
+def test_a_targets_path_on_this_machine_is_not_published(target, tmp_path):
+    (tmp_path / "secret" / "model").mkdir(parents=True)
+    make_drafter(target, target_name=str(tmp_path / "secret" / "model")).save_pretrained(tmp_path / "out")
+    text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.*") if path.suffix in (".md", ".json"))
+    assert "secret" not in text and '"target_name": "model"' in text
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model is None

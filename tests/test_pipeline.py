@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import shutil
@@ -13,13 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
-from huggingface_hub.utils import filter_repo_objects
+from hub_server import HubServer
+from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, MambaConfig
 from typer.testing import CliRunner
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import HSDrafter, publication
 from hf_hsdraft.cli import app
 from hf_hsdraft.training import loss as loss_module
+from hf_hsdraft.training import publish
 from hf_hsdraft.training.conversations import Conversation
 from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.run import train
@@ -296,35 +299,28 @@ def test_only_the_gpu_of_this_process_is_trained_on(monkeypatch):
 
 
 def test_a_finished_drafter_is_pushed_and_nothing_else(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import publish
+    with HubServer(tokens={"hf_secret": "user"}) as hub:
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        for module in (publication, publish):
+            monkeypatch.setattr(module, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        run(chatty, tokenizer, plan(tmp_path, cache_taps=True), push_to_hub=True, hub_token="hf_secret")
+        files = hub.files("user/out")
+    pictures = {"acceptance.png", "calibration.png", "learning_curves.png"}
+    documents = {"README.md", "config.json", "figures.json", "generation_config.json", "training_recipe.json"}
+    code = {name for name in files if name.endswith(".py")} | {"custom_generate/requirements.txt", ".gitattributes"}
+    assert set(files) - code == pictures | documents | {"model.safetensors"}
+    config = json.loads(files["config.json"])
+    reference = config["target_reference"]
+    assert reference["agreed"] == len(reference["input_ids"]) - reference["start"]  # its own greedy text
+    assert not any(b"hf_secret" in content or str(tmp_path).encode() in content for content in files.values())
 
-    calls = []
 
-    class Api:
-        def __init__(self, token=None):
-            assert token == "hf_secret"
-
-        def create_repo(self, name, exist_ok, private):
-            assert not (tmp_path / "out").exists()  # before any work
-            calls.append(name)
-            return SimpleNamespace(repo_id=f"user/{name}")
-
-        def upload_folder(self, folder_path, repo_id, ignore_patterns, commit_message):
-            kept = filter_repo_objects(
-                [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()],
-                ignore_patterns=ignore_patterns,
-            )
-            calls.append((repo_id, sorted(kept)))
-
-    monkeypatch.setattr(publish, "HfApi", Api)
-    run(chatty, tokenizer, plan(tmp_path, cache_taps=True), push_to_hub=True, hub_token="hf_secret")
-    assert calls[0] == "out"
-    repository, files = calls[1]
-    assert repository == "user/out"
-    pictures = ["acceptance.png", "calibration.png", "learning_curves.png"]
-    assert files == sorted(
-        [*pictures, "README.md", "config.json", "figures.json", "generation_config.json", "model.safetensors"]
-    )
+def test_the_hub_is_asked_before_hours_are_spent(chatty, tokenizer, tmp_path, monkeypatch):
+    with HubServer(tokens={}) as hub:
+        monkeypatch.setattr(publish, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        with pytest.raises(OSError, match="401"):
+            run(chatty, tokenizer, plan(tmp_path), push_to_hub=True, hub_token="hf_secret")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):

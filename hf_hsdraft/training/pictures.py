@@ -60,6 +60,12 @@ def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -
     grid: Any = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
     for axes, benchmark in zip(grid, panels, strict=True):
         _categories(axes, benchmark)
+    handles = {
+        label: bars for axes in grid[:, 0] for bars, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", frameon=False, fontsize="small", ncols=2
+    )
     return _save(figure, Path(folder) / "speed_up.png")
 
 
@@ -84,7 +90,6 @@ def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.12)
     axes[0].set_ylabel(f"{settings['dtype']}, {settings['max_new_tokens']} tokens", fontsize="small")
-    axes[1].legend(frameon=False, fontsize="small", loc="lower right")
 
 
 def _figure(width: float, height: float) -> Figure:

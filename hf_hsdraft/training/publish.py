@@ -6,10 +6,11 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..model_card import FIGURES, RECIPE, write_card
+from ..drafter_files import DOCUMENTS
+from ..model_card import write_card
 from ..modeling_hsdraft import HSDrafter
 
-_OF_AN_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", "README.md", RECIPE, FIGURES, "*.png"]
+_OF_AN_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", *DOCUMENTS]
 
 
 def prepare_repository(name: str, token: str | None, private: bool | None) -> str:

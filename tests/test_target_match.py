@@ -1,0 +1,118 @@
+"""Another target than the drafter was made for is noticed by what it writes, and told with what was measured."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, pipeline
+
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.target_match import explain_mismatch, measure_match, tokenizer_hash
+from hf_hsdraft.training.identity import record_target
+
+
+@pytest.fixture
+def recorded(chatty, tokenizer):
+    drafter = make_drafter(chatty, target_name="org/target")
+    record_target(drafter, chatty, tokenizer)
+    return drafter
+
+
+def warnings_of(call):
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("hf_hsdraft.target_match")
+    logger.addHandler(handler)
+    try:
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def generate(target, drafter, **kwargs):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    return target.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=drafter, **kwargs)
+
+
+def test_counts_are_those_of_counting_by_hand(chatty, recorded):
+    reference = recorded.config.target_reference
+    ids, start = reference["input_ids"], reference["start"]
+    logits = chatty(torch.tensor([ids])).logits[0]
+    agreed = sum(int(logits[place - 1].argmax()) == ids[place] for place in range(start, len(ids)))
+    weights = recorded.borrow(chatty.get_input_embeddings(), chatty.get_output_embeddings())
+    drafted = 0
+    for place in range(start, len(ids)):  # one call of the drafter each, as decoding does
+        read = torch.tensor([ids[: place - 1]])
+        states = chatty(read, output_hidden_states=True).hidden_states
+        taps = torch.cat([states[layer][0] for layer in recorded.config.target_tap_layers], dim=-1)
+        embeds = weights.embed(torch.tensor(ids[1:place]))
+        hidden = recorded(taps, embeds, torch.arange(place - 1), num_draft_steps=1).hidden_states[0]
+        drafted += int(weights.vocab_ids[recorded.logits(hidden, weights).argmax()]) == ids[place]
+    match = measure_match(chatty, recorded, ids, start)
+    assert (match.tokens, match.agreed, match.drafted) == (len(ids) - start, agreed, drafted)
+    assert (reference["agreed"], reference["drafted"]) == (agreed, drafted) and agreed > 0
+
+
+def test_its_own_target_is_recognised_in_any_dtype_and_under_any_name(chatty, tokenizer, recorded):
+    assert explain_mismatch(chatty, recorded, tokenizer) == ""
+    renamed = copy.deepcopy(chatty).to(torch.bfloat16)
+    renamed.config.name_or_path = "somewhere/else"
+    assert warnings_of(lambda: generate(renamed, recorded)) == []
+
+
+def test_a_target_that_was_trained_further_is_told_once_and_still_exact(chatty, recorded, tmp_path):
+    tuned = copy.deepcopy(chatty)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(
+                0.1 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+            )
+    recorded.save_pretrained(tmp_path)
+    drafter = HSDrafter.from_pretrained(tmp_path)
+    plain = tuned.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)
+    outputs = []
+    [warning] = warnings_of(lambda: outputs.extend(generate(tuned, drafter) for _ in range(3)))
+    assert all(output.tolist() == plain.tolist() for output in outputs)
+    reference = drafter.config.target_reference
+    match = measure_match(tuned, drafter, reference["input_ids"], reference["start"])
+    assert match.agreed < 0.9 * match.tokens
+    assert (
+        f"of {match.tokens} tokens" in warning and f"choose {match.agreed} (that one {reference['agreed']})" in warning
+    )
+    assert f"right for {match.drafted} (there {reference['drafted']})" in warning and "trained further" in warning
+
+
+def test_another_tokenizer_is_named_as_the_cause(recorded, chatty):
+    vocabulary = {f"t{index}": index for index in range(VOCAB)}
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")))
+    stranger = make_target(eos_token_id=4, seed=9)
+    [warning] = warnings_of(lambda: generate(stranger, recorded, tokenizer=other))
+    assert "tokenizer is another one" in warning
+    unrecorded = make_drafter(stranger, target_name="org/target", target_tokenizer_hash="0123456789abcdef")
+    [warning] = warnings_of(lambda: generate(stranger, unrecorded, tokenizer=other))
+    assert "tokenizer is another one" in warning
+    assert warnings_of(lambda: generate(stranger, make_drafter(stranger), tokenizer=other)) == []
+
+
+def test_a_hash_tells_tokenizers_apart_and_not_their_order(tokenizer):
+    def build(words):
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")))
+
+    assert tokenizer_hash(build({"a": 0, "b": 1})) == tokenizer_hash(build({"b": 1, "a": 0}))
+    assert tokenizer_hash(build({"a": 0, "b": 1})) != tokenizer_hash(build({"a": 1, "b": 0}))
+
+
+def test_a_pipeline_takes_the_drafter_in_its_constructor(chatty, tokenizer, recorded):
+    """It wants the special tokens of the target in the assistant's configuration."""
+    plain = pipeline("text-generation", model=chatty, tokenizer=tokenizer)
+    drafting = pipeline("text-generation", model=chatty, tokenizer=tokenizer, assistant_model=recorded)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert drafting("w1 w2 w3", **options) == plain("w1 w2 w3", **options)
+    assert drafting.assistant_model is recorded and drafting.assistant_tokenizer is None
