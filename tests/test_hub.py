@@ -227,10 +227,11 @@ def test_without_the_package_in_a_fresh_environment(bench, pushed, tmp_path_fact
     folder = tmp_path_factory.mktemp("fresh")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "torch", "transformers"]
+    install = [python, "-m", "pip", "install", "-qq", "-c", ROOT / "constraints.txt", "torch", "transformers"]
     subprocess.run(install, check=True, timeout=1200)
     absent = "import importlib.util as u; print([n for n in ('hf_hsdraft', 'accelerate', 'peft') if u.find_spec(n)])"
-    assert subprocess.run([python, "-c", absent], capture_output=True, text=True).stdout.strip() == "[]"
+    found = subprocess.run([python, "-c", absent], capture_output=True, text=True, cwd=bench.folder)
+    assert found.stdout.strip() == "[]"
     found = bench.child(ROUTES, home="fresh", python=str(python))
     assert found["remote"] == found["recipe"] == found["recipe again"] == bench.plain
     assert found["module"].startswith("transformers_modules.user.drafter.") and not found["package"]
