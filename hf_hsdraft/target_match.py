@@ -53,10 +53,11 @@ def measure_match(target: Any, drafter: HSDrafter, input_ids: Sequence[int], sta
     output = target(ids, **positions, output_hidden_states=taps, use_cache=False)
     choices = output.logits[0, start - 1 : -1].argmax(dim=-1)
     wanted = ids[0, start:]
-    states = torch.cat([output.hidden_states[layer][0, :-1] for layer in taps], dim=-1)
+    # The layers of a target may lie on several devices.
+    states = [output.hidden_states[layer][0, :-1].to(drafter.device, drafter.dtype) for layer in taps]
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     hidden = drafter(
-        states.to(drafter.device, drafter.dtype),
+        torch.cat(states, dim=-1),
         weights.embed(ids[0, 1:]),
         places[:-1].to(drafter.device),
         starts=places[start - 2 : -2].to(drafter.device),
@@ -65,7 +66,7 @@ def measure_match(target: Any, drafter: HSDrafter, input_ids: Sequence[int], sta
     guesses = weights.vocab_ids[drafter.logits(hidden, weights).argmax(dim=-1)]
     return TargetMatch(
         tokens=len(wanted),
-        agreed=int((choices == wanted).sum()),
+        agreed=int((choices == wanted.to(choices.device)).sum()),
         drafted=int((guesses == wanted.to(guesses.device)).sum()),
     )
 
@@ -112,7 +113,13 @@ def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> 
     warned = _warned.setdefault(target, weakref.WeakSet())
     if drafter in warned or target.config.is_encoder_decoder:
         return
-    problem = explain_mismatch(target, drafter, tokenizer)
+    try:
+        problem = explain_mismatch(target, drafter, tokenizer)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a warning is no reason to fail where decoding works
+        logger.info(f"whether this drafter was made for this target could not be measured: {error}")
+        problem, tokenizer = "", True
     if problem or tokenizer is not None:
         warned.add(drafter)
     if problem:
