@@ -13,6 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .configuration_hsdraft import LIMITS
 from .draft_tree import DraftTree, build_beam_trees, merge_trees
+from .drafter_files import few
 from .modeling_hsdraft import DraftContext, HSDrafter, TargetWeights
 from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
 from .verification import VERIFICATIONS
@@ -79,7 +80,7 @@ class DraftOptions:
         known = {*vars(defaults), "transformers_version"}
         unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
         if unknown:
-            raise ValueError(f"unknown drafting options on drafter.generation_config: {', '.join(unknown)}")
+            raise ValueError(f"unknown drafting options on drafter.generation_config: {few(unknown)}")
 
         library = GenerationConfig._get_default_generation_params()
 

@@ -39,7 +39,7 @@ LIMITS = {
     "tree_size": 2**12,
     "beam_width": 2**12,
 }
-_MOST_TAPS, _LONGEST_NAME, _LONGEST_REFERENCE = 64, 256, 4096
+_MOST_TAPS, _LONGEST_NAME, _LONGEST_REFERENCE = 64, 256, 512
 
 # What transformers may hand over; all else in a file is left out.
 _OF_TRANSFORMERS = {
@@ -115,7 +115,6 @@ class HSDraftConfig(PreTrainedConfig):
     """
 
     model_type = "hsdraft"
-    _auto_class = "AutoConfig"  # so that its code is saved with it
 
     def __init__(
         self,
@@ -245,7 +244,7 @@ class HSDraftConfig(PreTrainedConfig):
             _check_integer(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1e30:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1e12:
                 raise ValueError(f"{name}={_short(value)} is invalid: expected a positive number")
         for name, allowed in (("injector", INJECTORS), ("head", HEADS)):
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
@@ -328,9 +327,9 @@ class HSDraftConfig(PreTrainedConfig):
         if not isinstance(self.target_reference, dict) or self.target_reference.keys() != fields:
             raise ValueError(f"target_reference={_short(self.target_reference)} is invalid: {expected}")
         ids, start, *counts = (self.target_reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
-        valid = isinstance(ids, list) and 2 <= len(ids) <= _LONGEST_REFERENCE
+        valid = isinstance(ids, list) and 3 <= len(ids) <= _LONGEST_REFERENCE
         valid = valid and all(_is_integer(token) and 0 <= token < self.vocab_size for token in ids)
-        valid = valid and _is_integer(start) and 1 <= start < len(ids)
+        valid = valid and _is_integer(start) and 2 <= start < len(ids)
         if not valid or not all(_is_integer(count) and 0 <= count <= len(ids) - start for count in counts):
             raise ValueError(f"target_reference={_short(self.target_reference)} is invalid: {expected}")
 
@@ -348,7 +347,7 @@ class HSDraftConfig(PreTrainedConfig):
 
 def public_name(name: str) -> str:
     """A target's name as it may be published: of a path on this machine, the last part only."""
-    local = name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1 or os.path.isdir(name) or ":" in name
+    local = name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1 or os.path.exists(name) or ":" in name
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if local else name
 
 
@@ -370,12 +369,15 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = kwargs.get(name)
         tokens = value if isinstance(value, list) else [0 if value is None else value]
-        if len(tokens) > _LONGEST_NAME or not all(_is_integer(token) for token in tokens):
+        if len(tokens) > _LONGEST_NAME or not all(_is_integer(token) and 0 <= token < 2**31 for token in tokens):
             raise ValueError(f"{name}={_short(value)} is invalid: expected a token id or a few")
     unknown = sorted(kwargs.keys() - _OF_TRANSFORMERS - _MEANINGLESS - _FORBIDDEN)
     if unknown:
         logger.warning(f"fields of a drafter's configuration that mean nothing to it are left out: {_short(unknown)}")
-    return {name: value for name, value in kwargs.items() if name in _OF_TRANSFORMERS}
+    allowed = {name: value for name, value in kwargs.items() if name in _OF_TRANSFORMERS}
+    if not isinstance(allowed.get("auto_map", {}), dict):
+        del allowed["auto_map"]
+    return allowed
 
 
 def _check_integer(name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-_OF_THE_HUB = ("revision", "code_revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+_OF_THE_HUB = ("revision", "code_revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
 def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:

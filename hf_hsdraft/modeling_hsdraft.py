@@ -258,7 +258,6 @@ class HSDrafter(PretrainedDrafter):
     base_model_prefix = ""
     main_input_name = "taps"
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
-    _auto_class = "AutoModel"  # so that its code is saved with it
 
     def __init__(self, config: HSDraftConfig) -> None:
         config.check()  # fields may have been set since it was built

@@ -11,18 +11,25 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .drafter_files import HUB_ARGUMENTS, check_is_drafter, check_weights, find_folder, forgetting_damaged, read_json
-from .publication import complete, complete_folder, push
+from .drafter_files import HUB_ARGUMENTS, OPTIONS, check_weights, fetch, forgetting_damaged, read_json, tensors
+from .publication import complete, complete_folder, push, push_adapter
 
 _OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
+_ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 class PretrainedDrafter(PreTrainedModel):
-    """A model whose folder is a repository of the Hub."""
+    """A model whose folder is a repository of the Hub.
+
+    Attributes:
+        loaded_from: the folder that it was loaded from, whose recipe and figures come along when it is saved.
+    """
+
+    loaded_from: Path | None = None
 
     @classmethod
     def can_generate(cls) -> bool:
-        """True, so that the drafting options in `generation_config` are saved and loaded with the weights."""
+        """True, so that the drafting options in `generation_config` are saved with the weights."""
         return True
 
     @classmethod
@@ -38,28 +45,36 @@ class PretrainedDrafter(PreTrainedModel):
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *args, **kwargs)
+        if kwargs.pop("variant", None):
+            raise ValueError("a drafter's weights have no variants: leave `variant` out")
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
         name = os.fspath(pretrained_model_name_or_path)
-        folder = find_folder(name, **hub) / (kwargs.pop("subfolder", None) or "")
         config = kwargs.pop("config", None)
-        with forgetting_damaged(name):
-            check_is_drafter(folder, cls.config_class.model_type)
+        fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
+        overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
+        with forgetting_damaged(name, offline=bool(hub.get("local_files_only"))):
+            folder = fetch(name, cls.config_class.model_type, kwargs.pop("subfolder", None) or "", **hub)
             if not isinstance(config, PreTrainedConfig):
-                fields = inspect.signature(cls.config_class.__init__).parameters
-                overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
-                config = cls.config_class.from_pretrained(config or folder, **overrides)
+                config = cls.config_class.from_dict(read_json(folder / "config.json"), **overrides)
             with torch.device("meta"):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
             check_weights(folder, shapes, config.weights_digest)
-            options = folder / "generation_config.json"
-            if options.is_file():
-                read_json(options)
-        kwargs["use_safetensors"] = True
-        loaded = super().from_pretrained(folder, *args, config=config, **kwargs)
+            options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+        # By its tensors, not its folder: there transformers would look for adapters, and for other weights.
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.name_or_path = model.name_or_path = name
+        model.loaded_from = folder
+        for option, value in {**options, **overrides}.items():
+            if option in options or hasattr(model.generation_config, option):
+                setattr(model.generation_config, option, value)
         return loaded
+
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
+        """Takes drafting options that were given to `from_pretrained`; those beside the weights are read there."""
+        if generation_config is not None:
+            self.generation_config = generation_config
 
     def save_pretrained(
         self,
@@ -75,18 +90,26 @@ class PretrainedDrafter(PreTrainedModel):
             save_directory: created if missing. Its files are replaced when all are written; a card that somebody
                 wrote stays.
             push_to_hub: send it to the Hub too, as `repo_id` or by the folder's name; see `push_to_hub`.
+
+        Raises:
+            ValueError: a drafting option is out of range.
         """
+        from .candidate_generator import DraftOptions  # above this module, as all that decodes
+
+        if kwargs.get("variant"):
+            raise ValueError("a drafter's weights have no variants: leave `variant` out")
+        DraftOptions.of(self)
         hub = {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
         name = hub.pop("repo_id", None) or Path(save_directory).resolve().name
-        kwargs = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
-        if getattr(self, "_hf_peft_config_loaded", False) or not is_main_process:
-            super().save_pretrained(save_directory, **kwargs)
+        saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
+        if self._adapted or not self.should_save_on_this_rank(is_main_process):
+            super().save_pretrained(save_directory, **saving)
         else:
             folder = Path(save_directory)
             with complete_folder(folder) as partial:
-                super().save_pretrained(partial, **kwargs)
-                complete(self.config, partial, folder)
-        if push_to_hub and is_main_process:
+                super().save_pretrained(partial, **saving)
+                complete(self.config, partial, folder, self.loaded_from)
+        if push_to_hub and self.should_save_on_this_rank(is_main_process):
             self.push_to_hub(name, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
@@ -101,7 +124,8 @@ class PretrainedDrafter(PreTrainedModel):
             what the Hub says of the commit, a `huggingface_hub.CommitInfo`.
 
         Raises:
-            OSError: the Hub refuses or cannot be reached; nothing is committed then.
+            OSError: the Hub refuses or cannot be reached.
+            ValueError: a private repository was asked for, and there is a public one.
         """
         saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
         unknown = sorted(kwargs.keys() - _OF_A_PUSH)
@@ -109,21 +133,8 @@ class PretrainedDrafter(PreTrainedModel):
             raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, **saving)
-            return push(Path(folder), repo_id, **kwargs)
+            return (push_adapter if self._adapted else push)(Path(folder), repo_id, **kwargs)
 
-    def adjust_generation_fn(
-        self,
-        generation_config: GenerationConfig | None,
-        from_auto_class: bool,
-        from_pipeline: Any,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        trust_remote_code: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Loads the drafting options stored beside the weights; called by `PreTrainedModel.from_pretrained`."""
-        if generation_config is not None:
-            self.generation_config = generation_config
-            return
-        path = Path(pretrained_model_name_or_path) / "generation_config.json"
-        if path.is_file():  # saved without options: those of the configuration stand
-            self.generation_config = GenerationConfig.from_dict(read_json(path))
+    @property
+    def _adapted(self) -> bool:
+        return bool(getattr(self, "_hf_peft_config_loaded", False))

@@ -11,9 +11,10 @@ Nothing else is ever sent: no optimizer's state, no path and no user name of thi
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,22 +22,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import logging
 
 from .configuration_hsdraft import FORMAT_VERSION, HSDraftConfig, public_name
-from .drafter_files import DOCUMENTS, PICTURES, digests, find_folder
+from .drafter_files import CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, digests, read_json, tensors
 from .generate_recipe import generate
-from .model_card import is_generated, write_card
+from .model_card import RECIPE, is_generated, write_card
+
+logger = logging.get_logger(__name__)
 
 REQUIREMENTS = "transformers>=5.23\ntorch>=2.6\n"  # of the code that travels
+AUTO_MAP = {"AutoConfig": "configuration_hsdraft.HSDraftConfig", "AutoModel": "modeling_hsdraft.HSDrafter"}
+OF_AN_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", *DOCUMENTS)
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into; its files replace those in `folder` one by one when all are written.
 
-    A process that has the old files open or mapped goes on with the old ones.
+    A process that has the old files open or mapped goes on with the old ones. Files of a former drafter that the new
+    one has not are deleted; those of anybody else stay.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; a drafter is saved into a folder")
@@ -45,35 +55,49 @@ def complete_folder(folder: Path) -> Iterator[Path]:
     try:
         yield partial
         written = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
-        for path in sorted(written, key=lambda path: path.name == "config.json"):  # the digests last
+        for path in written:
+            if (folder / path).is_dir() or (folder / path).parent.is_file():
+                raise OSError(f"{folder / path} cannot be written: something of that name is in the way")
+        former = _is_drafter(folder)
+        for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
             (folder / path).parent.mkdir(exist_ok=True)
             os.replace(partial / path, folder / path)
-        of_before = {*folder.glob("model*.safetensors*"), *_documents(folder)}
-        for stale in of_before - {folder / path for path in written}:
-            stale.unlink()
+        for path in folder.iterdir() if former else []:
+            if path.relative_to(folder) not in written and is_ours(path.name):
+                path.unlink()
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def complete(config: HSDraftConfig, partial: Path, folder: Path) -> None:
+def is_ours(name: str) -> bool:
+    """Whether a file at the top of a repository is one that a drafter brings, weights and documents."""
+    return name in (WEIGHTS, INDEX, *DOCUMENTS) or bool(_SHARD.fullmatch(name))
+
+
+def complete(config: HSDraftConfig, partial: Path, folder: Path, source: Path | None) -> None:
     """Adds to saved weights what else belongs into the repository.
 
     Args:
         config: of the drafter; gets the digests of the weights.
-        partial: holds configuration, options, weights and code.
-        folder: where they will go. Documents already there stay if they are about these weights; otherwise those of the
-            place that the drafter was loaded from are taken, on the same condition.
+        partial: holds configuration, options and weights.
+        folder: where they will go. A card that somebody wrote stays.
+        source: folder that the drafter was loaded from. Its recipe comes along, its figures if these are its weights.
     """
     config.weights_digest = digests(partial)
     config.format_version = FORMAT_VERSION
     config.target_name = public_name(config.target_name)
+    config.auto_map = dict(AUTO_MAP)  # whatever another repository's file said
     config.save_pretrained(partial)
     (partial / "custom_generate").mkdir(exist_ok=True)
     shutil.copyfile(inspect.getfile(generate), partial / "custom_generate" / "generate.py")
     (partial / "custom_generate" / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
-    source = next((place for place in _places(config, folder) if _same_weights(place, config)), None)
-    for document in _documents(source) if source is not None else []:
-        shutil.copyfile(document, partial / document.name)
+    model = Path(__file__).with_name("modeling_hsdraft.py")
+    for path in map(Path, [str(model), *get_relative_import_files(model)]):
+        shutil.copyfile(path, partial / path.name)
+    for place in dict.fromkeys(filter(None, (folder, source))):
+        if _is_drafter(place):
+            _bring_documents(place, partial)
+            break
     card = folder / "README.md"
     if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
         shutil.copyfile(card, partial / "README.md")
@@ -81,7 +105,10 @@ def complete(config: HSDraftConfig, partial: Path, folder: Path) -> None:
 
 
 def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
-    """Sends a complete folder to the Hub.
+    """Sends a complete folder to the Hub, in one commit.
+
+    Of what is there, files of a former version of the drafter are deleted and a card that somebody wrote is kept; other
+    files are not touched.
 
     Args:
         repo_id: name of the repository, created if there is none.
@@ -89,44 +116,90 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
             `commit_description`.
 
     Raises:
-        OSError: the Hub refuses or cannot be reached; nothing is committed then, and the same call may be repeated.
+        OSError: the Hub refuses or cannot be reached. The same call may be repeated.
+        ValueError: a private repository was asked for, and there is a public one.
     """
     token, revision, private = (options.pop(name, None) for name in ("token", "revision", "private"))
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(repo_id).private:
+            raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
         if revision is not None and not options.get("create_pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = set(api.list_repo_files(repo_id, revision=revision))
         write_card(folder, repo_id)
+        if "README.md" in there and is_generated(folder / "README.md"):
+            with tempfile.TemporaryDirectory() as place:
+                card = Path(api.hf_hub_download(repo_id, "README.md", revision=revision, local_dir=place))
+                if card.read_text(encoding="utf-8", errors="replace").strip() and not is_generated(card):
+                    (folder / "README.md").unlink()
+        sent = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        stale = sorted(name for name in there - sent if is_ours(name) and name != "README.md")
         return api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
             revision=revision,
-            delete_patterns=["*.py", "custom_generate/*", "model*.safetensors*", *PICTURES],  # of a former version
+            delete_patterns=stale or None,
             **{"commit_message": "Upload drafter", **options},
         )
     except RuntimeError as error:  # the client wraps what went wrong with one of the files
         raise OSError(f"{error} ({error.__cause__}); nothing was committed, repeat the call") from error
-    except HfHubHTTPError:
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in (401, 403):
+            raise OSError(
+                f"the Hub does not let this token write to {repo_id} ({error.response.status_code}): log in "
+                "(`hf auth login`, or HF_TOKEN) with a token that may write there"
+            ) from error
         raise
     except HTTPError as error:  # a connection that broke
         raise OSError(f"{repo_id}: {type(error).__name__}: {error}; repeat the call") from error
 
 
-def _places(config: HSDraftConfig, folder: Path) -> Iterator[Path]:
-    """Where documents about these weights may lie."""
-    yield folder
-    if config.name_or_path:
-        with contextlib.suppress(OSError, ValueError):
-            yield find_folder(config.name_or_path)
+def push_adapter(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
+    """Sends an adapter of a drafter and its documents; nothing on the Hub is deleted."""
+    token, revision, private = (options.pop(name, None) for name in ("token", "revision", "private"))
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    write_card(folder, repo_id)
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        revision=revision,
+        allow_patterns=list(OF_AN_ADAPTER),
+        **{"commit_message": "Upload adapter", **options},
+    )
 
 
-def _same_weights(folder: Path, config: HSDraftConfig) -> bool:
+def _bring_documents(source: Path, partial: Path) -> None:
+    """Copies what is known of a drafter; after a change of its weights, only where it comes from."""
+    documents = [source / name for name in DOCUMENTS if (source / name).is_file()]
+    if _same_weights(source, partial):
+        for document in documents:
+            shutil.copyfile(document, partial / document.name)
+        return
+    left = [document.name for document in documents if document.name not in ("README.md", RECIPE)]
+    if left:
+        logger.warning(f"the weights are not those of {source}: its {', '.join(left)} are about others and stay behind")
+    if (source / RECIPE).is_file():
+        recipe = {**read_json(source / RECIPE), "changed_since": True}
+        (partial / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same values, in whatever files and dtypes."""
     try:
-        return digests(folder) == config.weights_digest
+        first, second = tensors(one), tensors(other)
     except (OSError, ValueError):
         return False
+    return first.keys() == second.keys() and all(
+        torch.equal(tensor.float(), second[name].float()) for name, tensor in first.items()
+    )
 
 
-def _documents(folder: Path) -> list[Path]:
-    return [folder / name for name in DOCUMENTS if (folder / name).is_file()]
+def _is_drafter(folder: Path) -> bool:
+    try:
+        check_is_drafter(folder, HSDraftConfig.model_type)
+    except (OSError, ValueError):
+        return False
+    return True

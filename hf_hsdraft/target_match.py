@@ -1,8 +1,8 @@
-"""Is this the target that a drafter was made for? Told by what it writes, not by what it is called.
+"""Is this the target that a drafter was made for? Told by what it does, not by what it is called.
 
-The text never depends on it, only how much of it is drafted. So a drafter carries a short text that its target wrote
-greedily. A fine-tuned target, or one with other tokens, would have gone on otherwise in places, and the drafter guesses
-less of it from that target's hidden states: both are counted in one forward, once for a target and a drafter.
+The emitted text never depends on it, only how much of it is drafted. So a drafter carries a short text that its target
+wrote greedily, and how many tokens of it the drafter guessed as that target chooses. On another target (trained
+further, quantised, with other tokens) the same count is made in one forward, at the first call with it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from .drafter_files import printable
 from .modeling_hsdraft import HSDrafter
+from .target_limits import frequencies_change, furthest_position
 
 logger = logging.get_logger(__name__)
 
-# Another dtype or four-bit weights change a few choices in a hundred, training changes more.
-ENOUGH_AGREEMENT = 0.9
+# What is left of the guesses at least before anybody is told: another dtype changes a few of a hundred choices.
+_ENOUGH, _SLACK = 0.85, 2
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,21 @@ class TargetMatch:
     Attributes:
         tokens: looked at.
         agreed: that are this target's own greedy choice.
-        drafted: that are the drafter's first choice, one token ahead, given this target's hidden states.
+        drafted: for which the drafter's first choice, one token ahead, is this target's greedy choice.
     """
 
     tokens: int
     agreed: int
     drafted: int
+
+
+def can_measure(target: Any, length: int) -> bool:
+    """Whether a forward over `length` tokens leaves the target as it is: not beyond where its positions change."""
+    return (
+        not target.config.is_encoder_decoder
+        and length <= furthest_position(target)
+        and not frequencies_change(target, length)
+    )
 
 
 @torch.no_grad()
@@ -51,8 +62,7 @@ def measure_match(target: Any, drafter: HSDrafter, input_ids: Sequence[int], sta
     positions = {"position_ids": places[None]} if takes_positions else {}
     taps = list(drafter.config.target_tap_layers)
     output = target(ids, **positions, output_hidden_states=taps, use_cache=False)
-    choices = output.logits[0, start - 1 : -1].argmax(dim=-1)
-    wanted = ids[0, start:]
+    choices = output.logits[0, start - 1 : -1].argmax(dim=-1).cpu()
     # The layers of a target may lie on several devices.
     states = [output.hidden_states[layer][0, :-1].to(drafter.device, drafter.dtype) for layer in taps]
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -63,11 +73,11 @@ def measure_match(target: Any, drafter: HSDrafter, input_ids: Sequence[int], sta
         starts=places[start - 2 : -2].to(drafter.device),
         num_draft_steps=1,
     ).hidden_states[0]
-    guesses = weights.vocab_ids[drafter.logits(hidden, weights).argmax(dim=-1)]
+    guesses = weights.vocab_ids[drafter.logits(hidden, weights).argmax(dim=-1)].cpu()
     return TargetMatch(
-        tokens=len(wanted),
-        agreed=int((choices == wanted.to(choices.device)).sum()),
-        drafted=int((guesses == wanted.to(guesses.device)).sum()),
+        tokens=len(choices),
+        agreed=int((choices == ids[0, start:].cpu()).sum()),
+        drafted=int((guesses == choices).sum()),
     )
 
 
@@ -81,45 +91,46 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def explain_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> str:
-    """Why a drafter may draft little for a target, with what was measured; empty if it was made for this one.
+    """Why a drafter may draft little for a target, with what was measured; empty if it does as well as for its own.
+
+    Measured once for a target and a drafter: what is trained or switched on later is not seen.
 
     Args:
         tokenizer: the target's, if it is at hand.
     """
-    config = drafter.config
-    made_for = f"this drafter was made for {config.target_name or 'another target'}"
+    config, reference = drafter.config, drafter.config.target_reference
+    made_for = f"this drafter was made for {printable(config.target_name) or 'another target'}"
     theirs = "" if tokenizer is None or not config.target_tokenizer_hash else tokenizer_hash(tokenizer)
     other_tokens = bool(theirs) and theirs != config.target_tokenizer_hash
-    if config.target_reference is None:
-        return f"{made_for}, whose tokenizer is another one: hardly anything may be accepted" if other_tokens else ""
-    match = _known.setdefault(target, weakref.WeakKeyDictionary()).get(drafter)
-    if match is None:
-        reference = config.target_reference
-        match = _known[target][drafter] = measure_match(target, drafter, reference["input_ids"], reference["start"])
-    if match.agreed >= ENOUGH_AGREEMENT * match.tokens:
+    if reference is None or not can_measure(target, len(reference["input_ids"])):
+        unknown = "what that costs could not be measured"
+        return f"{made_for}, whose tokenizer has other tokens than this one; {unknown}" if other_tokens else ""
+    recorded, match = _known.setdefault(target, weakref.WeakKeyDictionary()).get(drafter, (None, None))
+    if match is None or recorded != reference:
+        match = measure_match(target, drafter, reference["input_ids"], reference["start"])
+        _known[target][drafter] = reference, match
+    if match.drafted + _SLACK >= _ENOUGH * reference["drafted"]:
         return ""  # whatever it is called
-    reference = config.target_reference
-    cause = "its tokenizer is another one" if other_tokens else "it was trained further, or is another model"
+    cause = "its tokenizer has other tokens" if other_tokens else "it was trained further, or is another model"
     return (
-        f"{made_for}, and this target differs from it ({cause}): of {match.tokens} tokens which that one wrote it "
-        f"would choose {match.agreed} (that one {reference['agreed']}), and the drafter's first guess is right for "
-        f"{match.drafted} (there {reference['drafted']}). The text stays this target's own, but less of it is drafted; "
-        "`hsdraft train --init-from` adapts the drafter"
+        f"{made_for}, and fits this target less ({cause}): in a text of {match.tokens} tokens its first guess is what "
+        f"this target would say {match.drafted} times, of its own target {reference['drafted']} times (this one would "
+        f"write {match.tokens - match.agreed} of the tokens otherwise). The text stays this target's own, but less of "
+        "it is drafted; `hsdraft train --init-from` adapts a drafter"
     )
 
 
 def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> None:
     """Warns of it, once for a target and a drafter."""
     warned = _warned.setdefault(target, weakref.WeakSet())
-    if drafter in warned or target.config.is_encoder_decoder:
+    if drafter in warned:
         return
     try:
         problem = explain_mismatch(target, drafter, tokenizer)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # a warning is no reason to fail where decoding works
         logger.info(f"whether this drafter was made for this target could not be measured: {error}")
-        problem, tokenizer = "", True
+        warned.add(drafter)
+        return
     if problem or tokenizer is not None:
         warned.add(drafter)
     if problem:
@@ -127,5 +138,5 @@ def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> 
 
 
 _hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, TargetMatch]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, Any]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HSDrafter]] = weakref.WeakKeyDictionary()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 
 import pytest
 from conftest import make_drafter
@@ -23,6 +25,7 @@ def folder(target, tmp_path):
 
 
 def report(folder, weights, **changes):
+    options = {"beam_width": 5, "tree_size": 16, "num_assistant_tokens": 4}
     settings = {
         "target": "target",
         "prompts": "questions.jsonl",
@@ -35,7 +38,7 @@ def report(folder, weights, **changes):
         "questions": 4,
         "max_new_tokens": 64,
         "command": "hsdraft bench --prompts questions.jsonl",
-        "variants": {"tree": {}},
+        "variants": {"tree": options},
     }
     document = {
         "settings": settings,
@@ -53,7 +56,6 @@ def report(folder, weights, **changes):
 
 def test_a_card_without_figures_has_visible_gaps_and_valid_metadata(folder):
     card = ModelCard.load(folder / "README.md")
-    card.validate = None  # needs the Hub; its own classes below
     data = card.data
     assert data.base_model == "org/target" and data.library_name == "transformers"
     assert data.pipeline_tag == "text-generation" and {"hsdraft", "speculative-decoding"} <= set(data.tags)
@@ -84,9 +86,15 @@ def test_every_figure_of_a_card_comes_from_its_files(folder):
     results = {(result.metric_type, result.metric_value) for result in card.data.eval_results}
     assert results == {("tau", 2.5), ("speed_up", 1.25)}  # ours only
     assert card.data.license == "apache-2.0" and card.data.model_name == "name"
-    assert "| tree | 2.50 | 1.25 | 30.0 | 3 of 4 |" in card.text and "lookup (for comparison) | 1.12 |" in card.text
+    assert (
+        "| tree (16 nodes, 4 deep) | 2.50 | 1.25 | 30.0 | 3 of 4 |" in card.text
+        and "lookup (for comparison) | 1.12 |" in card.text
+    )
     assert "math 2.50 (1.25), prose 1.50 (0.88)" in card.text and "(speed_up.png)" in card.text
-    assert "hsdraft bench --prompts questions.jsonl" in card.text and "2 cores of a machine" in card.text
+    assert (
+        "hsdraft bench --prompts questions.jsonl --drafter user/name" in card.text
+        and "2 cores of a machine" in card.text
+    )
     assert "tau 2.75" in card.text and "| 1 | 0.75 | not measured |" in card.text
     assert "| data | 12 \\| chats in all |" in card.text and "- short" in card.text
     assert (folder / "speed_up.png").read_bytes().startswith(b"\x89PNG")
@@ -99,15 +107,20 @@ def test_figures_of_other_weights_are_refused_and_not_carried_along(folder, targ
     with pytest.raises(ValueError, match="no report"):
         enter_benchmarks(folder, [folder / "config.json"])
     enter_benchmarks(folder, [report(folder, drafter.config.weights_digest)])
+    (folder / "training_recipe.json").write_text(json.dumps({"license": "mit", "training": {"data": "12 chats"}}))
     write_card(folder, "name")
     copy = tmp_path_factory.mktemp("copy")
-    drafter.save_pretrained(copy)  # the same weights elsewhere: figures come along
-    assert "| tree | 2.50 |" in (copy / "README.md").read_text() and (copy / "speed_up.png").exists()
+    # The same weights elsewhere, in other files and a wider dtype: figures come along.
+    HSDrafter.from_pretrained(folder).double().save_pretrained(copy, max_shard_size="20KB")
+    card = (copy / "README.md").read_text()
+    assert "| tree (16 nodes, 4 deep) | 2.50 |" in card and (copy / "speed_up.png").exists()
+    assert "12 chats" in card and "changed after" not in card
     changed = HSDrafter.from_pretrained(copy)
     changed.fuse.weight.data.add_(1.0)
     changed.save_pretrained(copy)
     assert not (copy / "figures.json").exists() and not (copy / "speed_up.png").exists()
-    assert "2.50" not in (copy / "README.md").read_text()
+    card = (copy / "README.md").read_text()
+    assert "2.50" not in card and "license: mit" in card and "12 chats" in card and "changed after" in card
 
 
 def test_a_card_that_somebody_wrote_is_kept(folder, target, tmp_path_factory):
@@ -121,10 +134,38 @@ def test_a_card_that_somebody_wrote_is_kept(folder, target, tmp_path_factory):
 
 
 def test_names_in_a_card_cannot_break_out_of_it(target, tmp_path):
-    name = "org/x: [y] - #'\"` | <b>"
+    name = "org/x\"); import os; os.system('id'); (\": [y] - #'` | <b>"
     make_drafter(target, target_name=name).save_pretrained(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.license is None and card.data.library_name == "transformers"
+    for code in re.findall(r"^```python\n(.*?)^```", card.text, re.MULTILINE | re.DOTALL):
+        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        assert {ast.unparse(call.func) for call in calls} <= {
+            "AutoTokenizer.from_pretrained",
+            "AutoModelForCausalLM.from_pretrained",
+            "AutoModel.from_pretrained",
+            "HSDrafter.from_pretrained",
+            "model.generate",
+            "tokenizer",
+        }
+
+
+def test_a_card_states_the_options_that_decode(target, tmp_path):
+    drafter = make_drafter(target)
+    drafter.generation_config.tree_size, drafter.generation_config.num_assistant_tokens = 12, 3
+    drafter.save_pretrained(tmp_path)
+    assert "| draft | 3 deep, 12 nodes |" in (tmp_path / "README.md").read_text()
+    assert HSDrafter.from_pretrained(tmp_path, tree_size=7).generation_config.tree_size == 7
+    drafter.generation_config.tree_size = 0
+    with pytest.raises(ValueError, match="tree_size=0"):
+        drafter.save_pretrained(tmp_path)
+
+
+def test_a_card_of_the_first_format_is_kept_with_what_it_says(folder):
+    old = "---\nlicense: mit\n---\n<!-- written by hsdraft train -->\ntau 2.75"
+    (folder / "README.md").write_text(old)
+    HSDrafter.from_pretrained(folder).save_pretrained(folder)
+    assert (folder / "README.md").read_text() == old
 
 
 def test_a_targets_path_on_this_machine_is_not_published(target, tmp_path):

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 console = Console()
 
@@ -28,7 +27,7 @@ def push(
 
     drafter = HSDrafter.from_pretrained(folder)
     commit = drafter.push_to_hub(name, private=private or None, revision=revision, commit_message=message)
-    console.print(f"{commit.repo_url.repo_id} is at commit {commit.oid}", highlight=False, soft_wrap=True)
+    console.print(f"{commit.repo_url} is at commit {commit.oid}", highlight=False, soft_wrap=True)
 
 
 def pull(
@@ -42,11 +41,17 @@ def pull(
     """Fetches a drafter from the Hub with its code and documents, and checks that it is whole."""
     import shutil
 
-    from ..drafter_files import CODE, LOADED, find_folder
+    from huggingface_hub import HfApi
+
+    from ..drafter_files import CODE, find_folder
     from ..modeling_hsdraft import HSDrafter
 
-    folder = find_folder(name, (*LOADED, *CODE), revision=revision, force_download=force)
-    HSDrafter.from_pretrained(name, revision=revision)
+    if to is not None and to.is_dir() and any(to.iterdir()):
+        raise typer.BadParameter(f"{to} is not empty: name a new folder", param_hint="--to")
+    find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
+    commit = HfApi().model_info(name, revision=revision).sha  # not what the cache takes for the latest
+    HSDrafter.from_pretrained(name, revision=commit, force_download=force)
+    folder = find_folder(name, CODE, revision=commit, force_download=force)
     if to is not None:
         shutil.copytree(folder, to, dirs_exist_ok=True)
     console.print(str(to or folder), highlight=False, soft_wrap=True)
@@ -64,12 +69,10 @@ def info(
     from .describe import describe
 
     hub: dict[str, Any] = {"revision": revision, "local_files_only": offline}
-    table = Table(show_header=False, box=None)
     for section, lines in describe(name, with_weights=target is not None or Path(name).is_dir(), **hub).items():
-        table.add_row(f"[bold]{section}[/]")
+        console.print(f"[bold]{section}[/]")
         for title, value in lines.items():
-            table.add_row(f"  {escape(title)}", escape(value))
-    console.print(table, highlight=False)
+            console.print(f"  {escape(title)}: {escape(value)}", highlight=False, soft_wrap=True)
     if target is not None:
         _print_match(name, target, hub)
 
@@ -95,12 +98,17 @@ def list_cached() -> None:
     """Lists the drafters in the cache of the Hub."""
     from .describe import cached_drafters
 
-    table = Table("name", "commit", "refs", "target", "format", "size")
-    for each in cached_drafters():
-        size = f"{each.bytes / 1e6:.1f} MB" if not each.problem else f"[red]{escape(each.problem)}[/]"
-        refs = ", ".join(each.refs)
-        table.add_row(each.name, each.commit[:8], refs, escape(each.target), str(each.format_version), size)
-    console.print(table if table.row_count else "no drafters in the cache", highlight=False)
+    found = list(cached_drafters())
+    for each in found:
+        size = f"{each.bytes / 1e6:.1f} MB" if each.bytes else "weights not fetched"
+        refs = f" ({', '.join(each.refs)})" if each.refs else ""
+        line = f"{each.name} {each.commit}{refs}: for {each.target or 'a target without name'}, format "
+        line += f"{each.format_version}, {size}"
+        console.print(escape(line), highlight=False, soft_wrap=True)
+        if each.problem:
+            console.print(f"  [red]{escape(each.problem)}[/]", highlight=False, soft_wrap=True)
+    if not found:
+        console.print("no drafters in the cache")
 
 
 def card(
@@ -113,10 +121,14 @@ def card(
         str | None, typer.Option(help="Record what this target is and writes: Hub name, folder or .gguf file.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Of the drafter in the card; default: the folder's.")] = None,
+    license: Annotated[str | None, typer.Option(help="Of the drafter, as the Hub names it: apache-2.0.")] = None,
+    language: Annotated[list[str] | None, typer.Option(help="That it was trained on, as en; repeat.")] = None,
 ) -> None:
     """Enters measurements into a drafter's figures, records its target, and writes its card anew."""
-    from ..model_card import write_card
+    from ..drafter_files import read_json
+    from ..model_card import RECIPE, is_generated, write_card
     from ..modeling_hsdraft import HSDrafter
+    from ..training.files import write_json
     from .measured import enter_benchmarks
 
     drafter = HSDrafter.from_pretrained(folder)
@@ -126,9 +138,17 @@ def card(
         from ..target_loading import load_target
         from ..training.identity import record_target
 
-        record_target(drafter, *load_target(target, torch.float32))
+        record_target(drafter, *load_target(target, torch.float32), name=target)
         drafter.save_pretrained(folder)
     if bench:
         enter_benchmarks(folder, bench)
+    stated = {name: value for name, value in (("license", license), ("language", language)) if value}
+    if stated:
+        recipe = read_json(folder / RECIPE) if (folder / RECIPE).is_file() else {}
+        write_json(folder / RECIPE, {**recipe, **stated})
+    readme = folder / "README.md"
+    if readme.is_file() and not is_generated(readme):
+        console.print(f"{readme} is somebody's own and was left as it is", highlight=False, soft_wrap=True)
+        return
     write_card(folder, name or folder.resolve().name)
-    console.print(str(folder / "README.md"), highlight=False, soft_wrap=True)
+    console.print(str(readme), highlight=False, soft_wrap=True)

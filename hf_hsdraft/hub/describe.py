@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,19 @@ from typing import Any
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from ..configuration_hsdraft import HSDraftConfig
-from ..drafter_files import CONFIG, DOCUMENTS, check_is_drafter, digests, find_folder, read_json, weight_files
-from ..model_card import FIGURES, GAP, RECIPE, parameters_and_bytes
+from ..drafter_files import (
+    CONFIG,
+    DESCRIBED,
+    OPTIONS,
+    check_is_drafter,
+    digests,
+    fetch,
+    find_folder,
+    printable,
+    read_json,
+    weight_files,
+)
+from ..model_card import GAP, parameters_and_bytes, read_figures, read_recipe
 
 
 @dataclass(frozen=True)
@@ -20,7 +32,7 @@ class CachedDrafter:
 
     Attributes:
         name, commit, refs: of the repository, of this state of it, and what branches and tags point to it.
-        target: it was made for, by name; format_version: of its files; bytes: of its weights, 0 where they are missing.
+        target: it was made for, by name; format_version: of its files; bytes: of its weights, 0 if not fetched yet.
         problem: why it cannot be loaded, empty if nothing is known.
     """
 
@@ -44,14 +56,14 @@ def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
             config = _config_of_drafter(revision.snapshot_path)
             if config is None:
                 continue
-            problem = _problem(revision.snapshot_path, config)
+            problem = _problem(config)
             yield CachedDrafter(
                 name=repository.repo_id,
                 commit=revision.commit_hash,
                 refs=tuple(sorted(revision.refs)),
-                target=_printable(config.get("target_name")),
+                target=printable(config.get("target_name") or ""),
                 format_version=_whole(config.get("format_version", 1)),
-                bytes=0 if problem else sum(path.stat().st_size for path in weight_files(revision.snapshot_path)),
+                bytes=_bytes(revision.snapshot_path),
                 problem=problem,
             )
 
@@ -67,15 +79,19 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
     Raises:
         OSError, ValueError: it cannot be found, or is no drafter that this version reads.
     """
-    patterns = (CONFIG, "generation_config.json", *DOCUMENTS, *(("model*.safetensors*",) if with_weights else ()))
-    folder = find_folder(name, patterns, **hub)
-    check_is_drafter(folder, HSDraftConfig.model_type)
-    config = HSDraftConfig.from_pretrained(folder)
-    recipe, figures = (read_json(folder / file) if (folder / file).is_file() else {} for file in (RECIPE, FIGURES))
+    if with_weights:
+        folder = fetch(name, HSDraftConfig.model_type, **hub)
+    else:
+        folder = find_folder(name, DESCRIBED, **hub)
+        check_is_drafter(folder, HSDraftConfig.model_type)
+    config = HSDraftConfig.from_dict(read_json(folder / CONFIG))
+    options = {"num_assistant_tokens": config.num_draft_steps, "tree_size": config.tree_size}
+    options |= read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+    recipe, figures = read_recipe(folder), read_figures(folder)
     found = {
         "drafter": {
             "name": name,
-            **({"commit": folder.name} if str(folder) != name else {}),
+            **({} if os.path.isdir(name) else {"commit": folder.name}),
             "target": config.target_name or "not named",
             "its revision": config.target_revision or "not recorded",
             "its tokenizer's digest": config.target_tokenizer_hash or "not recorded",
@@ -83,19 +99,27 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
             f"vocabulary {config.vocab_size:,}",
             "weights": _weights(folder, config, with_weights),
             "format": f"{config.format_version}",
-            "draft": f"{config.num_draft_steps} deep, {config.tree_size} nodes, {config.draft_vocab_size:,} tokens, "
-            f"taps {', '.join(map(str, config.target_tap_layers))}, {config.injector} injector, {config.head} head",
+            "draft": f"{printable(options['num_assistant_tokens'])} deep, {printable(options['tree_size'])} nodes, "
+            f"{config.draft_vocab_size:,} tokens",
+            "reads": f"hidden states {', '.join(map(str, config.target_tap_layers))}; {config.injector} injector, "
+            f"{config.head} head",
         },
-        "training recipe": _lines(recipe.get("training")) or {"recipe": "none recorded"},
+        "training recipe": {printable(title): printable(line, 400) for title, line in recipe["training"].items()}
+        or {"recipe": "none recorded"},
         "figures": {},
     }
-    for benchmark in figures.get("benchmarks", []):
+    for benchmark in figures["benchmarks"]:
         settings = benchmark["settings"]
         for variant in benchmark["ours"]:
             row = benchmark["summary"][variant]
-            title = f"{variant}, {settings['dtype']}, {settings['questions']} prompts of {settings['prompts']}"
-            found["figures"][title] = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f} ({settings['processor']})"
-    found["figures"] = found["figures"] or {"speed": GAP}
+            title = f"{variant}, {settings['dtype']}, {settings['questions']} prompts of {settings.get('prompts')}"
+            found["figures"][printable(title)] = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f}"
+        found["figures"][f"measured on, {printable(settings['dtype'])}"] = printable(settings["processor"])
+    if not figures["benchmarks"]:
+        found["figures"]["speed"] = GAP
+    if figures["training"] is not None:
+        taus = [entry["eval_tau"] for entry in figures["training"]["history"] if "eval_tau" in entry]
+        found["figures"]["tau on held-out conversations"] = printable(taus[-1]) if taus else GAP
     return found
 
 
@@ -106,7 +130,7 @@ def _weights(folder: Path, config: HSDraftConfig, check: bool) -> str:
         return "not fetched"
     text = f"{parameters / 1e6:.1f}M parameters, {size / 1e6:.1f} MB"
     if check and config.weights_digest is not None:
-        text += ", as saved" if digests(folder) == config.weights_digest else ", DAMAGED: not as saved"
+        text += ", whole" if digests(folder) == config.weights_digest else ", DAMAGED: not as they were saved"
     return text
 
 
@@ -118,22 +142,19 @@ def _config_of_drafter(folder: Path) -> dict[str, Any] | None:
     return config if config.get("model_type") == HSDraftConfig.model_type else None
 
 
-def _problem(folder: Path, config: dict[str, Any]) -> str:
+def _problem(config: dict[str, Any]) -> str:
     try:
         HSDraftConfig.from_dict(config)
-        weight_files(folder)
-    except (OSError, ValueError) as error:
-        return str(error)
+    except (TypeError, ValueError) as error:
+        return printable(error, 400)
     return ""
 
 
-def _lines(table: Any) -> dict[str, str]:
-    return {_printable(name): _printable(value) for name, value in table.items()} if isinstance(table, dict) else {}
-
-
-def _printable(value: Any) -> str:
-    """Text of a file as it may go to a terminal."""
-    return "".join(character if character.isprintable() else " " for character in str(value or ""))
+def _bytes(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in weight_files(folder))
+    except (OSError, ValueError):
+        return 0
 
 
 def _whole(value: Any) -> int:

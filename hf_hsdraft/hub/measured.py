@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..drafter_files import digests, read_json
-from ..model_card import FIGURES
+from ..drafter_files import digests, printable, read_json
+from ..model_card import FIGURES, is_benchmark, read_figures
 from ..training.files import write_json
 from ..training.pictures import draw_speed_up
 
@@ -21,26 +20,31 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path]) -> list[dict[str, An
     """
     weights = digests(folder)
     entered = [_entry(path, read_json(path), weights) for path in reports]
-    figures = read_json(folder / FIGURES) if (folder / FIGURES).is_file() else {}
-    if "history" in figures:  # as runs wrote it before there was anything else to hold
-        figures = {"training": figures}
-    write_json(folder / FIGURES, {**figures, "benchmarks": entered})
-    draw_speed_up(entered, folder)
+    training = read_figures(folder)["training"]
+    write_json(folder / FIGURES, {**({} if training is None else {"training": training}), "benchmarks": entered})
+    if draw_speed_up(entered, folder) is None:
+        (folder / "speed_up.png").unlink(missing_ok=True)  # of other figures
     return entered
 
 
 def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) -> dict[str, Any]:
-    missing = sorted({"settings", "summary", "by_category", "weights"} - report.keys())
-    if missing:
-        raise ValueError(f"{path} is no report of `hsdraft bench --json`: it has no {', '.join(missing)}")
-    ours = [variant for variant, measured in report["weights"].items() if measured == weights]
+    measured, summary = report.get("weights"), report.get("summary")
+    if not isinstance(measured, dict) or not isinstance(summary, dict):
+        raise ValueError(f"{path} is no report of `hsdraft bench --json`: it names no weights or has no summary")
+    ours = [variant for variant in measured if measured[variant] == weights and variant in summary]
     if not ours:
-        raise ValueError(f"{path} is about other weights than {json.dumps(dict(weights))}: measure this drafter")
-    best = max(ours, key=lambda variant: report["summary"][variant]["speed_up"])
-    return {
-        "settings": {name: value for name, value in report["settings"].items() if name != "variants"},
-        "ours": [best, *(variant for variant in ours if variant != best)],
-        "summary": {name: row for name, row in report["summary"].items() if name != "plain"},
+        raise ValueError(
+            f"{path} is about other weights than this drafter's, by their SHA-256 (it measured "
+            f"{printable(', '.join(measured))}): run `hsdraft bench --drafter` with this folder"
+        )
+    entry = {
+        "settings": report.get("settings"),
+        "ours": ours,
+        "summary": {name: row for name, row in summary.items() if name != "plain"},
         "round": report.get("round", {}),
-        "by_category": report["by_category"],
+        "by_category": report.get("by_category"),
     }
+    if not is_benchmark(entry):
+        raise ValueError(f"{path} is no complete report of `hsdraft bench --json`: something a card shows is missing")
+    ours.sort(key=lambda variant: -summary[variant]["speed_up"])
+    return entry

@@ -10,8 +10,10 @@ from huggingface_hub import try_to_load_from_cache
 
 from ..bench.measure import encode_prompt
 from ..configuration_hsdraft import public_name
+from ..decoding import check_target
 from ..modeling_hsdraft import HSDrafter
-from ..target_match import measure_match, tokenizer_hash
+from ..target_limits import furthest_position
+from ..target_match import can_measure, measure_match, tokenizer_hash
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
 _TOKENS = 96
@@ -24,25 +26,28 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
 
     Args:
         name: of the target, if it is known by another one than it was loaded by.
+
+    Raises:
+        ValueError: the target has other sizes than the drafter's.
     """
+    check_target(target, drafter)
     config = drafter.config
     own_name = getattr(target, "name_or_path", "") or ""
-    config.target_name = public_name(name or config.target_name or own_name)
+    config.target_name = public_name(name or own_name)
     config.target_revision = _revision(own_name)
     config.target_tokenizer_hash = tokenizer_hash(tokenizer)
+    config.target_reference = None
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, token, getattr(target.config.get_text_config(), token, None))
-    inputs = encode_prompt(tokenizer, _PROMPT, target.device)
-    start = inputs["input_ids"].shape[1]
-    room = getattr(target.config.get_text_config(), "max_position_embeddings", None) or start + _TOKENS
-    tokens = min(_TOKENS, room - start)
-    if tokens < 1 or start < 2:
-        return  # too small a window for this text
-    text = target.generate(**inputs, do_sample=False, num_beams=1, min_new_tokens=tokens, max_new_tokens=tokens)[0]
-    with torch.no_grad():
-        match = measure_match(target, drafter, text.tolist(), start)
+    prompt = encode_prompt(tokenizer, _PROMPT, target.device)["input_ids"]
+    start = prompt.shape[1]
+    tokens = min(_TOKENS, furthest_position(target) - start)
+    if start < 2 or tokens < 1 or not can_measure(target, start + tokens):
+        return
+    text = _greedy(target, prompt, tokens)
+    match = measure_match(target, drafter, text, start)
     config.target_reference = {
-        "input_ids": text.tolist(),
+        "input_ids": text,
         "start": start,
         "agreed": match.agreed,
         "drafted": match.drafted,
@@ -50,12 +55,25 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
     config.check()
 
 
+@torch.no_grad()
+def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+    """A prompt and the most probable tokens after it: not by `generate()`, whose defaults a target may change."""
+    text, cache, read = prompt, None, prompt
+    for _ in range(tokens):
+        output = target(read, past_key_values=cache, use_cache=True)
+        cache, read = output.past_key_values, output.logits[:, -1:].argmax(dim=-1).to(prompt.device)
+        text = torch.cat([text, read], dim=1)
+    return [int(token) for token in text[0]]
+
+
 def _revision(name: str) -> str:
-    """The commit of a model that was loaded from the Hub, empty for other ones."""
+    """The commit of a model that was loaded from the Hub, where the cache knows of one only; empty otherwise."""
     if not name or Path(name).exists():
         return ""
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except ValueError:  # no name of the Hub
         return ""
-    return Path(cached).parent.name if isinstance(cached, str) else ""
+    if not isinstance(cached, str) or len(list(Path(cached).parent.parent.iterdir())) != 1:
+        return ""
+    return Path(cached).parent.name

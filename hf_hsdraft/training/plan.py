@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..configuration_hsdraft import public_name
 from .answers import TEMPERATURES
 
 Report = Callable[[str], None]
@@ -63,6 +64,18 @@ class TrainingPlan:
     def invents(self) -> bool:
         """Whether the target makes up the prompts."""
         return not self.prompts and self.dataset is None
+
+    def describe_prompts(self) -> str:
+        """Where prompts and answers come from, without the names of files."""
+        sources = [f"{len(self.prompts)} file{'s' * (len(self.prompts) > 1)} of prompts or conversations"] * bool(
+            self.prompts
+        )
+        sources += [f"the data set {public_name(self.dataset)}"] if self.dataset is not None else []
+        sources += ["invented by the target"] if self.invents else []
+        turns = f", {self.invented_turns} further turns invented" if self.invented_turns else ""
+        kinds = ", ".join(f"{temperature:g}" for temperature in sorted(set(self.temperatures)))
+        answers = f"new answers at temperatures {kinds}, of {self.max_new_tokens} tokens at most"
+        return f"{' and '.join(sources)}{turns}; {answers}"
 
     def check_amount(self, count: int) -> None:
         """Raises a ValueError if `count` conversations and prompts, and those to be invented, are too few."""

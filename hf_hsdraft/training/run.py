@@ -220,9 +220,13 @@ def _train_on(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     report(f"trained for {seconds / 60:.1f} minutes, peak memory {peak:.1f} GB")
     if plan.lora is None:
-        record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
+        try:
+            record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
+        except Exception as error:  # no reason to lose what was trained
+            report(f"what the target writes could not be recorded: {error}")
     if state.is_main_process:
-        _save(trainer, plan, out, {"data": f"{len(pairs):,} conversations, {answers:,} answer tokens of the target"})
+        amount = f"{len(pairs):,} conversations, {answers:,} answer tokens, by the target itself"
+        _save(trainer, plan, out, {"data": amount, "prompts": plan.describe_prompts()})
         finish(out, trainer.state.global_step, _limits(args))
     state.wait_for_everyone()
 
@@ -289,7 +293,9 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
     history = trainer.state.log_history
     calibration = asdict(trainer.calibration) if trainer.calibration else None
     figures = [{name: None if value != value else value for name, value in entry.items()} for entry in history]
-    write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration}})
+    held_out = f"{plan.eval_conversations} conversations; tau: {len(trainer.tau_prompts)} prompts, at most "
+    held_out += f"{trainer.args.eval_new_tokens} tokens each"
+    write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration, "held_out": held_out}})
     draw_pictures(history, calibration, out)
     recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan)}}
     if plan.dataset is not None:
