@@ -36,7 +36,8 @@ plain = model.generate(**inputs, **options)
 drafter = HSDrafter.from_pretrained(name, revision=commit.oid, dtype=model.dtype)
 outputs = {"package": model.generate(**inputs, **options, assistant_model=drafter)}
 
-# 2. With transformers alone, by the code in the repository: pin the commit that you have read.
+# 2. With transformers alone, by the code in the repository: pin the commit that you have read. (In this process, which
+# has imported hf_hsdraft, transformers takes the class of that instead.)
 remote = AutoModel.from_pretrained(name, revision=commit.oid, dtype=model.dtype, trust_remote_code=True)
 outputs["remote code"] = model.generate(**inputs, **options, assistant_model=remote)
 
@@ -44,5 +45,6 @@ outputs["remote code"] = model.generate(**inputs, **options, assistant_model=rem
 recipe = {"custom_generate": name, "revision": commit.oid, "trust_remote_code": True}
 outputs["custom_generate"] = model.generate(**inputs, **options, **recipe)
 
+print(f"code of route 2: {type(remote).__module__}")
 for route, output in outputs.items():
     print(f"{route}: same tokens {torch.equal(output, plain)}")

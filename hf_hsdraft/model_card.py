@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from safetensors import safe_open
 
+from .configuration_hsdraft import public_name
 from .drafter_files import CONFIG, OPTIONS, PICTURES, read_json, weight_files
 
 RECIPE, FIGURES = "training_recipe.json", "figures.json"
@@ -111,7 +112,9 @@ def write_card(folder: Path, name: str) -> None:
 def render_card(folder: Path, name: str) -> str:
     """The text of the card; see `write_card`."""
     config, recipe, figures = _read(folder / CONFIG), read_recipe(folder), read_figures(folder)
-    benchmarks, adapts = figures["benchmarks"], recipe.get("adapts")
+    benchmarks = figures["benchmarks"]
+    base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+    adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or ""
     parts = [
         f"---\n{_metadata(name, target, recipe, benchmarks).to_yaml()}\n---",

@@ -157,18 +157,23 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
 
 
 def push_adapter(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
-    """Sends an adapter of a drafter and its documents; nothing on the Hub is deleted."""
+    """Sends an adapter of a drafter and its documents, and no path of this machine; deletes nothing on the Hub."""
     token, revision, private = (options.pop(name, None) for name in ("token", "revision", "private"))
-    api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    write_card(folder, repo_id)
-    return api.upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        revision=revision,
-        allow_patterns=list(OF_AN_ADAPTER),
-        **{"commit_message": "Upload adapter", **options},
-    )
+    with tempfile.TemporaryDirectory() as place:
+        for name in OF_AN_ADAPTER:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, Path(place) / name)
+        settings = Path(place) / "adapter_config.json"
+        adapter = read_json(settings)
+        adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))
+        settings.write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not options.get("create_pr"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        write_card(Path(place), repo_id)
+        commit = {"commit_message": "Upload adapter", **options}
+        return api.upload_folder(repo_id=repo_id, folder_path=place, revision=revision, **commit)
 
 
 def _bring_documents(source: Path, partial: Path) -> None:

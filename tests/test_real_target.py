@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import HSDrafter, target_probe
 from hf_hsdraft.bench.measure import encode_prompt, first_divergence
 from hf_hsdraft.target_loading import embedded_gguf, load_target
 
@@ -56,3 +56,18 @@ def test_bfloat16_runs_and_drafts_well(pair):
 
 def test_the_committed_drafter_is_small(pair):
     assert sum(file.stat().st_size for file in DRAFTER.iterdir()) <= 25 * 1024**2
+
+
+def test_rounding_of_half_precision_is_not_taken_for_a_target_that_reads_wrongly():
+    """Whatever the first prompt is, by which the target is tried."""
+    target, tokenizer = load_target(None, torch.bfloat16)
+    drafter = HSDrafter.from_pretrained(DRAFTER, dtype=torch.bfloat16)
+    kinds = []
+    for prompt in ("Name three colours.", "Tell me a joke.", "List the planets.", "How are you?", "Hi", "What is 2+2?"):
+        target_probe._known.clear()
+        inputs = encode_prompt(tokenizer, prompt)
+        output = target.generate(
+            **inputs, assistant_model=drafter, max_new_tokens=3, do_sample=False, return_dict_in_generate=True
+        )
+        kinds.append(output.statistics.draft_kind)
+    assert kinds == ["tree"] * len(kinds)

@@ -67,9 +67,8 @@ class TrainingPlan:
 
     def describe_prompts(self) -> str:
         """Where prompts and answers come from, without the names of files."""
-        sources = [f"{len(self.prompts)} file{'s' * (len(self.prompts) > 1)} of prompts or conversations"] * bool(
-            self.prompts
-        )
+        files = f"{len(self.prompts)} file{'s' * (len(self.prompts) > 1)} of prompts or conversations"
+        sources = [files] if self.prompts else []
         sources += [f"the data set {public_name(self.dataset)}"] if self.dataset is not None else []
         sources += ["invented by the target"] if self.invents else []
         turns = f", {self.invented_turns} further turns invented" if self.invented_turns else ""

@@ -6,11 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..drafter_files import DOCUMENTS
-from ..model_card import write_card
 from ..modeling_hsdraft import HSDrafter
-
-_OF_AN_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", *DOCUMENTS]
+from ..publication import push_adapter
 
 
 def prepare_repository(name: str, token: str | None, private: bool | None) -> str:
@@ -20,11 +17,8 @@ def prepare_repository(name: str, token: str | None, private: bool | None) -> st
 
 def publish(folder: Path, repo_id: str, token: str | None) -> None:
     """Uploads drafter (or adapter), card, figures and pictures of a finished run; not its data and checkpoints."""
-    message = "Drafter trained by hsdraft"
-    if not (folder / "adapter_config.json").is_file():
-        HSDrafter.from_pretrained(folder).push_to_hub(repo_id, token=token, commit_message=message)
-        return
-    write_card(folder, repo_id)
-    HfApi(token=token).upload_folder(
-        folder_path=folder, repo_id=repo_id, allow_patterns=_OF_AN_ADAPTER, commit_message=message
-    )
+    commit = {"token": token, "commit_message": "Drafter trained by hsdraft"}
+    if (folder / "adapter_config.json").is_file():
+        push_adapter(folder, repo_id, **commit)
+    else:
+        HSDrafter.from_pretrained(folder).push_to_hub(repo_id, **commit)
