@@ -74,8 +74,10 @@ def forgetting_damaged(name: str | os.PathLike[str], offline: bool = False) -> I
         if os.path.isdir(name):
             raise ValueError(f"{error}; copy it again, or download it again") from error
         damaged = [path for path in error.paths if _is_damaged(path)]
-        if offline or constants.is_offline_mode() or not damaged:
+        if not damaged:
             raise ValueError(f"{error}; the cache holds what the Hub sent") from error
+        if offline or constants.is_offline_mode():
+            raise ValueError(f"{error}; the copy in the cache is damaged: repeat the call online") from error
         with suppress(OSError):  # a cache that may only be read
             for path in damaged:
                 path.resolve().unlink(missing_ok=True)  # the cache's snapshots are links, where the system has them

@@ -77,10 +77,12 @@ def is_benchmark(entry: Any) -> bool:
             all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
             and all(isinstance(text, str) for text in texts)
             and all(isinstance(count, int) for count in counts)
+            and all(isinstance(settings.get(name, ""), str) for name in ("prompts", "target"))
+            and isinstance(ours, list)
             and bool(ours)
             and all(name in rows for name in ours)
         )
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, OverflowError):
         return False
 
 
@@ -337,7 +339,7 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
 
 def _figure(entry: Mapping[str, Any], name: str) -> str:
     value = entry.get(name)
-    return GAP if not isinstance(value, int | float) or math.isnan(value) else f"{value:.4g}"
+    return f"{value:.4g}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP  # nor if it is no number
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

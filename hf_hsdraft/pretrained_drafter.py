@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,9 @@ class PretrainedDrafter(PreTrainedModel):
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *args, **kwargs)
-        if kwargs.pop("variant", None):
-            raise ValueError("a drafter's weights have no variants: leave `variant` out")
+        for name in ("variant", "state_dict"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
         name = os.fspath(pretrained_model_name_or_path)
@@ -55,7 +58,11 @@ class PretrainedDrafter(PreTrainedModel):
         overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
         with forgetting_damaged(name, offline=bool(hub.get("local_files_only"))):
             folder = fetch(name, cls.config_class.model_type, kwargs.pop("subfolder", None) or "", **hub)
-            if not isinstance(config, PreTrainedConfig):
+            if isinstance(config, PreTrainedConfig):
+                config = copy.deepcopy(config)
+                for field, value in overrides.items():
+                    setattr(config, field, value)
+            else:
                 config = cls.config_class.from_dict(read_json(folder / "config.json"), **overrides)
             with torch.device("meta"):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
@@ -66,8 +73,9 @@ class PretrainedDrafter(PreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.config.name_or_path = model.name_or_path = name
         model.loaded_from = folder
-        for option, value in {**options, **overrides}.items():
-            if option in options or hasattr(model.generation_config, option):
+        if kwargs.get("generation_config") is None:
+            shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
+            for option, value in {**_drafting_options(options), **shape}.items():
                 setattr(model.generation_config, option, value)
         return loaded
 
@@ -100,17 +108,23 @@ class PretrainedDrafter(PreTrainedModel):
             raise ValueError("a drafter's weights have no variants: leave `variant` out")
         DraftOptions.of(self)
         hub = {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
-        name = hub.pop("repo_id", None) or Path(save_directory).resolve().name
+        folder = Path(save_directory)
+        name = hub.pop("repo_id", None) or folder.resolve().name
         saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
-        if self._adapted or not self.should_save_on_this_rank(is_main_process):
-            super().save_pretrained(save_directory, **saving)
+        if not self.should_save_on_this_rank(is_main_process):
+            super().save_pretrained(folder, **saving)
+        elif self._adapted:
+            super().save_pretrained(folder, **saving)
+            if push_to_hub:
+                push_adapter(folder, name, **hub)
         else:
-            folder = Path(save_directory)
-            with complete_folder(folder) as partial:
-                super().save_pretrained(partial, **saving)
-                complete(self.config, partial, folder, self.loaded_from)
-        if push_to_hub and self.should_save_on_this_rank(is_main_process):
-            self.push_to_hub(name, **hub)
+            with tempfile.TemporaryDirectory() as stage:
+                with complete_folder(folder) as partial:
+                    super().save_pretrained(partial, **saving)
+                    complete(self.config, partial, folder, self.loaded_from)
+                    shutil.copytree(partial, stage, dirs_exist_ok=True)
+                if push_to_hub:
+                    push(Path(stage), name, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded.
@@ -138,3 +152,9 @@ class PretrainedDrafter(PreTrainedModel):
     @property
     def _adapted(self) -> bool:
         return bool(getattr(self, "_hf_peft_config_loaded", False))
+
+
+def _drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
+    """Of a stored generation configuration what is about drafting; unknown names too, so that they can be told."""
+    general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
+    return {name: value for name, value in stored.items() if not name.startswith("_") and name not in general}

@@ -64,7 +64,10 @@ def complete_folder(folder: Path) -> Iterator[Path]:
             os.replace(partial / path, folder / path)
         for path in folder.iterdir() if former else []:
             if path.relative_to(folder) not in written and is_ours(path.name):
-                path.unlink()
+                path.unlink(missing_ok=True)
+        for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
+            if Path(one) in written:
+                (folder / other).unlink(missing_ok=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -94,10 +97,10 @@ def complete(config: HSDraftConfig, partial: Path, folder: Path, source: Path | 
     model = Path(__file__).with_name("modeling_hsdraft.py")
     for path in map(Path, [str(model), *get_relative_import_files(model)]):
         shutil.copyfile(path, partial / path.name)
-    for place in dict.fromkeys(filter(None, (folder, source))):
-        if _is_drafter(place):
-            _bring_documents(place, partial)
-            break
+    if source is not None and _is_drafter(source):
+        _bring_documents(source, partial)
+    elif _is_drafter(folder) and _same_weights(folder, partial):
+        _bring_documents(folder, partial)
     card = folder / "README.md"
     if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
         shutil.copyfile(card, partial / "README.md")
@@ -117,25 +120,24 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
 
     Raises:
         OSError: the Hub refuses or cannot be reached. The same call may be repeated.
-        ValueError: a private repository was asked for, and there is a public one.
+        ValueError: a private repository was asked for, and there is a public one; or it holds another model.
     """
-    token, revision, private = (options.pop(name, None) for name in ("token", "revision", "private"))
-    api = HfApi(token=token)
-    try:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if private and not api.repo_info(repo_id).private:
-            raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
-        if revision is not None and not options.get("create_pr"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        there = set(api.list_repo_files(repo_id, revision=revision))
-        write_card(folder, repo_id)
-        if "README.md" in there and is_generated(folder / "README.md"):
+    with _told(repo_id):
+        api, repo_id, there = _prepare(repo_id, options)
+        revision = options.pop("revision", None)
+        former = CONFIG in there
+        if former:
             with tempfile.TemporaryDirectory() as place:
-                card = Path(api.hf_hub_download(repo_id, "README.md", revision=revision, local_dir=place))
-                if card.read_text(encoding="utf-8", errors="replace").strip() and not is_generated(card):
-                    (folder / "README.md").unlink()
+                api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
+                try:
+                    check_is_drafter(Path(place), HSDraftConfig.model_type)
+                except ValueError as error:
+                    message = f"{repo_id} holds something else than a drafter, nothing was sent ({error})"
+                    raise ValueError(message.replace(place, repo_id)) from None
+        write_card(folder, repo_id)
+        _leave_foreign_card(api, repo_id, revision, there, folder)
         sent = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        stale = sorted(name for name in there - sent if is_ours(name) and name != "README.md")
+        stale = sorted(name for name in there - sent if former and is_ours(name) and name != "README.md")
         return api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
@@ -143,6 +145,60 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
             delete_patterns=stale or None,
             **{"commit_message": "Upload drafter", **options},
         )
+
+
+def push_adapter(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
+    """Sends an adapter of a drafter and its documents, and no path of this machine; deletes nothing on the Hub.
+
+    Raises:
+        OSError, ValueError: as `push`.
+    """
+    with _told(repo_id), tempfile.TemporaryDirectory() as place:
+        for name in OF_AN_ADAPTER:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, Path(place) / name)
+        settings = Path(place) / "adapter_config.json"
+        adapter = read_json(settings)
+        adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))
+        settings.write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
+        api, repo_id, there = _prepare(repo_id, options)
+        revision = options.pop("revision", None)
+        write_card(Path(place), repo_id)
+        _leave_foreign_card(api, repo_id, revision, there, Path(place))
+        commit = {"commit_message": "Upload adapter", **options}
+        return api.upload_folder(repo_id=repo_id, folder_path=place, revision=revision, **commit)
+
+
+def _prepare(repo_id: str, options: dict[str, Any]) -> tuple[HfApi, str, set[str]]:
+    """Makes sure of repository and branch; returns its full name and the files that are there. Takes from `options`."""
+    api, private, revision = (
+        HfApi(token=options.pop("token", None)),
+        options.pop("private", None),
+        options.get("revision"),
+    )
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if private and not api.repo_info(repo_id).private:
+        raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
+    if revision is not None and not options.get("create_pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api, repo_id, set(api.list_repo_files(repo_id, revision=revision))
+
+
+def _leave_foreign_card(api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path) -> None:
+    """Takes a generated card out of what is sent, where the repository has one that somebody wrote."""
+    if "README.md" not in there or not is_generated(folder / "README.md"):
+        return
+    with tempfile.TemporaryDirectory() as place:
+        card = Path(api.hf_hub_download(repo_id, "README.md", revision=revision, local_dir=place))
+        if card.read_text(encoding="utf-8", errors="replace").strip() and not is_generated(card):
+            (folder / "README.md").unlink()
+
+
+@contextmanager
+def _told(repo_id: str) -> Iterator[None]:
+    """Says what to do about what the Hub or the way to it refuses."""
+    try:
+        yield
     except RuntimeError as error:  # the client wraps what went wrong with one of the files
         raise OSError(f"{error} ({error.__cause__}); nothing was committed, repeat the call") from error
     except HfHubHTTPError as error:
@@ -154,26 +210,6 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
         raise
     except HTTPError as error:  # a connection that broke
         raise OSError(f"{repo_id}: {type(error).__name__}: {error}; repeat the call") from error
-
-
-def push_adapter(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
-    """Sends an adapter of a drafter and its documents, and no path of this machine; deletes nothing on the Hub."""
-    token, revision, private = (options.pop(name, None) for name in ("token", "revision", "private"))
-    with tempfile.TemporaryDirectory() as place:
-        for name in OF_AN_ADAPTER:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, Path(place) / name)
-        settings = Path(place) / "adapter_config.json"
-        adapter = read_json(settings)
-        adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))
-        settings.write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not options.get("create_pr"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        write_card(Path(place), repo_id)
-        commit = {"commit_message": "Upload adapter", **options}
-        return api.upload_folder(repo_id=repo_id, folder_path=place, revision=revision, **commit)
 
 
 def _bring_documents(source: Path, partial: Path) -> None:

@@ -8,8 +8,10 @@ import math
 import re
 
 import pytest
+import torch
 from conftest import make_drafter
 from huggingface_hub import ModelCard
+from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.hub.measured import enter_benchmarks
@@ -159,6 +161,34 @@ def test_a_card_states_the_options_that_decode(target, tmp_path):
     drafter.generation_config.tree_size = 0
     with pytest.raises(ValueError, match="tree_size=0"):
         drafter.save_pretrained(tmp_path)
+
+
+def test_documents_come_from_where_a_drafter_was_loaded_and_not_from_where_it_goes(target, tmp_path):
+    for name, seed in (("one", 1), ("two", 2)):
+        make_drafter(target, seed=seed).save_pretrained(tmp_path / name)
+        recipe = {"license": name, "training": {"data": f"{name} chats"}}
+        (tmp_path / name / "training_recipe.json").write_text(json.dumps(recipe))
+    HSDrafter.from_pretrained(tmp_path / "two").save_pretrained(tmp_path / "one")
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert "two chats" in card and "one chats" not in card and "changed after" not in card
+    make_drafter(target, seed=3).save_pretrained(tmp_path / "two")  # of no origin: it inherits nothing
+    assert "No recipe is recorded" in (tmp_path / "two" / "README.md").read_text()
+
+
+def test_options_given_to_loading_go_before_the_stored_ones(folder):
+    given = GenerationConfig(num_assistant_tokens=2, tree_size=3)
+    drafter = HSDrafter.from_pretrained(folder, generation_config=given)
+    assert (drafter.generation_config.num_assistant_tokens, drafter.generation_config.tree_size) == (2, 3)
+    assert (given.num_assistant_tokens, given.tree_size) == (2, 3)
+    (folder / "generation_config.json").write_text(json.dumps({"__class__": "str", "watermarking_config": 5}))
+    HSDrafter.from_pretrained(folder).save_pretrained(folder)
+
+
+def test_weights_of_a_folder_that_was_no_drafters_are_not_taken_for_the_new_ones(target, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"left by somebody")
+    drafter = make_drafter(target)
+    drafter.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert torch.equal(HSDrafter.from_pretrained(tmp_path).fuse.weight, drafter.fuse.weight)
 
 
 def test_a_card_of_the_first_format_is_kept_with_what_it_says(folder):

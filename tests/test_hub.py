@@ -318,21 +318,31 @@ def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
         "acceptance.png": b"about former weights",
     }
     bench.hub.put("user/lived-in", theirs)
+    bench.hub.put("user/former", {**theirs, "config.json": bench_file(bench, "config.json")})
+    other = {"config.json": b'{"model_type": "llama"}', "model-00001-of-00002.safetensors": b"somebody's"}
+    bench.hub.put("user/other-model", other)
     found = bench.child(
         """
 from hf_hsdraft import HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
-drafter.push_to_hub("user/lived-in")
-answer(outcome(lambda: drafter.push_to_hub("user/lived-in", private=True)))
+for name in ("user/lived-in", "user/former"):
+    drafter.push_to_hub(name)
+answer([
+    outcome(lambda: drafter.push_to_hub("user/lived-in", private=True)),
+    outcome(lambda: drafter.push_to_hub("user/other-model")),
+])
 """,
         home="author",
         token=TOKEN,
     )
-    files = bench.hub.files("user/lived-in")
-    kept = {name for name in theirs if files.get(name) == theirs[name]}
-    assert kept == {"README.md", "app.py", "scripts/eval.py", "model_ema.safetensors"}
-    assert set(files) == REPOSITORY | kept
-    assert found[0] == "ValueError" and "is public: nothing was sent" in found[1]
+    for name, gone in (("user/lived-in", set()), ("user/former", {"figures.json", "acceptance.png"})):
+        files = bench.hub.files(name)
+        kept = {file for file in theirs if files.get(file) == theirs[file]}
+        assert kept == set(theirs) - gone
+        assert set(files) == REPOSITORY | kept
+    assert [kind for kind, _ in found] == ["ValueError"] * 2
+    assert "is public: nothing was sent" in found[0][1] and "'llama', not a drafter" in found[1][1]
+    assert bench.hub.files("user/other-model").items() >= other.items()
 
 
 def test_an_adapter_is_pushed_without_its_drafter(bench):

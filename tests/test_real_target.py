@@ -58,16 +58,37 @@ def test_the_committed_drafter_is_small(pair):
     assert sum(file.stat().st_size for file in DRAFTER.iterdir()) <= 25 * 1024**2
 
 
-def test_rounding_of_half_precision_is_not_taken_for_a_target_that_reads_wrongly():
-    """Whatever the first prompt is, by which the target is tried."""
-    target, tokenizer = load_target(None, torch.bfloat16)
-    drafter = HSDrafter.from_pretrained(DRAFTER, dtype=torch.bfloat16)
-    kinds = []
-    for prompt in ("Name three colours.", "Tell me a joke.", "List the planets.", "How are you?", "Hi", "What is 2+2?"):
+FIRST_PROMPTS = ("Name three colours.", "Tell me a joke.", "List the planets.", "How are you?", "Hi", PROMPTS[2])
+
+
+def kinds_of_drafts(target, tokenizer, drafter):
+    """What is drafted if each of some prompts is the first one, by which the target is tried."""
+    for prompt in FIRST_PROMPTS:
         target_probe._known.clear()
         inputs = encode_prompt(tokenizer, prompt)
         output = target.generate(
             **inputs, assistant_model=drafter, max_new_tokens=3, do_sample=False, return_dict_in_generate=True
         )
-        kinds.append(output.statistics.draft_kind)
-    assert kinds == ["tree"] * len(kinds)
+        yield output.statistics.draft_kind
+
+
+def test_in_half_precision_rounding_and_misreading_are_told_apart(monkeypatch):
+    target, tokenizer = load_target(None, torch.bfloat16)
+    drafter = HSDrafter.from_pretrained(DRAFTER, dtype=torch.bfloat16)
+    assert set(kinds_of_drafts(target, tokenizer, drafter)) == {"tree"}
+    forward = type(target.model).forward
+
+    def deaf(self, *args, attention_mask=None, **kwargs):
+        attention_mask = attention_mask if attention_mask is None or attention_mask.dim() == 2 else None
+        return forward(self, *args, attention_mask=attention_mask, **kwargs)
+
+    def by_slot(self, *args, position_ids=None, **kwargs):
+        if position_ids is not None and position_ids.shape[1] == 4:  # as many as the probe's trees have nodes
+            position_ids = position_ids[:, :1] + torch.arange(4)
+        return forward(self, *args, position_ids=position_ids, **kwargs)
+
+    for fault in (deaf, by_slot):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(target.model), "forward", fault)
+            assert set(kinds_of_drafts(target, tokenizer, drafter)) == {"chain"}
+    target_probe._known.clear()

@@ -48,6 +48,8 @@ def pull(
 
     if to is not None and to.is_dir() and any(to.iterdir()):
         raise typer.BadParameter(f"{to} is not empty: name a new folder", param_hint="--to")
+    if Path(name).exists():
+        raise typer.BadParameter(f"{name} is a folder here: pull from another place", param_hint="name")
     find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
     commit = HfApi().model_info(name, revision=revision).sha  # not what the cache takes for the latest
     HSDrafter.from_pretrained(name, revision=commit, force_download=force)

@@ -32,6 +32,7 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     if plan.lora is not None and fixed:
         raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")
     drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
+    drafter.loaded_from = None  # its recipe and figures are not those of what comes of this run
     drafter.config.target_reference = None  # the former target's; this one's is recorded in the end
     for name in ("tree_size", "beam_width"):  # decide no weights
         if name in plan.drafter:
