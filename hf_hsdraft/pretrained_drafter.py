@@ -122,7 +122,8 @@ class PretrainedDrafter(PreTrainedModel):
                 with complete_folder(folder) as partial:
                     super().save_pretrained(partial, **saving)
                     complete(self.config, partial, folder, self.loaded_from)
-                    shutil.copytree(partial, stage, dirs_exist_ok=True)
+                    if push_to_hub:
+                        shutil.copytree(partial, stage, dirs_exist_ok=True)
                 if push_to_hub:
                     push(Path(stage), name, **hub)
 

@@ -327,6 +327,7 @@ from hf_hsdraft import HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
 for name in ("user/lived-in", "user/former"):
     drafter.push_to_hub(name)
+drafter.save_pretrained("mine", push_to_hub=True, repo_id="user/saved-and-sent")
 answer([
     outcome(lambda: drafter.push_to_hub("user/lived-in", private=True)),
     outcome(lambda: drafter.push_to_hub("user/other-model")),
@@ -343,6 +344,10 @@ answer([
     assert [kind for kind, _ in found] == ["ValueError"] * 2
     assert "is public: nothing was sent" in found[0][1] and "'llama', not a drafter" in found[1][1]
     assert bench.hub.files("user/other-model").items() >= other.items()
+    sent = bench.hub.files("user/saved-and-sent")
+    assert (
+        set(sent) == REPOSITORY and sent["model.safetensors"] == (bench.folder / "mine/model.safetensors").read_bytes()
+    )
 
 
 def test_an_adapter_is_pushed_without_its_drafter(bench):

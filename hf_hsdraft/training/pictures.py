@@ -72,7 +72,7 @@ def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -
 def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
     settings, ours = benchmark["settings"], benchmark["ours"]
     others = [name for name in benchmark["summary"] if name not in ours]
-    shown = [(ours[0], _BLUE), *((name, color) for name, color in zip(others[:1], [_ORANGE], strict=False))]
+    shown = [(ours[0], _BLUE), *((name, _ORANGE) for name in others[:1])]
     categories = sorted(
         benchmark["by_category"][ours[0]], key=lambda name: benchmark["by_category"][ours[0]][name]["speed_up"]
     )
