@@ -90,7 +90,7 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     drafter = HSDrafter.from_pretrained(name, dtype=torch.float32, **hub)
     model, tokenizer = load_target(target, torch.float32)
     check_target(model, drafter)
-    fits = f"{target} fits: it is the target that this drafter was made for, or very close to it"
+    fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
     if drafter.config.target_reference is None:
         fits = "this drafter does not record what its target writes; `hsdraft card --target` does"
     console.print(explain_mismatch(model, drafter, tokenizer) or fits, highlight=False, soft_wrap=True)
@@ -117,7 +117,9 @@ def card(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")],
     bench: Annotated[
         list[Path] | None,
-        typer.Option("--bench", exists=True, dir_okay=False, help="Report of `bench --json`; repeat."),
+        typer.Option(
+            "--bench", exists=True, dir_okay=False, help="Reports of `bench --json`, instead of earlier ones."
+        ),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="Record what this target is and writes: Hub name, folder or .gguf file.")
