@@ -15,6 +15,7 @@ from .configuration_hsdraft import LIMITS
 from .draft_tree import DraftTree, build_beam_trees, merge_trees
 from .drafter_files import few
 from .modeling_hsdraft import DraftContext, HSDrafter, TargetWeights
+from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, NgramCache
 from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
 from .verification import VERIFICATIONS
 
@@ -35,6 +36,7 @@ class DraftOptions:
         tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
         verification: `"walk"` or `"rejection"`.
         temperature: of the draws of a sampled tree.
+        ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
     """
 
     depth: int
@@ -46,6 +48,7 @@ class DraftOptions:
     tree_builder: str = "beam"
     verification: str = "walk"
     temperature: float = 1.0
+    ngram_length: int = 0
 
     def shared_by(self, rows: int) -> DraftOptions:
         """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
@@ -96,6 +99,11 @@ class DraftOptions:
                 wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
                 wanted = f"at most {most:,}" if name in sizes and isinstance(value, int) and value > most else wanted
                 raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
+        ngram_length = option("ngram_length")
+        if not isinstance(ngram_length, int) or not 0 <= ngram_length <= MOST_LEADING:
+            raise ValueError(
+                f"ngram_length={ngram_length!r} is invalid: expected an integer from 0 (no n-grams) to {MOST_LEADING}"
+            )
         threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
         if not isinstance(threshold, int | float) or not 0.0 <= threshold < 1.0:
             raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
@@ -128,6 +136,9 @@ class DraftOptions:
             tree_builder=builder,
             verification=verification,
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
+            ngram_length=ngram_length
+            if builder == "beam"
+            else 0,  # of drawn nodes only is it known how likely they were
         )
 
 
@@ -181,6 +192,7 @@ class _Row:
         drafted: `[K, D]` of the last round, g_0 .. g_{K-1}.
         leftover: `[K', D]`, drafted states that still predict positions ahead.
         leftover_path: tokens accepted since those were drafted, from their root on.
+        ngrams: of the row's text.
     """
 
     pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -188,6 +200,7 @@ class _Row:
     drafted: torch.Tensor | None = None
     leftover: torch.Tensor | None = None
     leftover_path: list[int] = field(default_factory=list)
+    ngrams: NgramCache | None = None
 
 
 @dataclass(frozen=True)
@@ -243,7 +256,9 @@ class HSCandidateGenerator(CandidateGenerator):
         self.options = (options or DraftOptions.of(drafter)).shared_by(batch_size)
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self._context: DraftContext | None = None
-        self._rows = [_Row() for _ in range(batch_size)]
+        self._started = False  # in transformers' own assisted decoding
+        length = self.options.ngram_length
+        self._rows = [_Row(ngrams=NgramCache(length) if length else None) for _ in range(batch_size)]
 
     def memory(self, length: int) -> DraftMemory:
         """What has been read of a single text of `length` tokens."""
@@ -283,6 +298,12 @@ class HSCandidateGenerator(CandidateGenerator):
         self._rows[row].pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
         self._rows[row].root = int(next_tokens[-1])
 
+    def remember(self, tokens: Sequence[int], row: int = 0) -> None:
+        """Enters further tokens of a text into its n-grams, those of the prompt and of earlier turns among them."""
+        ngrams = self._rows[row].ngrams
+        if ngrams is not None:
+            ngrams.extend(tokens)
+
     def draft(self, max_depths: Mapping[int, int] | None = None) -> list[DraftTree]:
         """Drafts the tree that follows the last token given to `read`, for each sequence.
 
@@ -302,7 +323,20 @@ class HSCandidateGenerator(CandidateGenerator):
             hidden = self._rolled(rows, depth)
             logits = self.drafter.logits(hidden, self.weights)
             trees |= zip(rows, self._trees(rows, hidden, logits, [depths[row] for row in rows]), strict=True)
+            for row in rows:
+                trees[row] = self._with_ngrams(trees[row], row, wanted[row])
         return list(trees.values())
+
+    def _with_ngrams(self, tree: DraftTree, row: int, depth: int) -> DraftTree:
+        """A tree joined by what the n-grams of the text know; of two chains, the better one."""
+        ngrams, size = self._rows[row].ngrams, self.options.tree_size
+        if ngrams is None or ngrams.last != tree.tokens[0]:  # nobody told them the text
+            return tree
+        if self.options.beam_width == 1:
+            chain = ngrams.draft(min(size, depth), min(size, depth), width=1, threshold=self.options.threshold)
+            return max(tree, chain, key=DraftTree.expected_length)
+        grown = ngrams.draft(size, min(depth, MOST_NGRAM_DEPTH), threshold=self.options.threshold)
+        return merge_trees(tree, grown, size)
 
     def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
         """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
@@ -429,13 +463,15 @@ class HSCandidateGenerator(CandidateGenerator):
         taps = torch.cat([states[layer][0] for layer in self.drafter.config.target_tap_layers], dim=-1)
         length = input_ids.shape[1]
         # The first forward read the prompt, or the part of it that was not cached; later ones a chain.
-        rows = len(taps) if self._context is None else n_last_matches + 1
+        rows = n_last_matches + 1 if self._started else len(taps)
         mask = (model_kwargs or {}).get("attention_mask")
         attended = torch.ones(length - 1) if mask is None else mask[0, : length - 1].cpu()
         positions = attended.long().cumsum(0)[-rows:] - 1
         real = torch.nonzero(attended[-rows:]).flatten()
         self.settle(input_ids[0, length - 1 - n_last_matches : length - 1].tolist())
         self.read(taps[real], input_ids[0, length - rows :][real], positions[real])
+        self.remember(input_ids[0, length - n_last_matches - 1 :].tolist() if self._started else input_ids[0].tolist())
+        self._started = True
         [tree] = self.draft()
         best_leaf = max(range(len(tree)), key=lambda node: (tree.depths[node], tree.scores[node]))
         chain = [tree.tokens[node] for node in tree.path(best_leaf)]

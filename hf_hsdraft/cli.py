@@ -88,7 +88,9 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     variants: Annotated[
         str,
-        typer.Option(help="Comma-separated: chain, tree, tree8x3 (nodes, depth), any +ensemble or +resample; lookup."),
+        typer.Option(
+            help="Comma-separated: chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample; +ngrams; lookup."
+        ),
     ] = "tree,chain,lookup",
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",

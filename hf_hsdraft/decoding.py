@@ -370,6 +370,10 @@ def _read_prompts(
     """Hands the prompts' taps to the drafter, each with the token that follows."""
     count = output.taps.shape[1]
     for row, text in enumerate(texts.rows):
+        known = text.ids[0]
+        if len(known) == count + 1:  # nothing was cached before: what is padding is known
+            known = known[-count:][positions.real[row].to(known.device)]
+        generator.remember(known.tolist(), row)
         real = positions.real[row].nonzero().flatten()
         taps, places = output.taps[row, real.to(output.taps.device)], positions.prompt[row, real]
         embeds = None
@@ -394,7 +398,9 @@ def _read_path(
     emitted = len(verdict.path) + 1
     nodes = torch.tensor([0, *verdict.path], device=output.taps.device)
     places = torch.arange(positions.roots[row], positions.roots[row] + emitted)
-    generator.read(output.taps[row, nodes], texts.rows[row].ids[0, -emitted:], places, row)
+    tokens = texts.rows[row].ids[0, -emitted:]
+    generator.read(output.taps[row, nodes], tokens, places, row)
+    generator.remember(tokens.tolist(), row)
     positions.roots[row] += emitted
 
 

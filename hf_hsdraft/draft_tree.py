@@ -54,6 +54,10 @@ class DraftTree:
             node = self.parents[node]
         return nodes[::-1]
 
+    def expected_length(self) -> float:
+        """Drafted tokens that are accepted on average, as far as the scores are the probabilities of that."""
+        return sum(math.exp(score) for score in self.scores[1:])
+
     def ancestor_mask(self) -> torch.Tensor:
         """`[nodes, nodes]`, bool: True where the row's node may see the column's, its ancestors and itself."""
         size = len(self.tokens)

@@ -249,6 +249,7 @@ class HSDrafter(PretrainedDrafter):
     - `assistant_confidence_threshold`: nodes whose path is less probable than this are not drafted (0 keeps all);
     - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
     - `reuse_weight`: weight of the old logits in `"ensemble"`;
+    - `ngram_length`: nodes out of the text itself join the tree, found by leaders of up to so many tokens; 0 for none;
     - `tree_builder`: `"beam"`, or `"gumbel"` and `"stochastic_beam"`, which draw nodes instead of taking the best;
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
@@ -291,6 +292,7 @@ class HSDrafter(PretrainedDrafter):
             reuse_weight=0.4,
             tree_builder="beam",
             verification="walk",
+            ngram_length=4,
         )
 
     @torch.no_grad()

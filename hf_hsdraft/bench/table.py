@@ -26,7 +26,7 @@ from ..modeling_hsdraft import HSDrafter
 from ..training.conversations import Prompt
 from .measure import DEFINITIONS, Divergence, encode_prompt, first_divergence
 
-_VARIANT = re.compile(r"(chain|tree)(\d+)?(?:x(\d+))?(?:\+(none|ensemble|resample))?")
+_VARIANT = re.compile(r"(chain|tree)(\d+)?(?:x(\d+))?(?:\+(none|ensemble|resample))?(\+ngrams)?")
 TIE_MARGIN = 1e-3  # below this, top-1/top-2 margins are rounding: a divergence there is a tie
 
 
@@ -48,7 +48,8 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str, label: str = "", drafter: HSDrafter | None = None) -> Variant:
-        """Reads `chain`, `tree`, `tree8` (nodes), `tree8x3` (and depth), any `+ensemble` or `+resample`, or `lookup`.
+        """Reads `chain`, `tree`, `tree8` (nodes), `tree8x3` (and depth), any `+ensemble` or `+resample`, then `+ngrams`
+        for nodes out of the text; or `lookup`.
 
         Raises:
             ValueError: the text is none of these.
@@ -57,9 +58,9 @@ class Variant:
             return cls("prompt lookup (transformers)", None)
         match = _VARIANT.fullmatch(text)
         if match is None:
-            raise ValueError(f"unknown variant {text!r}: expected such as chain, tree, tree8x3, tree+resample, lookup")
-        kind, size, depth, reuse = match.groups()
-        options: dict[str, Any] = {"reuse": reuse or "none"}
+            raise ValueError(f"unknown variant {text!r}: expected such as chain, tree, tree8x3+ngrams, lookup")
+        kind, size, depth, reuse, ngrams = match.groups()
+        options: dict[str, Any] = {"reuse": reuse or "none", "ngram_length": 4 if ngrams else 0}
         if drafter is not None:
             config = drafter.config
             options["beam_width"] = 1 if kind == "chain" else max(config.beam_width, 2)

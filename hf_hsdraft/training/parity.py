@@ -138,7 +138,7 @@ def _compare_text(
     verified: dict[int, torch.Tensor] = {}
     plain = copy.copy(drafter)  # shares the weights; the options are its own
     plain.generation_config = copy.deepcopy(drafter.generation_config)
-    plain.generation_config.reuse = "none"
+    plain.generation_config.reuse, plain.generation_config.ngram_length = "none", 0
     with _observed(drafts, verified):
         text = target.generate(
             prompt.to(target.device),

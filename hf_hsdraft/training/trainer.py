@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -239,7 +240,9 @@ class DrafterTrainer(Trainer):
         return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
 
     def _decode(self) -> list[DraftStatistics]:
-        drafter = self.snapshot()
+        drafter = copy.copy(self.snapshot())  # shares the weights; the options are its own
+        drafter.generation_config = copy.deepcopy(drafter.generation_config)
+        drafter.generation_config.ngram_length = 0  # they would measure the texts
         return [
             self.target.generate(
                 **prompt,
