@@ -345,6 +345,7 @@ def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> D
     else:
         logger.warning_once(f"{type(target).__name__} is drafted for with chains instead of trees: {ability.reason}.")
         options = options.as_chain()
+    runtime.make_room()
     if call.statistics is not None:
         call.statistics.draft_kind = "tree" if ability.trees and options.beam_width > 1 else "chain"
         call.statistics.reason = ability.reason

@@ -58,13 +58,13 @@ class DraftTree:
         """Drafted tokens that are accepted on average, as far as the scores are the probabilities of that."""
         return sum(math.exp(score) for score in self.scores[1:])
 
-    def ancestor_mask(self) -> torch.Tensor:
-        """`[nodes, nodes]`, bool: True where the row's node may see the column's, its ancestors and itself."""
-        size = len(self.tokens)
-        mask = torch.eye(size, dtype=torch.bool)
-        for node in range(1, size):
-            mask[node] |= mask[self.parents[node]]
-        return mask
+    def ancestor_mask(self) -> list[list[bool]]:
+        """`[nodes][nodes]`: True where the row's node may see the column's, its ancestors and itself."""
+        rows = [[True] + [False] * (len(self) - 1)]
+        for node in range(1, len(self)):
+            rows.append(rows[self.parents[node]].copy())
+            rows[node][node] = True
+        return rows
 
 
 # Maps (depth of the new nodes, parents' tokens [B, n], parents' states [B, n, S]) to the log-probabilities of the

@@ -9,6 +9,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from .decoding import check_target, speculative_decoding
+from .grouped_attention import install as install_grouped_attention
 from .modeling_hsdraft import HSDrafter
 
 
@@ -20,6 +21,7 @@ def install() -> None:
     """
     if _is_installed(GenerationMixin._assisted_decoding):
         return
+    install_grouped_attention()
     GenerationMixin._assisted_decoding = _hooked_decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._validate_generation_mode = _hooked_validation(GenerationMixin._validate_generation_mode)
 

@@ -21,6 +21,8 @@ from transformers.generation.candidate_generator import (
 )
 
 from .draft_tree import DraftTree
+from .grouped_attention import grouped_attention
+from .growing_cache import give_room_back, make_room
 from .target_limits import cache_layers, recurrent_layers, text_config, why_no_trees, why_refused
 from .tree_masks import TreeBatch, as_attention_takes_it, attention_kinds, tree_mask
 
@@ -173,6 +175,15 @@ class TargetRuntime:
             return str(error)
         return ""
 
+    def make_room(self) -> None:
+        """From here on the cache grows in place, where its layers can and attention takes views of any strides."""
+        if text_config(self.target)._attn_implementation in ("sdpa", "eager"):
+            make_room(self._text_cache)
+
+    @property
+    def _text_cache(self) -> Any:
+        return getattr(self.cache, "self_attention_cache", self.cache)
+
     def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
@@ -289,6 +300,7 @@ class TargetRuntime:
 
     def _release(self) -> None:
         """Makes the layers of the cache work as they did before the call."""
+        give_room_back(self._text_cache)
         for index, layer in enumerate(cache_layers(self.cache)):
             if index in self._windows:
                 layer.sliding_window = self._windows[index]
@@ -351,9 +363,10 @@ class TargetRuntime:
         for kind in self._kinds:
             kv_length = layers[kind.layer].get_mask_sizes(size)[0]
             mask = tree_mask(batch, kind, self._attended, kept, slots, kv_length)
-            masks[kind.name] = as_attention_takes_it(mask, attention, self.target.dtype)
+            masks[kind.name] = as_attention_takes_it(mask, attention, layers[kind.layer].keys.dtype)
         inputs[self._mask_key] = masks if len(masks) > 1 else next(iter(masks.values()))
-        return self.target(**inputs, return_dict=True)
+        with grouped_attention(device):
+            return self.target(**inputs, return_dict=True)
 
     def _read_on(self, input_ids: torch.Tensor, size: int) -> Any:
         """Reads the last `size` tokens of each text `[B, length]` after what is cached."""

@@ -86,14 +86,18 @@ class TreeBatch:
     @classmethod
     def of(cls, trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
         size = max(map(len, trees))
-        ancestors = torch.eye(size, dtype=torch.bool).repeat(len(trees), 1, 1)
-        tokens, depths = [], []
-        for row, tree in enumerate(trees):
+        tokens, depths, ancestors = [], [], []
+        for tree in trees:
             spare = size - len(tree)
             tokens.append([*tree.tokens, *[tree.tokens[0]] * spare])
             depths.append([*tree.depths, *[0] * spare])
-            ancestors[row, : len(tree), : len(tree)] = tree.ancestor_mask()
-        return cls(torch.tensor(tokens, device=device), torch.tensor(depths, device=device), ancestors.to(device))
+            alone = ([column == node for column in range(size)] for node in range(len(tree), size))
+            ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
+        return cls(
+            torch.tensor(tokens, device=device),
+            torch.tensor(depths, device=device),
+            torch.tensor(ancestors, dtype=torch.bool, device=device),
+        )
 
 
 def tree_mask(
@@ -130,7 +134,11 @@ def tree_mask(
 def as_attention_takes_it(mask: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
     """A bool mask `[B, N, KV]` in the form of an attention implementation.
 
-    Bool for sdpa; additive for eager, where a bool is silently added; a block mask for flex attention.
+    A block mask for flex attention, otherwise additive: eager would silently add a bool, and sdpa would turn it into
+    this form again in every layer.
+
+    Args:
+        dtype: of queries and keys.
     """
     if attention == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
@@ -140,7 +148,5 @@ def as_attention_takes_it(mask: torch.Tensor, attention: str, dtype: torch.dtype
 
         batch_size, queries, keys = mask.shape
         return create_block_mask(visible, batch_size, None, queries, keys, device=str(mask.device), _compile=False)
-    mask = mask[:, None]
-    if attention == "sdpa":
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    hidden = float("-inf") if attention == "sdpa" else torch.finfo(dtype).min
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)[:, None]

@@ -41,7 +41,7 @@ def assert_well_formed(tree: DraftTree) -> None:
         assert tree.scores[node] <= tree.scores[parent] + 1e-6
     siblings = list(zip(tree.parents, tree.tokens, strict=True))
     assert len(set(siblings)) == len(siblings)
-    mask = tree.ancestor_mask()
+    mask = torch.tensor(tree.ancestor_mask())
     for node in range(len(tree)):
         ancestors = {node, 0, *tree.path(node)}
         assert set(torch.nonzero(mask[node]).flatten().tolist()) == ancestors

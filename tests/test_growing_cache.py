@@ -1,0 +1,109 @@
+"""A cache layer that grows in place holds what a plain one does, whatever is done to it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from hf_hsdraft.growing_cache import GrowingLayer, give_room_back, make_room
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["read", "drop", "rows", "beams", "reset"]), st.integers(1, 90)), max_size=12
+)
+
+
+def states(length, rows, seed):
+    return torch.randn(rows, 2, length, 3, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=80, deadline=None)
+@given(STEPS)
+def test_it_holds_what_a_plain_layer_does(steps):
+    plain, growing, rows = DynamicLayer(), GrowingLayer(), 2
+    for seed, (step, count) in enumerate([("read", 5), *steps]):
+        length = plain.get_seq_length()
+        for layer in (plain, growing):
+            if step == "read":
+                keys, values = layer.update(states(count, rows, seed), states(count, rows, -seed))
+                assert keys.shape == values.shape == (rows, 2, length + count, 3)
+            elif step == "drop" and count < length:
+                layer.crop(-count)
+            elif step == "rows" and length:
+                layer.batch_repeat_interleave(2)
+            elif step == "beams" and length:
+                layer.reorder_cache(torch.arange(rows).flip(0))
+            elif step == "reset":
+                layer.reset()
+        rows = 2 if not plain.is_initialized else plain.keys.shape[0]
+        assert growing.get_seq_length() == plain.get_seq_length()
+        assert growing.get_mask_sizes(3) == plain.get_mask_sizes(3)
+        if plain.is_initialized:
+            assert torch.equal(growing.keys, plain.keys) and torch.equal(growing.values, plain.values)
+
+
+def test_reading_moves_nothing_that_was_read_before():
+    layer = GrowingLayer()
+    layer.update(states(100, 1, 0), states(100, 1, 1))
+    layer.update(states(1, 1, 2), states(1, 1, 3))
+    places = set()
+    for _ in range(200):
+        layer.update(states(8, 1, 4), states(8, 1, 5))
+        places.add(layer.keys.data_ptr())
+        layer.crop(-6)
+    assert layer.get_seq_length() == 501 and len(places) <= 5
+
+
+def test_a_deep_copy_is_another_cache():
+    cache = DynamicCache()
+    cache.update(states(4, 1, 0), states(4, 1, 1), 0)
+    make_room(cache)
+    cache.update(states(2, 1, 2), states(2, 1, 3), 0)
+    other = copy.deepcopy(cache)
+    before = cache.layers[0].keys.clone()
+    other.layers[0].crop(-1)
+    other.update(states(3, 1, 4), states(3, 1, 5), 0)
+    assert torch.equal(cache.layers[0].keys, before)
+
+
+def test_offloaded_caches_stay_as_they_are():
+    cache = DynamicCache()
+    cache.update(states(4, 1, 0), states(4, 1, 1), 0)
+    cache.offloading = True
+    make_room(cache)
+    assert type(cache.layers[0]) is DynamicLayer
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_callers_cache_comes_back_plain_and_small(prompt, attention):
+    target = make_target(attention)
+    output = target.generate(
+        prompt, max_new_tokens=12, assistant_model=make_drafter(target), return_dict_in_generate=True
+    )
+    stored = {}
+    for name, cache in {
+        "drafted": output.past_key_values,
+        "plain": target.generate(prompt, max_new_tokens=12, return_dict_in_generate=True).past_key_values,
+    }.items():
+        assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+        file = io.BytesIO()
+        torch.save([layer.keys for layer in cache.layers], file)
+        stored[name] = len(file.getvalue())
+    assert stored["drafted"] == stored["plain"]
+
+
+def test_giving_room_back_leaves_other_layers_alone():
+    cache = DynamicCache()
+    cache.update(states(4, 1, 0), states(4, 1, 1), 0)
+    make_room(cache)
+    kept = cache.layers[0].keys.clone()
+    give_room_back(cache)
+    assert type(cache.layers[0]) is DynamicLayer and torch.equal(cache.layers[0].keys, kept)
+    make_room(cache)
+    assert type(cache.layers[0]) is GrowingLayer
