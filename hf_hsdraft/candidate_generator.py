@@ -2,184 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .configuration_hsdraft import LIMITS
+from .draft_options import DraftOptions
 from .draft_tree import DraftTree, build_beam_trees, merge_trees
-from .drafter_files import few
+from .expansion import Expansion
 from .modeling_hsdraft import DraftContext, HSDrafter, TargetWeights
-from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, NgramCache
+from .ngram_cache import MOST_NGRAM_DEPTH, NgramCache
+from .pacing import Pace
+from .roll_out import RollOut
 from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
-from .verification import VERIFICATIONS
-
-REUSES = ("none", "ensemble", "resample")
-TREE_BUILDERS = ("beam", "gumbel", "stochastic_beam")
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """Drafting options of one call, read from `drafter.generation_config`.
-
-    Attributes:
-        depth: greatest depth of the tree, `num_assistant_tokens`.
-        tree_size, beam_width: see `build_beam_trees`; a batch shares `tree_size`.
-        threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
-        reuse: `"none"`, `"ensemble"` or `"resample"`.
-        reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
-        tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
-        verification: `"walk"` or `"rejection"`.
-        temperature: of the draws of a sampled tree.
-        ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
-    """
-
-    depth: int
-    tree_size: int
-    beam_width: int
-    threshold: float
-    reuse: str
-    reuse_weight: float
-    tree_builder: str = "beam"
-    verification: str = "walk"
-    temperature: float = 1.0
-    ngram_length: int = 0
-
-    def shared_by(self, rows: int) -> DraftOptions:
-        """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
-
-        A batch fills the machine by itself, so a node costs more than it does alone; small trees need no depth either.
-        """
-        if rows == 1:
-            return self
-        size = max(2 * self.tree_size // (3 * rows), 2)
-        return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
-
-    def as_chain(self) -> DraftOptions:
-        """The same options for a target that reads one path at a time."""
-        builder = "stochastic_beam" if self.tree_builder == "gumbel" else self.tree_builder  # both draw one path
-        reuse = "none" if self.reuse == "resample" else self.reuse  # that would merge two paths
-        return replace(self, beam_width=1, tree_size=max(self.depth, 1), tree_builder=builder, reuse=reuse)
-
-    @classmethod
-    def of(cls, drafter: HSDrafter, call: GenerationConfig | None = None) -> DraftOptions:
-        """Reads and checks the options.
-
-        Args:
-            call: generation configuration of the call. What it sets goes before what the drafter says; transformers has
-                filled in its own defaults by then, and those count as not set.
-
-        Raises:
-            ValueError: an option is unknown or out of range; the message names it and what would be right.
-        """
-        config = drafter.generation_config
-        limit = drafter.config.num_draft_steps
-        defaults = drafter.default_generation_config()
-        known = {*vars(defaults), "transformers_version"}
-        unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
-        if unknown:
-            raise ValueError(f"unknown drafting options on drafter.generation_config: {few(unknown)}")
-
-        library = GenerationConfig._get_default_generation_params()
-
-        def option(name: str) -> Any:
-            given = getattr(call, name, None)
-            values = (None if given == library.get(name) else given, getattr(config, name, None))
-            return next((value for value in values if value is not None), getattr(defaults, name))
-
-        sizes = {name: LIMITS[name] for name in ("tree_size", "beam_width")}
-        for name, most in {"num_assistant_tokens": limit, **sizes}.items():
-            value = option(name)
-            if not isinstance(value, int) or not 1 <= value <= most:
-                wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
-                wanted = f"at most {most:,}" if name in sizes and isinstance(value, int) and value > most else wanted
-                raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
-        ngram_length = option("ngram_length")
-        if not isinstance(ngram_length, int) or not 0 <= ngram_length <= MOST_LEADING:
-            raise ValueError(
-                f"ngram_length={ngram_length!r} is invalid: expected an integer from 0 (no n-grams) to {MOST_LEADING}"
-            )
-        threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
-        if not isinstance(threshold, int | float) or not 0.0 <= threshold < 1.0:
-            raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
-        if reuse not in REUSES:
-            raise ValueError(f"reuse={reuse!r} is invalid: expected one of {', '.join(REUSES)}")
-        if not isinstance(weight, int | float) or weight < 0.0:
-            raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
-        builder, verification = option("tree_builder"), option("verification")
-        for name, value, allowed in (
-            ("tree_builder", builder, TREE_BUILDERS),
-            ("verification", verification, VERIFICATIONS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is invalid: expected one of {', '.join(allowed)}")
-        if verification == "rejection" and builder == "beam":
-            raise ValueError(
-                "verification='rejection' is invalid with tree_builder='beam': its ratio holds for drawn nodes only, "
-                "the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
-            )
-        if builder != "beam" and reuse != "none":
-            raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")
-        sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
-        return cls(
-            depth=option("num_assistant_tokens"),
-            tree_size=option("tree_size"),
-            beam_width=option("beam_width"),
-            threshold=threshold,
-            reuse=reuse,
-            reuse_weight=weight,
-            tree_builder=builder,
-            verification=verification,
-            temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
-            ngram_length=ngram_length
-            if builder == "beam"
-            else 0,  # of drawn nodes only is it known how likely they were
-        )
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """Token information for the drafts of a batch: called by a tree builder, level by level.
-
-    Attributes:
-        hidden: `[B, depth, D]`, the drafted states; logits: `[B, depth, V']`, what the head makes of them.
-        since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
-            without the root's token, so it is injected at the first depth too.
-        temperature: of the distributions given.
-    """
-
-    drafter: HSDrafter
-    weights: TargetWeights
-    hidden: torch.Tensor
-    logits: torch.Tensor
-    since: torch.Tensor | None = None
-    temperature: float = 1.0
-
-    @property
-    def depth(self) -> int:
-        return self.hidden.shape[1]
-
-    def __call__(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities `[B, n, V']` of the children at depth `level` of nodes with `tokens` `[B, n]`, and states.
-
-        Args:
-            states: of the nodes' parents; `None` for the root, at level 1.
-        """
-        embeds = self.weights.embed(tokens)
-        states = self.drafter.injector.advance(embeds, self.since if level == 1 else states)
-        column = slice(level - 1, level)
-        logits = self.logits[:, column]
-        if level > 1 or self.since is not None:
-            logits = logits + self.drafter.injector(self.hidden[:, column], states)
-        logits = logits.float()
-        return (logits if self.temperature == 1.0 else logits / self.temperature).log_softmax(dim=-1), states
 
 
 @dataclass
@@ -193,6 +32,7 @@ class _Row:
         leftover: `[K', D]`, drafted states that still predict positions ahead.
         leftover_path: tokens accepted since those were drafted, from their root on.
         ngrams: of the row's text.
+        tree: what the drafter made of the last round, before anything joined it or was left out.
     """
 
     pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -201,6 +41,7 @@ class _Row:
     leftover: torch.Tensor | None = None
     leftover_path: list[int] = field(default_factory=list)
     ngrams: NgramCache | None = None
+    tree: DraftTree | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +55,7 @@ class DraftMemory:
 
     drafter: Callable[[], HSDrafter | None]  # a weak reference
     length: int
-    context: DraftContext | None
+    context: DraftContext
     pending: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
 
     def __reduce__(self) -> Any:
@@ -226,7 +67,12 @@ class DraftMemory:
 
 
 def _forgotten() -> DraftMemory:
-    return DraftMemory(lambda: None, 0, None, ())
+    return DraftMemory(lambda: None, 0, DraftContext(), ())
+
+
+def _first_probability(tree: DraftTree) -> float:
+    """That the next token is in the tree."""
+    return min(sum(math.exp(s) for s, depth in zip(tree.scores, tree.depths, strict=True) if depth == 1), 1.0)
 
 
 class HSCandidateGenerator(CandidateGenerator):
@@ -240,6 +86,7 @@ class HSCandidateGenerator(CandidateGenerator):
         weights: what the drafter borrows of the target, see `HSDrafter.borrow`.
         options: `drafter.generation_config`'s by default.
         batch_size: sequences in the batch.
+        pace: how much of that to do, round by round; all by default.
     """
 
     requires_model_outputs = True
@@ -250,19 +97,24 @@ class HSCandidateGenerator(CandidateGenerator):
         weights: TargetWeights,
         options: DraftOptions | None = None,
         batch_size: int = 1,
+        pace: Pace | None = None,
     ) -> None:
         self.drafter = drafter
         self.weights = weights
         self.options = (options or DraftOptions.of(drafter)).shared_by(batch_size)
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
-        self._context: DraftContext | None = None
+        self.drafted_depth = 0  # of the last round
+        self._pace = pace
+        self._roll_out = RollOut(drafter) if batch_size == 1 else None
+        self._context: DraftContext | None = None  # of a batch
         self._started = False  # in transformers' own assisted decoding
         length = self.options.ngram_length
         self._rows = [_Row(ngrams=NgramCache(length) if length else None) for _ in range(batch_size)]
 
     def memory(self, length: int) -> DraftMemory:
         """What has been read of a single text of `length` tokens."""
-        return DraftMemory(weakref.ref(self.drafter), length, self._context, tuple(self._rows[0].pending))
+        assert self._roll_out is not None
+        return DraftMemory(weakref.ref(self.drafter), length, self._roll_out.context, tuple(self._rows[0].pending))
 
     def resume(self, memory: DraftMemory | None, cached: int) -> None:
         """Goes on from a memory, if it is this drafter's and of a text whose first `cached` tokens are in the cache.
@@ -273,7 +125,8 @@ class HSCandidateGenerator(CandidateGenerator):
             return
         states = [state for part in memory.pending for state in part[:2]]
         if all(state.device == self.drafter.device and state.dtype == self.drafter.dtype for state in states):
-            self._context = memory.context
+            assert self._roll_out is not None
+            self._roll_out.resume(memory.context)
             self._rows[0].pending.extend(memory.pending)
 
     def read(
@@ -315,28 +168,44 @@ class HSCandidateGenerator(CandidateGenerator):
             trees in the order of `max_depths`.
         """
         wanted = dict.fromkeys(range(len(self._rows)), self.options.depth) if max_depths is None else dict(max_depths)
-        depths = {row: min(depth, self.options.depth) for row, depth in wanted.items()}
-        rows = [row for row, depth in depths.items() if depth > 0]
-        trees = {row: DraftTree.root(self._rows[row].root) for row in depths}
-        if rows:
-            depth = max(depths.values())
+        rows = [row for row, depth in wanted.items() if depth > 0]
+        trees = {row: DraftTree.root(self._rows[row].root) for row in wanted}
+        grown = {row: self._from_ngrams(row, wanted[row]) for row in rows}
+        depth = min(max(wanted.values(), default=0), self.options.depth)
+        if rows and self._pace is not None:
+            certain = sum(_first_probability(grown[row]) for row in rows) / len(rows)
+            depth = min(depth, self._pace.depth(certain))
+        self.drafted_depth = depth
+        if depth:
             hidden = self._rolled(rows, depth)
-            logits = self.drafter.logits(hidden, self.weights)
-            trees |= zip(rows, self._trees(rows, hidden, logits, [depths[row] for row in rows]), strict=True)
-            for row in rows:
-                trees[row] = self._with_ngrams(trees[row], row, wanted[row])
+            for row, tree in zip(
+                rows, self._trees(rows, hidden, [min(wanted[row], depth) for row in rows]), strict=True
+            ):
+                self._rows[row].tree = tree
+                trees[row] = tree if self._pace is None else self._pace.weighed(tree, depth)
+        for row in rows:
+            trees[row] = self._joined(trees[row], grown[row])
+            if self._pace is not None:
+                trees[row] = self._pace.cut(trees[row])
         return list(trees.values())
 
-    def _with_ngrams(self, tree: DraftTree, row: int, depth: int) -> DraftTree:
-        """A tree joined by what the n-grams of the text know; of two chains, the better one."""
+    def _from_ngrams(self, row: int, depth: int) -> DraftTree:
+        """What the n-grams of a text propose, as a tree or, where only one path may be, as a chain."""
         ngrams, size = self._rows[row].ngrams, self.options.tree_size
-        if ngrams is None or ngrams.last != tree.tokens[0]:  # nobody told them the text
+        if ngrams is None or ngrams.last != self._rows[row].root:  # nobody told them the text
+            return DraftTree.root(self._rows[row].root)
+        depth, threshold = min(depth, MOST_NGRAM_DEPTH), self.options.threshold
+        if self.options.beam_width == 1:
+            return ngrams.draft(min(size, depth), depth, width=1, threshold=threshold)
+        return ngrams.draft(size, depth, threshold=threshold)
+
+    def _joined(self, tree: DraftTree, grown: DraftTree) -> DraftTree:
+        """Drafted nodes and those of n-grams in one tree; of two chains the better one."""
+        if len(grown) == 1:
             return tree
         if self.options.beam_width == 1:
-            chain = ngrams.draft(min(size, depth), min(size, depth), width=1, threshold=self.options.threshold)
-            return max(tree, chain, key=DraftTree.expected_length)
-        grown = ngrams.draft(size, min(depth, MOST_NGRAM_DEPTH), threshold=self.options.threshold)
-        return merge_trees(tree, grown, size)
+            return max(tree, grown, key=DraftTree.expected_length)
+        return merge_trees(tree, grown, self.options.tree_size)
 
     def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
         """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
@@ -347,17 +216,21 @@ class HSCandidateGenerator(CandidateGenerator):
             lengths = torch.tensor([sum(len(part[2]) for part in self._rows[row].pending) for row in rows])
             starts = (lengths.cumsum(0) - 1).to(taps.device)
             documents = torch.tensor(rows).repeat_interleave(lengths).to(taps.device)
-        output = self.drafter(taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth)
-        self._context = output.context
-        hidden = torch.stack(output.hidden_states, dim=1)
+        if self._roll_out is not None:
+            hidden = self._roll_out(taps, embeds, positions, depth)[None]
+        else:
+            output = self.drafter(
+                taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth
+            )
+            self._context = output.context
+            hidden = torch.stack(output.hidden_states, dim=1)
         for row, states in zip(rows, hidden, strict=True):
             self._rows[row].pending.clear()
             self._rows[row].drafted = states
         return hidden
 
-    def _trees(
-        self, rows: Sequence[int], hidden: torch.Tensor, logits: torch.Tensor, depths: Sequence[int]
-    ) -> list[DraftTree]:
+    def _trees(self, rows: Sequence[int], hidden: torch.Tensor, depths: Sequence[int]) -> list[DraftTree]:
+        logits = self.drafter.logits(hidden, self.weights)
         roots = [self._rows[row].root for row in rows]
         leftovers = [self._rows[row].leftover for row in rows]
         for row in rows:
@@ -372,21 +245,21 @@ class HSCandidateGenerator(CandidateGenerator):
         if reuse == "resample":
             for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
                 if leftover is not None:
-                    old = leftover[None, : depths[index]]
-                    expansion = self._expansion(
-                        old, self.drafter.logits(old, self.weights), self._since(self._rows[row])
-                    )
+                    expansion = self._expansion(leftover[None, : depths[index]], None, self._since(self._rows[row]))
                     [resampled] = self._grow([roots[index]], expansion, [expansion.depth])
                     trees[index] = merge_trees(trees[index], resampled, self.options.tree_size)
         return trees
 
-    def settle(self, accepted: Sequence[int], row: int = 0) -> None:
+    def settle(self, accepted: Sequence[int], row: int = 0, next_token: int | None = None) -> None:
         """Says which drafted tokens were accepted; later hidden states stay predictions of their positions.
 
         With a tokens accepted and the bonus after them, g_d with d > a still predicts the token at depth index
         d - a - 1 of the next round ("Make Every Draft Count", resampling). Called before the bonus token is read.
         """
         state = self._rows[row]
+        if state.tree is not None and self._pace is not None and next_token is not None:
+            self._pace.learn(state.tree, [*accepted, next_token])
+        state.tree = None
         drafted, state.drafted, state.leftover = state.drafted, None, None
         if drafted is not None and self.options.reuse != "none" and len(drafted) > len(accepted) + 1:
             state.leftover = drafted[len(accepted) + 1 :]
@@ -412,9 +285,11 @@ class HSCandidateGenerator(CandidateGenerator):
         path = self._path_state(state)
         return None if path is None else path[None]
 
-    def _expansion(self, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None = None) -> Expansion:
+    def _expansion(
+        self, hidden: torch.Tensor, logits: torch.Tensor | None, since: torch.Tensor | None = None
+    ) -> Expansion:
         temperature = 1.0 if self.options.tree_builder == "beam" else self.options.temperature
-        return Expansion(self.drafter, self.weights, hidden, logits, since, temperature)
+        return Expansion.of(self.drafter, self.weights, hidden, logits, since, temperature)
 
     def _grow(self, roots: Sequence[int], expansion: Expansion, depths: Sequence[int]) -> list[DraftTree]:
         options, ids = self.options, self.weights.vocab_ids
@@ -427,9 +302,8 @@ class HSCandidateGenerator(CandidateGenerator):
             depth = min(expansion.depth, options.tree_size // width)
             return build_stochastic_beam_trees(expansion, tokens, ids, depth=depth, beam_width=width, max_depths=depths)
         return build_beam_trees(
-            expansion,
+            expansion.best,
             tokens,
-            ids,
             depth=expansion.depth,
             beam_width=options.beam_width,
             tree_size=options.tree_size,

@@ -11,13 +11,15 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.utils import logging
 
-from .candidate_generator import DraftOptions, HSCandidateGenerator
+from .candidate_generator import HSCandidateGenerator
 from .decoded_texts import DecodedTexts, StepOutputs
+from .draft_options import DraftOptions
 from .draft_tree import DraftTree
 from .modeling_hsdraft import HSDrafter, TargetWeights
+from .pacing import Pace, pace_for
 from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
 from .target_match import warn_of_mismatch
-from .target_probe import PROBE_DEPTH, known_ability, tried_ability
+from .target_probe import PROBE_DEPTH, kind_of_call, known_ability, tried_ability
 from .target_runtime import TargetOutput, TargetRuntime
 from .verification import Verdict
 
@@ -208,6 +210,7 @@ class _Call:
     synced_gpus: bool
     statistics: DraftStatistics | None
     clock: _Clock
+    pace: Pace | None = None
 
     def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
         runtime, texts, rows = self.runtime, self.texts, range(len(input_ids))
@@ -238,19 +241,38 @@ class _Call:
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
         options = _as_the_target_can(self, output, positions.roots)
         rows = len(self.texts.rows)
-        generator = HSCandidateGenerator(self.drafter, self.weights, options, batch_size=rows)
+        self.pace = self._pace(options, max(positions.roots))
+        generator = HSCandidateGenerator(self.drafter, self.weights, options, batch_size=rows, pace=self.pace)
         if rows == 1:
             generator.resume(getattr(self.runtime.cache, _MEMORY, None), self.runtime.cached_before)
         return generator
+
+    def _pace(self, options: DraftOptions, position: int) -> Pace | None:
+        """How much to draft, where that follows from costs: of this device, drafter, batch and length of text."""
+        options, config = options.shared_by(len(self.texts.rows)), self.drafter.config
+        if options.tree_sizing == "fixed" or options.depth == 0:
+            return None
+        width = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size, options.beam_width
+        kind = (
+            *kind_of_call(self.runtime),
+            *width,
+            self.drafter.dtype,
+            len(self.texts.rows),
+            (position >> 10).bit_length(),
+        )
+        return pace_for(self.target, kind, options.depth, options.tree_size, options.costs)
 
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
         runtime, texts, clock = self.runtime, self.texts, self.clock
         active = texts.active
         clock.start()
+        timer = time.perf_counter if self.pace is not None and self.pace.measures else float
+        began = timer()
         trees = [DraftTree.root(texts.last_token(row)) for row in range(len(texts.rows))]
         for row, tree in zip(active, generator.draft(self._depths(active, positions.roots)), strict=True):
             trees[row] = tree
         clock.stop("draft_seconds")
+        drafted = timer()
         before = runtime.forwards
         with runtime.undone_on_error():
             output = runtime.verify(trees, texts.batch())
@@ -259,16 +281,21 @@ class _Call:
                 shortest = min(len(verdict.path) for verdict in verdicts.values())
                 verdicts = {row: verdict.cut(trees[row], shortest) for row, verdict in verdicts.items()}
             clock.stop("verify_seconds")
+            verified = timer()  # reading the choices has waited for the device
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
             texts.stream()
         runtime.commit(trees, [verdicts[row].path if row in verdicts else None for row in range(len(trees))])
         for row, verdict in verdicts.items():
-            generator.settle([trees[row].tokens[node] for node in verdict.path], row)
+            generator.settle([trees[row].tokens[node] for node in verdict.path], row, verdict.next_token)
             _read_path(generator, texts, output, positions, row, verdict)
         if runtime.in_step and active:  # rows that have ended are read on with the others
             for row in set(range(len(trees))) - set(active):
                 positions.roots[row] += 1 + shortest
+        if self.pace is not None and active:
+            emitted = 1 + sum(len(verdict.path) for verdict in verdicts.values()) / len(active)
+            nodes = max(map(len, trees)) - 1
+            self.pace.timed(nodes, emitted, verified - drafted, generator.drafted_depth, drafted - began)
         clock.stop("commit_seconds")
         if self.statistics is not None and active:
             self.statistics.target_forwards += runtime.forwards - before

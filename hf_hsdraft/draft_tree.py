@@ -58,6 +58,23 @@ class DraftTree:
         """Drafted tokens that are accepted on average, as far as the scores are the probabilities of that."""
         return sum(math.exp(score) for score in self.scores[1:])
 
+    def first(self, size: int) -> DraftTree:
+        """Its `size` most probable nodes beside the root; of equals the ones that come first."""
+        ranked = sorted(range(1, len(self)), key=lambda node: -self.scores[node])
+        return self if size >= len(self) - 1 else self._of({0, *ranked[:size]})
+
+    def above(self, least: float) -> DraftTree:
+        """Its nodes whose score is at least `least`."""
+        return self._of({0, *(node for node in range(1, len(self)) if self.scores[node] >= least)})
+
+    def _of(self, kept: set[int]) -> DraftTree:
+        """A part that holds the parent of each of its nodes."""
+        nodes = sorted(kept)
+        place = {old: new for new, old in enumerate(nodes)}
+        return _from_nodes(
+            [(self.tokens[n], place.get(self.parents[n], -1), self.depths[n], self.scores[n]) for n in nodes]
+        )
+
     def ancestor_mask(self) -> list[list[bool]]:
         """`[nodes][nodes]`: True where the row's node may see the column's, its ancestors and itself."""
         rows = [[True] + [False] * (len(self) - 1)]
@@ -71,11 +88,30 @@ class DraftTree:
 # children, [B, n, V'], and the states after reading the parents' tokens. States are None at the root.
 Expand = Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
+# The same of the k most probable children only, the best first: log-probabilities and tokens [B, n, k], and the states.
+BestChildren = Callable[[int, torch.Tensor, torch.Tensor | None, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def best_children(expand: Expand, vocab_ids: torch.Tensor) -> BestChildren:
+    """The best children by all their log-probabilities.
+
+    Args:
+        vocab_ids: `[V']`, int64, token ids behind the columns of `expand`.
+    """
+
+    def best(
+        level: int, tokens: torch.Tensor, states: torch.Tensor | None, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_probs, states = expand(level, tokens, states)
+        scores, columns = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
+        return scores, vocab_ids[columns], states
+
+    return best
+
 
 def build_beam_trees(
-    expand: Expand,
+    best: BestChildren,
     root_tokens: torch.Tensor,
-    vocab_ids: torch.Tensor,
     *,
     depth: int,
     beam_width: int,
@@ -90,29 +126,26 @@ def build_beam_trees(
     limited to the beam's width: where the drafter is unsure, many siblings of the root are worth more than deep paths.
 
     Args:
-        expand: gives the children's log-probabilities.
+        best: gives the best children of nodes.
         root_tokens: `[B]`, int64, the last accepted token of each sequence.
-        vocab_ids: `[V']`, int64, token ids behind the columns.
         depth: greatest depth, 1 or more.
         beam_width: nodes expanded per depth; 1 gives a chain.
         tree_size: nodes beside the root.
         threshold: paths less probable than this are left out, 0 to 1.
         max_depths: greatest depth of each sequence, where some should end before `depth`.
     """
-    device = vocab_ids.device
     tokens = root_tokens[:, None]
-    batch = torch.arange(len(tokens), device=device)[:, None]
+    batch = torch.arange(len(tokens), device=tokens.device)[:, None]
     scores = torch.zeros_like(tokens, dtype=torch.float32)
     states: torch.Tensor | None = None
     all_tokens, all_scores, all_parents, all_depths = [], [], [], []
     beam = torch.zeros_like(tokens)  # index of each beam node among all candidates, plus one
     count = 0
-    branching = 1 if beam_width == 1 else min(tree_size, len(vocab_ids))
     for level in range(1, depth + 1):
-        log_probs, states = expand(level, tokens, states)
-        best, columns = log_probs.topk(branching, dim=-1)
-        candidate_scores = (scores[:, :, None] + best).flatten(1)
-        candidate_tokens = vocab_ids[columns].flatten(1)
+        log_probs, children, states = best(level, tokens, states, 1 if beam_width == 1 else tree_size)
+        branching = log_probs.shape[-1]
+        candidate_scores = (scores[:, :, None] + log_probs).flatten(1)
+        candidate_tokens = children.flatten(1)
         all_tokens.append(candidate_tokens)
         all_scores.append(candidate_scores)
         all_parents.append(beam.repeat_interleave(branching, dim=1))

@@ -199,9 +199,17 @@ class LowRankInjector(nn.Module):
         """States `[N, ...]` after the tokens with embeddings `embeds` `[N, D]`; `states=None` starts a path."""
         return self.down(self.norm(embeds))
 
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is needed of drafted states `[..., D]`, whatever the path; computed once for all nodes of a depth."""
+        return hidden
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The bias before its last product, `[N, rank]`, of nodes in `states` `[N, ...]`."""
+        return states
+
     def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
-        return self.up(states)
+        return self.up(self.code(self.project(hidden), states))
 
 
 class PathInjector(nn.Module):
@@ -230,9 +238,15 @@ class PathInjector(nn.Module):
         path = torch.lerp(path, candidate.tanh(), gate.sigmoid())
         return torch.cat([tokens, path], dim=-1)
 
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_proj(hidden)
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        gate, value = (projected + self.state_proj(states)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
     def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        gate, value = (self.hidden_proj(hidden) + self.state_proj(states)).chunk(2, dim=-1)
-        return self.up(self.down(F.silu(gate) * value))
+        return self.up(self.code(self.project(hidden), states))
 
 
 _INJECTORS: dict[str, type[LowRankInjector] | type[PathInjector]] = {"low_rank": LowRankInjector, "path": PathInjector}
@@ -250,6 +264,9 @@ class HSDrafter(PretrainedDrafter):
     - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
     - `reuse_weight`: weight of the old logits in `"ensemble"`;
     - `ngram_length`: nodes out of the text itself join the tree, found by leaders of up to so many tokens; 0 for none;
+    - `tree_sizing`: `"cost"` drafts and verifies what pays here, up to the sizes above, `"fixed"` always all of it;
+    - `node_cost`, `depth_cost`: what a verified node and a drafted depth cost, in forwards of one token; measured in
+      the first rounds if not given;
     - `tree_builder`: `"beam"`, or `"gumbel"` and `"stochastic_beam"`, which draw nodes instead of taking the best;
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
@@ -293,6 +310,9 @@ class HSDrafter(PretrainedDrafter):
             tree_builder="beam",
             verification="walk",
             ngram_length=4,
+            tree_sizing="cost",
+            node_cost=None,
+            depth_cost=None,
         )
 
     @torch.no_grad()

@@ -102,7 +102,7 @@ class PretrainedDrafter(PreTrainedModel):
         Raises:
             ValueError: a drafting option is out of range.
         """
-        from .candidate_generator import DraftOptions  # above this module, as all that decodes
+        from .draft_options import DraftOptions  # above this module, as all that decodes
 
         if kwargs.get("variant"):
             raise ValueError("a drafter's weights have no variants: leave `variant` out")

@@ -53,7 +53,7 @@ def known_ability(runtime: TargetRuntime) -> Ability | None:
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
     if unknown and runtime.attended is not None:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
-    return _known.get(runtime.target, {}).get(_kind_of_call(runtime))
+    return _known.get(runtime.target, {}).get(kind_of_call(runtime))
 
 
 def tried_ability(runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor) -> Ability:
@@ -71,11 +71,12 @@ def tried_ability(runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch
             break
         ability = _tried(runtime, input_ids, logits, attempt)
     if ability.chains:
-        _known.setdefault(runtime.target, {})[_kind_of_call(runtime)] = ability
+        _known.setdefault(runtime.target, {})[kind_of_call(runtime)] = ability
     return ability
 
 
-def _kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
+def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
+    """All that what a target can do may depend on."""
     target = runtime.target
     layers = tuple(type(layer).__name__ for layer in cache_layers(runtime.cache))
     attention = text_config(target)._attn_implementation

@@ -120,6 +120,7 @@ def test_a_batch_drafts_for_each_row_what_it_drafts_alone(target, injector, reus
     """A real drafter: the batch accepts row by row just as many tokens as calls for single prompts do."""
     drafter = make_drafter(target, injector=injector)
     drafter.generation_config.reuse = reuse
+    drafter.generation_config.tree_sizing = "fixed"  # the rows of a batch share what is learnt of costs and gains
     inputs = batch_of(3)
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "assistant_model": drafter, "return_dict_in_generate": True}
     drafter.generation_config.tree_size = 72  # two thirds of it, shared by three rows

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.draft_tree import DraftTree, build_beam_trees, merge_trees
+from hf_hsdraft.draft_tree import DraftTree, best_children, build_beam_trees, merge_trees
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:
@@ -27,8 +27,8 @@ def grow(seed: int, depth: int, vocab: int, width: int, size: int, **kwargs) -> 
         assert states.eq(level).all()
         return table[level - 1][tokens], states
 
-    roots, vocab_ids = torch.tensor([0]), torch.arange(vocab)
-    [tree] = build_beam_trees(expand, roots, vocab_ids, depth=depth, beam_width=width, tree_size=size, **kwargs)
+    best = best_children(expand, torch.arange(vocab))
+    [tree] = build_beam_trees(best, torch.tensor([0]), depth=depth, beam_width=width, tree_size=size, **kwargs)
     return tree, table
 
 
@@ -143,7 +143,8 @@ def test_equal_scores_keep_parents_before_children():
         log_probs[..., level % 4] = 0.0
         return log_probs, torch.zeros(*tokens.shape, 1)
 
-    [tree] = build_beam_trees(certain, torch.tensor([0]), torch.arange(4), depth=4, beam_width=3, tree_size=3)
+    best = best_children(certain, torch.arange(4))
+    [tree] = build_beam_trees(best, torch.tensor([0]), depth=4, beam_width=3, tree_size=3)
     assert tree.tokens == (0, 1, 2, 3)
     assert tree.parents == (-1, 0, 1, 2)
 
@@ -155,10 +156,11 @@ def test_sequences_of_a_batch_grow_their_own_trees():
     def expand(level, tokens, states):
         return table[level - 1][tokens], torch.zeros(*tokens.shape, 1)
 
+    best = best_children(expand, torch.arange(9))
     shape = {"depth": 4, "beam_width": 3, "tree_size": 12}
-    together = build_beam_trees(expand, torch.tensor([0, 5, 7]), torch.arange(9), **shape, max_depths=[4, 2, 1])
+    together = build_beam_trees(best, torch.tensor([0, 5, 7]), **shape, max_depths=[4, 2, 1])
     for root, depth, tree in zip((0, 5, 7), (4, 2, 1), together, strict=True):
-        [alone] = build_beam_trees(expand, torch.tensor([root]), torch.arange(9), **{**shape, "depth": depth})
+        [alone] = build_beam_trees(best, torch.tensor([root]), **{**shape, "depth": depth})
         assert max(tree.depths) <= depth
         assert (tree.tokens, tree.parents) == (alone.tokens, alone.parents)
         assert tree.scores == pytest.approx(alone.scores)

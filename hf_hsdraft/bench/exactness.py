@@ -23,7 +23,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..draft_tree import DraftTree, build_beam_trees
+from ..draft_tree import DraftTree, best_children, build_beam_trees
 from ..sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
 from ..verification import ChooseToken, ScoresAt, own_choice, rejection_choice, walk
 
@@ -105,7 +105,7 @@ def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
         return build_gumbel_trees(table.expand, roots, ids, branching=(3, 2))
     if builder == "stochastic_beam":
         return build_stochastic_beam_trees(table.expand, roots, ids, depth=2, beam_width=4)
-    return build_beam_trees(table.expand, roots, ids, depth=2, beam_width=3, tree_size=8)
+    return build_beam_trees(best_children(table.expand, ids), roots, depth=2, beam_width=3, tree_size=8)
 
 
 def check(

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from .. import decoding
-from ..candidate_generator import Expansion, HSCandidateGenerator
+from ..candidate_generator import HSCandidateGenerator
 from ..draft_tree import DraftTree
+from ..expansion import Expansion
 from ..modeling_hsdraft import HSDrafter
 from ..target_runtime import TargetOutput, TargetRuntime
 from .conversations import TokenizedConversation
@@ -139,6 +140,7 @@ def _compare_text(
     plain = copy.copy(drafter)  # shares the weights; the options are its own
     plain.generation_config = copy.deepcopy(drafter.generation_config)
     plain.generation_config.reuse, plain.generation_config.ngram_length = "none", 0
+    plain.generation_config.tree_sizing = "fixed"
     with _observed(drafts, verified):
         text = target.generate(
             prompt.to(target.device),
@@ -197,7 +199,7 @@ def _replayed(expansion: Expansion, tokens: Sequence[int]) -> torch.Tensor:
     """What a draft of decoding would have said after these tokens, the root first: log-probabilities `[V']`."""
     states = None
     for level, token in enumerate(tokens, 1):
-        log_probs, states = expansion(level, torch.tensor([[token]], device=expansion.hidden.device), states)
+        log_probs, states = expansion(level, torch.tensor([[token]], device=expansion.logits.device), states)
     return log_probs[0, 0]
 
 

@@ -243,6 +243,7 @@ class DrafterTrainer(Trainer):
         drafter = copy.copy(self.snapshot())  # shares the weights; the options are its own
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
         drafter.generation_config.ngram_length = 0  # they would measure the texts
+        drafter.generation_config.tree_sizing = "fixed"  # and this the machine
         return [
             self.target.generate(
                 **prompt,

@@ -1,0 +1,158 @@
+"""Drafting options: what a drafter's `generation_config` and a call's say, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import GenerationConfig
+
+from .configuration_hsdraft import LIMITS
+from .drafter_files import few
+from .ngram_cache import MOST_LEADING
+from .pacing import Costs
+from .verification import VERIFICATIONS
+
+TREE_SIZINGS = ("cost", "fixed")
+REUSES = ("none", "ensemble", "resample")
+TREE_BUILDERS = ("beam", "gumbel", "stochastic_beam")
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Drafting options of one call, read from `drafter.generation_config`.
+
+    Attributes:
+        depth: greatest depth of the tree, `num_assistant_tokens`.
+        tree_size, beam_width: see `build_beam_trees`; a batch shares `tree_size`.
+        threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
+        reuse: `"none"`, `"ensemble"` or `"resample"`.
+        reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
+        tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
+        verification: `"walk"` or `"rejection"`.
+        temperature: of the draws of a sampled tree.
+        ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
+        tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always does all.
+        costs: what that goes by; `None` to measure them.
+    """
+
+    depth: int
+    tree_size: int
+    beam_width: int
+    threshold: float
+    reuse: str
+    reuse_weight: float
+    tree_builder: str = "beam"
+    verification: str = "walk"
+    temperature: float = 1.0
+    ngram_length: int = 0
+    tree_sizing: str = "fixed"
+    costs: Costs | None = None
+
+    def shared_by(self, rows: int) -> DraftOptions:
+        """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
+
+        A batch fills the machine by itself, so a node costs more than it does alone; small trees need no depth either.
+        """
+        if rows == 1:
+            return self
+        size = max(2 * self.tree_size // (3 * rows), 2)
+        return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
+
+    def as_chain(self) -> DraftOptions:
+        """The same options for a target that reads one path at a time."""
+        builder = "stochastic_beam" if self.tree_builder == "gumbel" else self.tree_builder  # both draw one path
+        reuse = "none" if self.reuse == "resample" else self.reuse  # that would merge two paths
+        return replace(self, beam_width=1, tree_size=max(self.depth, 1), tree_builder=builder, reuse=reuse)
+
+    @classmethod
+    def of(cls, drafter: Any, call: GenerationConfig | None = None) -> DraftOptions:
+        """Reads and checks the options.
+
+        Args:
+            drafter: an [`HSDrafter`] or a [`CachebackDrafter`].
+            call: generation configuration of the call. What it sets goes before what the drafter says; transformers has
+                filled in its own defaults by then, and those count as not set.
+
+        Raises:
+            ValueError: an option is unknown or out of range; the message names it and what would be right.
+        """
+        config = drafter.generation_config
+        limit = drafter.config.num_draft_steps
+        defaults = drafter.default_generation_config()
+        known = {*vars(defaults), "transformers_version"}
+        unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
+        if unknown:
+            raise ValueError(f"unknown drafting options on drafter.generation_config: {few(unknown)}")
+
+        library = GenerationConfig._get_default_generation_params()
+
+        def option(name: str) -> Any:
+            given = getattr(call, name, None)
+            values = (None if given == library.get(name) else given, getattr(config, name, None))
+            return next((value for value in values if value is not None), getattr(defaults, name))
+
+        sizes = {name: LIMITS[name] for name in ("tree_size", "beam_width")}
+        for name, most in {"num_assistant_tokens": limit, **sizes}.items():
+            value = option(name)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
+                wanted = f"at most {most:,}" if name in sizes and isinstance(value, int) and value > most else wanted
+                raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
+        ngram_length = option("ngram_length")
+        if not isinstance(ngram_length, int) or not 0 <= ngram_length <= MOST_LEADING:
+            raise ValueError(
+                f"ngram_length={ngram_length!r} is invalid: expected an integer from 0 (no n-grams) to {MOST_LEADING}"
+            )
+        threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
+        if not isinstance(threshold, int | float) or not 0.0 <= threshold < 1.0:
+            raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
+        if reuse not in REUSES:
+            raise ValueError(f"reuse={reuse!r} is invalid: expected one of {', '.join(REUSES)}")
+        if not isinstance(weight, int | float) or weight < 0.0:
+            raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
+        builder, verification, sizing = option("tree_builder"), option("verification"), option("tree_sizing")
+        for name, value, allowed in (
+            ("tree_sizing", sizing, TREE_SIZINGS),
+            ("tree_builder", builder, TREE_BUILDERS),
+            ("verification", verification, VERIFICATIONS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is invalid: expected one of {', '.join(allowed)}")
+        if verification == "rejection" and builder == "beam":
+            raise ValueError(
+                "verification='rejection' is invalid with tree_builder='beam': its ratio holds for drawn nodes only, "
+                "the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
+            )
+        if builder != "beam" and reuse != "none":
+            raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")
+        sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
+        return cls(
+            depth=option("num_assistant_tokens"),
+            tree_size=option("tree_size"),
+            beam_width=option("beam_width"),
+            threshold=threshold,
+            reuse=reuse,
+            reuse_weight=weight,
+            tree_builder=builder,
+            verification=verification,
+            temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
+            ngram_length=ngram_length
+            if builder == "beam"
+            else 0,  # of drawn nodes one has to know how likely they were
+            tree_sizing=sizing if builder == "beam" else "fixed",  # leaving some of them out would bias the text
+            costs=_given_costs(option("node_cost"), option("depth_cost")),
+        )
+
+
+def _given_costs(node: Any, depth: Any) -> Costs | None:
+    """The costs that a user gives; `None` if they are to be measured."""
+    if node is None and depth is None:
+        return None
+    for name, value in (("node_cost", node), ("depth_cost", depth)):
+        if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+            raise ValueError(
+                f"{name}={value!r} is invalid: expected 0 to 1, in forwards of one token; give both node_cost and "
+                "depth_cost, or neither to have them measured"
+            )
+    return Costs.of(node, depth)

@@ -1,0 +1,107 @@
+"""Token information for drafted hidden states: which tokens may follow the nodes of a tree, and how likely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from .modeling_hsdraft import HSDrafter, TargetWeights
+
+MOST_COLUMNS = 1024  # of the draft vocabulary that are looked at below the first depth of a beam
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Token information for the drafts of a batch: called by a tree builder, level by level.
+
+    Attributes:
+        logits: `[B, depth, V']`, what the head makes of the drafted states.
+        projected: `[B, depth, ...]`, what the injector makes of them.
+        since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
+            without the root's token, so it is injected at the first depth too.
+        temperature: of the distributions given.
+    """
+
+    drafter: HSDrafter
+    weights: TargetWeights
+    logits: torch.Tensor
+    projected: torch.Tensor
+    since: torch.Tensor | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        drafter: HSDrafter,
+        weights: TargetWeights,
+        hidden: torch.Tensor,
+        logits: torch.Tensor | None = None,
+        since: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Expansion:
+        """Of drafted states `[B, depth, D]`; `logits` where they are not what the head alone makes of them."""
+        logits = drafter.logits(hidden, weights) if logits is None else logits
+        return cls(drafter, weights, logits, drafter.injector.project(hidden), since, temperature)
+
+    @property
+    def depth(self) -> int:
+        return self.logits.shape[1]
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities `[B, n, V']` of the children at depth `level` of nodes with `tokens` `[B, n]`, and states.
+
+        Args:
+            states: of the nodes' parents; `None` for the root, at level 1.
+        """
+        code, states = self._code(level, tokens, states)
+        logits = self.logits[:, level - 1 : level]
+        if code is not None:
+            logits = logits + self.drafter.injector.up(code)
+        logits = logits.float()
+        return (logits if self.temperature == 1.0 else logits / self.temperature).log_softmax(dim=-1), states
+
+    def best(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The `count` most probable children of each node: log-probabilities and tokens `[B, n, k]`, and states.
+
+        Below the first depth of a single text only the likely part of the vocabulary is looked at.
+        """
+        code, states = self._code(level, tokens, states)
+        column = slice(level - 1, level)
+        if code is None:
+            ids, logits = self.weights.vocab_ids, self.logits[:, column]
+        else:
+            ids, rows, logits = self._likely
+            logits = logits[:, column] + F.linear(code, rows)
+        logits = logits.float() / self.temperature
+        values, columns = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        return values - logits.logsumexp(dim=-1, keepdim=True), ids[columns], states
+
+    @cached_property
+    def _likely(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens `[C]`, the injector's rows for them and their logits `[B, depth, C]`.
+
+        For a single text the tokens that are likely at any depth before the path's tokens are known: those seldom lift
+        one from further below, and most of the work of a level is left out. Texts of a batch share no such part.
+        """
+        ids, rows = self.weights.vocab_ids, self.drafter.injector.up.weight
+        if len(self.logits) > 1 or len(ids) < 2 * MOST_COLUMNS:
+            return ids, rows, self.logits
+        columns = self.logits[0].amax(dim=0).topk(MOST_COLUMNS, sorted=False).indices
+        return ids[columns], rows[columns], self.logits[..., columns]
+
+    def _code(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The injector's code `[B, n, rank]`, if there is anything to inject at this level, and its new states."""
+        injector = self.drafter.injector
+        states = injector.advance(self.weights.embed(tokens), self.since if level == 1 else states)
+        if level == 1 and self.since is None:
+            return None, states
+        return injector.code(self.projected[:, level - 1 : level], states), states

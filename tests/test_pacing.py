@@ -1,0 +1,173 @@
+"""How much is drafted: by costs and by what was right, and never so much that it takes longer than not to draft."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hsdraft import decoding
+from hf_hsdraft.draft_tree import DraftTree
+from hf_hsdraft.pacing import Calibration, Costs, CostTrial, Pace
+
+COSTS = Costs(tree=0.05, node=0.01, draft=0.08, depth=0.03)
+
+
+def chain(*probabilities):
+    depths = range(len(probabilities) + 1)
+    scores = [0.0]
+    for probability in probabilities:
+        scores.append(scores[-1] + math.log(probability))
+    return DraftTree(tuple(depths), tuple(depth - 1 for depth in depths), tuple(depths), tuple(scores))
+
+
+def run(pace, rounds, right, drafted=0.6):
+    """Lets a drafter draft chains whose tokens are right with probability `right`; returns time and tokens."""
+    draw = random.Random(0)
+    time = tokens = 0.0
+    for _ in range(rounds):
+        depth = pace.depth()
+        tree = chain(*[drafted] * depth)
+        cut = pace.cut(pace.weighed(tree, depth)) if depth else tree
+        length = next((n for n in range(depth) if draw.random() >= right), depth)
+        pace.learn(tree if depth else None, [*range(1, length + 1), 99])
+        emitted = 1 + min(length, len(cut) - 1)
+        pace.timed(len(cut) - 1, emitted, 1.0, depth, 0.0)
+        time += 1 + COSTS.verifying(len(cut) - 1) + COSTS.drafting(depth)
+        tokens += emitted
+    return time, tokens
+
+
+def test_a_useless_drafter_is_hardly_asked():
+    time, tokens = run(Pace(6, 24, COSTS), 400, right=0.0)
+    assert tokens == 400 and time < 1.02 * tokens
+
+
+def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
+    time, tokens = run(Pace(6, 24, COSTS), 400, right=0.9)
+    best = max(
+        sum(0.9**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
+        for depth in range(1, 7)
+    )
+    assert tokens / time > 0.95 * best
+
+
+@pytest.mark.parametrize("right", [0.1, 0.3, 0.5, 0.7])
+def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
+    time, tokens = run(Pace(6, 24, COSTS), 2000, right)
+    best = max(
+        sum(right**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
+        for depth in range(7)
+    )
+    assert tokens / time > max(0.9 * best, 0.985)
+
+
+def test_it_notices_that_a_text_became_predictable():
+    pace = Pace(6, 24, COSTS)
+    run(pace, 300, right=0.0)
+    time, tokens = run(pace, 300, right=0.9)
+    assert tokens / time > 1.8
+
+
+def test_what_is_proposed_for_nothing_is_not_drafted_again():
+    pace = Pace(6, 24, COSTS)
+    run(pace, 100, right=0.5)
+    assert pace.depth(certain=0.0) > 0 and pace.depth(certain=0.97) == 0
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.0, 0.2))
+@settings(max_examples=50, deadline=None)
+def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
+    pace = Pace(8, 24, Costs(0.0, node, 0.0, 0.0))
+    tree = chain(*probabilities)
+    kept = pace.cut(tree)
+    least = pace.rate * node
+    paths = [math.exp(score) for score in tree.scores[1:]]
+    paying = [path for path in paths if path >= least * (1 + 1e-9)]
+    assert len(kept) - 1 >= len(paying) if sum(paying) > least * len(paying) * (1 + 1e-9) else len(kept) >= 1
+    assert all(path >= least * (1 - 1e-9) for path in paths[: len(kept) - 1])
+
+
+def test_calibration_finds_how_often_an_overconfident_drafter_is_right():
+    calibration, draw = Calibration(), random.Random(1)
+    tree = chain(0.9)
+    for _ in range(500):
+        calibration.learn(tree, [1 if draw.random() < 0.3 else 7])
+    assert calibration.probability(math.log(0.9)) == pytest.approx(0.3, abs=0.06)
+    scored = calibration.applied(tree)
+    assert math.exp(scored.scores[1]) == pytest.approx(calibration.probability(math.log(0.9)))
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=50, deadline=None)
+def test_calibrated_trees_stay_trees(seed):
+    draw, calibration = random.Random(seed), Calibration()
+    nodes = [(0, -1, 0, 0.0)]
+    for node in range(1, 20):
+        parent = draw.randrange(len(nodes))
+        nodes.append((node, parent, nodes[parent][2] + 1, nodes[parent][3] - draw.random() * 4))
+    tree = DraftTree(*zip(*nodes, strict=True))
+    for _ in range(20):
+        calibration.learn(tree, [draw.randrange(20) for _ in range(3)])
+    scored = calibration.applied(tree)
+    assert all(scored.scores[node] <= scored.scores[scored.parents[node]] for node in range(1, 20))
+    for size in (0, 1, 5, 30):
+        part = scored.first(size)
+        assert len(part) == min(size, 19) + 1
+        kept = {tuple(part.tokens[n] for n in part.path(node)) for node in range(1, len(part))}
+        worst = min(part.scores)
+        for node in range(1, 20):
+            path = tuple(scored.tokens[n] for n in scored.path(node))
+            assert path in kept or scored.scores[node] <= worst
+
+
+def test_costs_are_found_from_the_first_rounds_and_kept_for_later_calls():
+    trial = CostTrial.of(24, 6)
+    seen = []
+    while (size := trial.next_size()) is not None:
+        seen.append(size)
+        noise = 0.5 if len(seen) == 4 else 0.0  # something else ran
+        trial.add(size, 0.040 + (0.002 + 0.0004 * size if size else 0.0) + noise, 6 if size == 24 else 0, 0.012)
+    assert sorted(set(seen)) == [0, 8, 24] and len(seen) == 9
+    costs = trial.costs()
+    assert costs.tree == pytest.approx(0.05, rel=0.05) and costs.node == pytest.approx(0.01, rel=0.05)
+    assert costs.drafting(6) == pytest.approx(0.3, rel=0.05)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_measuring_changes_no_token(target, prompt, do_sample):
+    """With costs unknown the first rounds try sizes; fresh targets start from nothing."""
+    target = make_target()
+    drafter = make_drafter(target)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
+    for _ in range(3):  # unknown, and known
+        texts = []
+        for assistant in (None, drafter):
+            torch.manual_seed(0)
+            texts.append(target.generate(prompt, max_new_tokens=30, do_sample=do_sample, assistant_model=assistant))
+        assert texts[0].tolist() == texts[1].tolist()
+
+
+def test_given_costs_draft_the_same_in_every_run(target, prompt, monkeypatch):
+    drafter = make_drafter(target)
+    drafter.generation_config.node_cost, drafter.generation_config.depth_cost = 0.01, 0.02
+    call = {"max_new_tokens": 40, "assistant_model": drafter, "return_dict_in_generate": True}
+    nodes = [target.generate(prompt, **call).statistics.drafted_nodes]
+    monkeypatch.setattr(decoding.time, "perf_counter", iter(range(10**6)).__next__)
+    nodes.append(target.generate(prompt, **call).statistics.drafted_nodes)
+    assert nodes[0] == nodes[1] and 0 in nodes[0]  # an untrained drafter is soon left alone
+
+
+@pytest.mark.parametrize(
+    ("node", "depth", "match"), [(0.1, None, "depth_cost"), (-1, 0.1, "node_cost"), (0.1, "x", "depth_cost")]
+)
+def test_costs_are_checked(target, prompt, node, depth, match):
+    drafter = make_drafter(target)
+    drafter.generation_config.node_cost, drafter.generation_config.depth_cost = node, depth
+    with pytest.raises(ValueError, match=match):
+        target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
