@@ -147,6 +147,9 @@ def time_call(
         run.first_seconds -= begin
     run.rows, run.tokens = len(rows), sum(map(len, rows))
     run.forwards = max(map(len, rows)) if counter is None else counter.count
+    if system.decode is not None and len(rows) == 1 and run.accepted is not None:
+        # Rounds without a draft are not among them, and accepted nothing.
+        run.accepted += [0] * (run.forwards - 1 - len(run.accepted))
     if run.statistics is not None and len(rows) > 1:
         run.forwards = run.statistics.row_forwards
     return rows, run

@@ -118,7 +118,7 @@ def round_costs(runs: Sequence[Run]) -> dict[str, float]:
         total = 1e3 * sum(call.total_seconds - call.prefill_seconds for call in calls) / rounds
         costs["other"] = total - sum(costs.values())
     lengths = [length for run in runs for length in run.accepted or ()]
-    for depth in range(1, max(lengths, default=0) + 1):
+    for depth in range(1, max([1, *lengths]) + 1 if lengths else 1):
         costs[f"depth_{depth}"] = sum(length >= depth for length in lengths) / len(lengths)
     return costs
 
