@@ -12,6 +12,7 @@ import torch
 from conftest import make_drafter, write_prompts
 from typer.testing import CliRunner
 
+import hf_hsdraft
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
@@ -189,6 +190,15 @@ def test_options_have_to_be_the_drafters(target, drafter):
         systems_of("chain+reuse=always", target, drafter)
     two = make_systems(parse_variants("chain,lookup"), target, {"one": drafter, "two": make_drafter(target, seed=5)})
     assert [system.name for system in two] == ["one: chain", "two: chain", "prompt lookup (transformers)"]
+
+
+def test_a_drafter_without_training_is_found_when_it_is_asked_for(monkeypatch, target, drafter, inputs):
+    monkeypatch.setattr(hf_hsdraft, "CachebackDrafter", lambda: drafter, raising=False)
+    [system] = systems_of("cacheback", target)
+    assert system.generate_kwargs == {"assistant_model": drafter} and system.may_be_left_out
+    measured = measure(target, [system], inputs[:1], Settings(6))
+    assert summarise(measured.runs[system.name], measured.plain).identical == 1
+    assert measured.runs[system.name][0].statistics.rounds > 0
 
 
 def test_the_command_refuses_before_it_loads_anything(tmp_path):

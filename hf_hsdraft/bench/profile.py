@@ -5,22 +5,25 @@ Methods are wrapped with timers for as long as a profile runs; decoding itself k
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import candidate_generator, decoded_texts, decoding, modeling_hsdraft, target_runtime
+from ..growing_cache import give_room_back
 from .calls import Settings, time_call
 from .machine import synchronise
 from .run import Inputs
 from .systems import System
+from .timers import Timers, replaced
 
 TARGET, PYTHON = "target forward", "Python"
 # What is timed: the part, and where its functions are. A function's time is its own: what another part takes inside it
@@ -39,16 +42,24 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("commit", target_runtime.TargetRuntime, ("commit",)),
     (PYTHON, decoding._Call, ("_round",)),
 )
-PARTS = tuple(
-    dict.fromkeys([*(part for part, _, _ in TIMED if part not in ("verification", "commit", PYTHON)), TARGET])
+PARTS = (
+    "context update",
+    "roll-out",
+    "head",
+    "injector",
+    "tree building",
+    "mask",
+    TARGET,
+    "verification",
+    "commit",
+    PYTHON,
 )
-PARTS += ("verification", "commit", PYTHON)
 DEFINITIONS = {
     "profile": "milliseconds a round by part, the parts adding up to the round; timers and, on a GPU, waiting for it "
     "after each part make these rounds slower than those of the table",
     "limit": "tau x t(1) / t(n): the speed-up of the same tau if all but the target's forward were free. tau: tokens a "
     "round, the prompt's forward left out; t(1): a forward over one token; t(n): the forward that verifies n nodes, "
-    "the root included, n as in the mean round; both over copies of one cache, medians",
+    "the root included, n as in the mean round; both over copies of one cache as each keeps it, medians",
     "reached": "the table's speed-up after the first token (not slowed by timers) over the limit",
 }
 _FORWARDS = 7  # timed for t(1) and t(n), each
@@ -88,89 +99,14 @@ class Profile:
         return None if limit is None or self.decode_speed_up is None else self.decode_speed_up / limit
 
 
-class _Timers:
-    """Seconds by part. Of functions within functions only the innermost runs, so nothing is counted twice."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.rounds = 0
-        self.total = 0.0
-        self._device = device
-        self._open: list[str] = []
-        self._last = self._begin = 0.0
-
-    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if not self._open and part != PYTHON:  # not in a round: the prompt's forward
-                return function(*args, **kwargs)
-            self._enter(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._leave()
-
-        return timed
-
-    def _now(self) -> float:
-        synchronise(self._device)
-        return time.perf_counter()
-
-    def _enter(self, part: str) -> None:
-        now = self._now()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._last
-        else:
-            self._begin = now
-        self._open.append(part)
-        self._last = now
-
-    def _leave(self) -> None:
-        now = self._now()
-        self.seconds[self._open.pop()] += now - self._last
-        self._last = now
-        if not self._open:
-            self.rounds += 1
-            self.total += now - self._begin
-
-
 @contextmanager
-def replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, `owner.name` is what `change` makes of it; a class, a module or a single object may own it.
-
-    Raises:
-        AttributeError: there is no such function.
-    """
-    own = vars(owner).get(name)
-    present = getattr(owner, name)  # bound, if it is a class method
-    changed = change(present)
-    setattr(owner, name, staticmethod(changed) if isinstance(own, classmethod | staticmethod) else changed)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-
-@contextmanager
-def _timing(target: Any) -> Iterator[_Timers]:
-    timers = _Timers(target.device)
-    with _all_replaced(
-        [(part, owner, name) for part, owner, names in TIMED for name in names] + [(TARGET, target, "forward")], timers
-    ):
+def _timing(target: Any) -> Iterator[Timers]:
+    timers = Timers(target.device, PARTS, outermost=PYTHON)
+    with ExitStack() as stack:
+        for part, owner, names in (*TIMED, (TARGET, target, ("forward",))):
+            for name in names:
+                stack.enter_context(replaced(owner, name, functools.partial(timers.wrap, part)))
         yield timers
-
-
-@contextmanager
-def _all_replaced(rest: Sequence[tuple[str, Any, str]], timers: _Timers) -> Iterator[None]:
-    if not rest:
-        yield
-        return
-    part, owner, name = rest[0]
-    with replaced(owner, name, lambda function: timers.wrap(part, function)), _all_replaced(rest[1:], timers):
-        yield
 
 
 def profile(
@@ -203,60 +139,78 @@ def profile(
         parts={part: 1e3 * seconds / rounds for part, seconds in timers.seconds.items()},
         tau=tokens / rounds,
         nodes=nodes / rounds,
-        timed_nodes=None if call is None else call["input_ids"].shape[1],
+        timed_nodes=None if call is None else call.nodes,
         forward_one_ms=one,
         forward_nodes_ms=many,
         decode_speed_up=decode_speed_up,
     )
 
 
+@dataclass(frozen=True)
+class _VerifyingCall:
+    """One forward of the target: its arguments with a copy of the cache, and the context variables it ran under."""
+
+    arguments: dict[str, Any]
+    context: contextvars.Context
+
+    @property
+    def nodes(self) -> int:
+        return self.arguments["input_ids"].shape[1]
+
+
 def _verifying_call(
     target: Any, system: System, inputs: Inputs, settings: Settings, nodes: int
-) -> dict[str, Any] | None:
-    """The arguments of the target's forward that verified closest to `nodes` nodes in a call, with a copy of its cache.
+) -> _VerifyingCall | None:
+    """The target's forward that verified closest to `nodes` nodes in a call; of equally close ones the first.
 
-    Of equally close ones the first; `None` if none can be repeated.
+    `None` if none can be repeated.
     """
-    best: dict[str, Any] = {}
+    best: _VerifyingCall | None = None
 
     def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def watching(*args: Any, **kwargs: Any) -> Any:
+            nonlocal best
             cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
             if not args and ids is not None and cache is not None and cache.get_seq_length():
                 distance = abs(ids.shape[1] - nodes)
-                if not best or distance < abs(best["input_ids"].shape[1] - nodes):
-                    best.update({**kwargs, "past_key_values": copy.deepcopy(cache)})
+                if best is None or distance < abs(best.nodes - nodes):
+                    kept = {**kwargs, "past_key_values": copy.deepcopy(cache)}
+                    best = _VerifyingCall(kept, contextvars.copy_context())
             return forward(*args, **kwargs)
 
         return watching
 
     with replaced(target, "forward", watched):
         time_call(target, inputs, system, settings)
-    return best or None
+    return best
 
 
 @torch.inference_mode()
-def _forward_times(target: Any, call: dict[str, Any]) -> tuple[float, float]:
+def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
     """Milliseconds of a forward over one token as plain decoding runs it, and of `call`; taken in turn, medians."""
-    cached = call["past_key_values"].get_seq_length()
-    mask = call.get("attention_mask")
-    one = {name: value for name, value in call.items() if name not in ("attention_mask", "output_hidden_states")}
+    many, cache = call.arguments, call.arguments["past_key_values"]
+    mask, own = many.get("attention_mask"), copy.deepcopy(cache)
+    give_room_back(getattr(own, "self_attention_cache", own))
+    one = {name: value for name, value in many.items() if name not in ("attention_mask", "output_hidden_states")}
+    one["past_key_values"] = own
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        one["attention_mask"] = mask[:, : cached + 1]
+        one["attention_mask"] = mask[:, : cache.get_seq_length() + 1]
     for name in ("input_ids", "position_ids", "cache_position"):
         if isinstance(one.get(name), torch.Tensor):
             one[name] = one[name][..., :1]
     if "logits_to_keep" in one:
         one["logits_to_keep"] = 1
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_FORWARDS + 1):
-        for arguments, seconds in zip((one, call), times, strict=True):
-            given = {**arguments, "past_key_values": copy.deepcopy(call["past_key_values"])}
-            synchronise(target.device)
-            begin = time.perf_counter()
-            target(**given)
-            synchronise(target.device)
-            seconds.append(time.perf_counter() - begin)
-    one_s, many_s = (statistics.median(seconds[1:]) for seconds in times)  # the first warms up
+
+    def seconds(arguments: dict[str, Any], context: contextvars.Context) -> float:
+        given = {**arguments, "past_key_values": copy.deepcopy(arguments["past_key_values"])}
+        synchronise(target.device)
+        begin = time.perf_counter()
+        context.run(target, **given)
+        synchronise(target.device)
+        return time.perf_counter() - begin
+
+    plain = contextvars.copy_context()
+    pairs = [(seconds(one, plain), seconds(many, call.context)) for _ in range(_FORWARDS + 1)]
+    one_s, many_s = (statistics.median(column) for column in zip(*pairs[1:], strict=True))  # the first warms up
     return 1e3 * one_s, 1e3 * many_s
