@@ -289,8 +289,8 @@ def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     assert all(point["prompt_tokens"] == point["value"] for point in document[CONTEXT])
     lone, pairs = document[BATCH]
     assert "prompt lookup (transformers)" in lone["summary"] and "batch_size" in str(pairs["left_out"])
-    if document["settings"]["variants"]["tree8x2+resample"]["num_assistant_tokens"] != 2:
-        pytest.fail("the options in force are not those of the variant")
+    assert lone["summary"]["default"]["identical"] == 4 and pairs["summary"]["default"]["identical"] is None
+    assert document["settings"]["variants"]["tree8x2+resample"]["num_assistant_tokens"] == 2
     assert str(saved) not in json.dumps(document)
     assert "limit" in result.output and "tokens_per_second: new tokens" in result.output
     pictures = sorted(path.name for path in saved.glob("*.png"))
