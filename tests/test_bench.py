@@ -222,7 +222,7 @@ def test_parts_of_a_round_add_up_and_nothing_stays_wrapped(target, drafter, inpu
     found = profile(target, system, inputs[:2], Settings(12), decode_speed_up=0.5)
     assert set(found.parts) == set(PARTS) and sum(found.parts.values()) == pytest.approx(found.round_ms)
     assert all(milliseconds > 0 for milliseconds in found.parts.values()), found.parts
-    assert max(found.parts[PYTHON], found.parts["commit"]) < found.parts[TARGET] < found.round_ms
+    assert found.parts[TARGET] + found.parts[PYTHON] < found.round_ms
     assert found.rounds >= plain.statistics.rounds and 1.0 <= found.tau <= 5.0 and 1 <= found.nodes <= 17
     assert abs(found.timed_nodes - found.nodes) < 2 and found.forward_one_ms > 0
     assert found.limit == pytest.approx(found.tau * found.forward_one_ms / found.forward_nodes_ms)
@@ -239,6 +239,9 @@ def test_prompts_are_padded_to_a_length_by_other_text(target, tokenizer):
     assert padded_prompt(tokenizer, others[0], others[1:], 8) is None
     batches = padded_batches(tokenizer, ["w1", "w1 w2 w3 w4", "w1 w2", "w5", "w6 w7"], 2, "cpu")
     assert [batch["attention_mask"].sum(1).tolist() for batch in batches] == [[4, 4], [5, 5]]
+    [batch] = padded_batches(tokenizer, ["w1 w2", "w3", "w4 w5 w6"], 3, "cpu")
+    assert batch["attention_mask"][:, 0].tolist() == [0, 0, 1] and batch["attention_mask"][:, -1].all()
+    assert tokenizer.padding_side == "right"
     for lengths, sizes, message in (
         ([300], [], "more than the target's 256 positions"),
         ([3], [], "the shortest has 4 tokens"),
