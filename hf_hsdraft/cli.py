@@ -89,57 +89,71 @@ def bench(
     variants: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample; +ngrams; lookup."
+            help="Comma-separated: default, chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample, +ngrams or "
+            "+option=value; lookup, static, cacheback, economize-lookup, economize-eagle3=FOLDER, "
+            "economize-hybrid=FOLDER."
         ),
     ] = "tree,chain,lookup",
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For sampling: set before each call, one further each prompt.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="How often all prompts are decoded by every system.")] = 1,
+    context_lengths: Annotated[
+        str | None, typer.Option(help="Also with prompts padded to so many tokens, as 256,1024,4096.")
+    ] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Also in batches, as 1,2,4,8.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Also time the parts of a round.")] = False,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of the pictures; default: beside the JSON.")
+    ] = None,
     economize: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="EAGLE-3 drafter of economize, to compare with.")
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="Short for economize-eagle3=FOLDER and economize-eagle3=FOLDER:6:0.4."
+        ),
     ] = None,
 ) -> None:
-    """Compares plain decoding, drafting and prompt lookup over a prompt file, sides alternating in one process."""
-    from .bench.table import Variant, print_table, run_bench
+    """Compares plain decoding, drafting and other systems over a prompt file, in changing order in one process."""
+    from .bench.plan import BenchPlan, draw, run_plan, whole_numbers
+    from .bench.report import print_report
     from .modeling_hsdraft import HSDrafter
-    from .training.conversations import read_prompts
+    from .target_loading import load_target
 
-    names = [name.strip() for name in variants.split(",") if name.strip()]
+    names = (
+        variants if economize is None else f"{variants},economize-eagle3={economize},economize-eagle3={economize}:6:0.4"
+    )
+    given = drafter or [""]
     try:
-        for name in names:
-            Variant.parse(name)
-        if len(set(names)) < len(names):
-            raise ValueError(f"a variant is named twice: {variants}")
-        if json_out is not None and not json_out.parent.is_dir():
-            raise ValueError(f"no such folder for --json: {json_out.parent}")
-        questions = [prompt for path in prompts for prompt in read_prompts(path)]
+        if len(set(given)) < len(given):
+            raise ValueError(f"a drafter is named twice: {', '.join(given)}")
+        plan = BenchPlan(
+            prompts,
+            names,
+            limit,
+            max_new_tokens,
+            temperature,
+            seed,
+            repeats,
+            whole_numbers(context_lengths, "--context-lengths"),
+            whole_numbers(batch_sizes, "--batch-sizes"),
+            profile,
+            json_out,
+            pictures,
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    model, tokenizer, first = _load(target, drafter[0] if drafter else None, dtype, device)
-    given = drafter or [""]
-    if len(set(given)) < len(given):
-        raise typer.BadParameter(f"a drafter is named twice: {', '.join(given)}", param_hint="--drafter")
-    others = [HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval() for name in given[1:]]
-    chosen = []
-    for name in names:
-        for label, each in list(zip(given, [first, *others], strict=True))[: 1 if name == "lookup" else None]:
-            chosen.append(Variant.parse(name, label if others else "", each))
-    if economize is not None:
-        from .bench.economize import eagle3_decoder
-
-        for length, confidence in ((4, None), (6, 0.4)):
-            shape = f"chain {length}" if confidence is None else f"chain {length}, above {confidence}"
-            decode = eagle3_decoder(model, economize, length, confidence)
-            chosen.append(Variant(f"economize EAGLE-3, {shape}", None, decode=decode))
-    files = ", ".join(path.name for path in prompts)
-    parts = [f"--prompts {path.name}" for path in prompts]
-    parts += [] if limit is None else [f"--limit {limit}"]
-    parts += [f"--max-new-tokens {max_new_tokens}", f"--dtype {dtype.value}", f"--variants {','.join(names)}"]
-    command = " ".join(["hsdraft bench", *parts])
-    result = run_bench(
-        model, tokenizer, chosen, questions, limit, max_new_tokens, console, json_out, source=files, command=command
-    )
-    print_table(result, console)
+    loaded: dict[str, Any] = {}
+    if plan.takes_drafter:
+        model, tokenizer, loaded[given[0]] = _load(target, drafter[0] if drafter else None, dtype, device)
+        for name in given[1:]:
+            loaded[name] = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
+    else:
+        model, tokenizer = load_target(target, dtype.torch, device)
+    result = run_plan(plan, model, tokenizer, loaded, console)
+    print_report(result, console)
+    draw(plan, result, console)
 
 
 @app.command()
@@ -156,7 +170,7 @@ def throughput(
     device: DeviceOption = "cpu",
 ) -> None:
     """Times batches of prompts with and without the drafter, sides alternating in one process."""
-    from .bench.table import spread
+    from .bench.run import spread
     from .bench.throughput import print_throughput, run_throughput
     from .training.conversations import read_prompts
 

@@ -71,7 +71,7 @@ def is_benchmark(entry: Any) -> bool:
         numbers += [row[metric] for group in groups for row in group.values() for metric in ("tau", "speed_up")]
         texts = [settings[name] for name in ("dtype", "device", "torch", "transformers", "processor", "command")]
         counts = [settings[name] for name in ("questions", "max_new_tokens", "threads")]
-        counts += [row["identical"] for row in rows.values()]
+        counts += [row["identical"] for row in rows.values() if row["identical"] is not None]
         ours = entry["ours"]
         return (
             all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
@@ -255,15 +255,15 @@ def _benchmark(benchmark: Mapping[str, Any], drafter: str) -> str:
             f"{row['tau']:.2f}",
             f"{row['speed_up']:.2f}",
             f"{row['tokens_per_second']:.1f}",
-            f"{row['identical']} of {settings['questions']}",
+            "no comparison" if row["identical"] is None else f"{row['identical']} of {settings['questions']}",
         ]
         for name, row in benchmark["summary"].items()
     ]
     threads = f"{settings['threads']} thread{'s' if settings['threads'] != 1 else ''}"
     how = (
         f"**{settings['dtype']}, {settings['max_new_tokens']} new tokens.** {settings['questions']} prompts of "
-        f"{_cell(settings.get('prompts') or 'a file that is not named')}, greedy decoding (which draws nothing, so "
-        f"there is no seed), target {_cell(settings.get('target') or 'not named')}; {_cell(settings['processor'])}, "
+        f"{_cell(settings.get('prompts') or 'a file that is not named')}, {_drawn(settings)}, "
+        f"target {_cell(settings.get('target') or 'not named')}; {_cell(settings['processor'])}, "
         f"{threads}, device {settings['device']}; torch {settings['torch']}, transformers {settings['transformers']}."
     )
     table = _table(["", "tau", "speed-up", "tokens/s", "identical"], rows)
@@ -271,6 +271,12 @@ def _benchmark(benchmark: Mapping[str, Any], drafter: str) -> str:
     shown = ", ".join(f"{name or 'none'} {row['tau']:.2f} ({row['speed_up']:.2f})" for name, row in best.items())
     by_category = f"\n\ntau (speed-up) of {_code(ours[0])} by category: {_cell(shown)}." if shown else ""
     return f"{how}\n\n{table}{by_category}\n\n```bash\n{_cell(settings['command'])} --drafter {drafter}\n```"
+
+
+def _drawn(settings: Mapping[str, Any]) -> str:
+    if not settings.get("do_sample"):
+        return "greedy decoding (which draws nothing, so there is no seed)"
+    return f"sampling at temperature {_cell(settings.get('temperature'))}, seed {_cell(settings.get('seed'))}"
 
 
 def _shape(variant: str, settings: Mapping[str, Any]) -> str:

@@ -1,46 +1,106 @@
-"""The package `economize` as a system to compare with: its EAGLE-3 drafter, where it is installed."""
+"""The package `economize` as a system to compare with: prompt lookup, EAGLE-3, and a hybrid of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-Decode = Callable[[torch.Tensor, int], torch.Tensor]
+KINDS = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
+CYCLE = 4  # its own default: tokens a cycle, one by the target and the others drafted
 
 
-def eagle3_decoder(target: Any, folder: Path, draft_length: int = 4, min_confidence: float | None = None) -> Decode:
-    """Greedy decoding of economize with a trained EAGLE-3 drafter; it drafts chains.
+@dataclass(frozen=True)
+class Answer:
+    """One row's new tokens, and how many drafted tokens each cycle accepted."""
+
+    tokens: list[int]
+    accepted: list[int]
+
+
+# Prompts (each `[length]`), new tokens at most, temperature (0: greedy), seed, and what to call at the first token.
+Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]], list[Answer]]
+
+
+def check_installed() -> None:
+    """Raises an ImportError that says what to do if economize is missing."""
+    if importlib.util.find_spec("economize") is None:
+        raise ImportError("the comparison needs economize: pip install --no-deps economize")
+
+
+def decoder(
+    kind: str, target: Any, folder: Path | None = None, cycle_length: int = CYCLE, min_confidence: float | None = None
+) -> Decode:
+    """economize's decoding of `target`.
 
     Args:
-        folder: what `economize.save` wrote.
-        draft_length: tokens drafted per round, its own default.
+        kind: one of `KINDS`.
+        folder: what `economize.save` wrote: an EAGLE-3, or for the hybrid also a hybrid; none for the lookup.
+        cycle_length: tokens a cycle, the target's own one included.
         min_confidence: drafting stops below this probability; `None` never does.
-
-    Returns:
-        a function from token ids `[1, length]` and a number of new tokens to the whole text `[1, length + new]`.
 
     Raises:
         ImportError: economize is not installed.
+        ValueError: the folder holds another technique.
     """
-    try:
-        import economize
-    except ImportError as error:
-        raise ImportError("the comparison needs economize: pip install --no-deps economize") from error
-    checkpoint = economize.read_checkpoint(folder)
-    # In the target's dtype, as our drafter: its default is float32.
-    model = economize.apply(target, replace(checkpoint.configs[0], param_dtype="model"))
-    model.techniques["eagle3"].load_state_dict(checkpoint.states["eagle3"])
-    model.eval()
-    decoding = economize.DecodeConfig(cycle_length=draft_length, min_confidence=min_confidence)
-    ends = target.generation_config.eos_token_id
-    stop = list(ends) if isinstance(ends, list | tuple) else [ends]
+    check_installed()
+    import economize
 
-    def decode(input_ids: torch.Tensor, max_new_tokens: int) -> torch.Tensor:
-        new = model.decode(input_ids, max_new_tokens, decoding=decoding, stop=stop).tokens
-        return torch.cat([input_ids, torch.as_tensor(new, device=input_ids.device).reshape(1, -1)], dim=-1)
+    model = _model(kind, target, folder)
+    ends = target.generation_config.eos_token_id
+    stops = set(ends) if isinstance(ends, list | tuple) else {ends} - {None}
+
+    def decode(
+        prompts: Sequence[torch.Tensor], max_new_tokens: int, temperature: float, seed: int, first: Callable[[], None]
+    ) -> list[Answer]:
+        waiting = [True]
+
+        def ends_text(text: torch.Tensor) -> bool:  # asked after every token, the first one too
+            if waiting:
+                waiting.clear()
+                first()
+            return int(text[-1]) in stops
+
+        sampler = economize.TopPSampler(temperature, seed=seed) if temperature > 0 else None
+        options = economize.DecodeConfig(
+            cycle_length=cycle_length, min_confidence=min_confidence, verifier="rejection" if sampler else None
+        )
+        results = model.decode_batch(list(prompts), max_new_tokens, decoding=options, selector=sampler, stop=ends_text)
+        return [
+            Answer([int(token) for token in result.tokens], [accepted for _, accepted in result.acceptance])
+            for result in results
+        ]
 
     return decode
+
+
+def _model(kind: str, target: Any, folder: Path | None) -> Any:
+    import economize
+    from economize.techniques.hybrid import HybridConfig
+    from economize.techniques.lookup import LookupConfig
+
+    if kind == "economize-lookup":
+        return economize.apply(target, LookupConfig()).eval()
+    assert folder is not None
+    checkpoint = economize.read_checkpoint(folder)
+    found = checkpoint.configs[0].technique
+    if found not in (("eagle3",) if kind == "economize-eagle3" else ("eagle3", "hybrid")):
+        raise ValueError(f"{folder} holds {found!r} of economize; {kind} expects an EAGLE-3")
+    config, state = checkpoint.configs[0], checkpoint.states[found]
+    # In the target's dtype, as our drafter: its default is float32.
+    if found == "hybrid":
+        model = economize.apply(target, replace(config, fallback=replace(config.fallback, param_dtype="model")))
+        model.techniques["hybrid"].load_state_dict(state)
+        return model.eval()
+    config = replace(config, param_dtype="model")
+    if kind == "economize-hybrid":
+        model = economize.apply(target, HybridConfig(fallback=config))
+        model.techniques["hybrid"].fallback.load_state_dict(state)
+    else:
+        model = economize.apply(target, config)
+        model.techniques["eagle3"].load_state_dict(state)
+    return model.eval()

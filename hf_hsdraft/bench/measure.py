@@ -61,13 +61,15 @@ class Divergence:
     Attributes:
         step: index of the first differing new token.
         margin: the target's own logit difference between its first and second choice there, in one plain forward over
-            the shared text; rounding decides where it is tiny.
+            the shared text; rounding decides where it is tiny. `None` of sampled texts, which it says nothing about.
     """
 
     step: int
-    margin: float
+    margin: float | None
 
     def __str__(self) -> str:
+        if self.margin is None:
+            return f"no: differs from new token {self.step}"
         return f"no: differs from new token {self.step}, where the target's top-1/top-2 margin is {self.margin:.1e}"
 
 

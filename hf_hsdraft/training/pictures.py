@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#767676"  # Okabe and Ito: told apart with any colour vision
+# Okabe and Ito: told apart with any colour vision
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_BLUE, _ORANGE = COLOURS[:2]
+GREY = "#767676"
 _COLUMNS = 4  # panels side by side at most
 
 
@@ -40,7 +43,7 @@ def draw_pictures(
         "acceptance": _acceptance(history),
         "calibration": _calibration(calibration) if calibration else None,
     }
-    return [_save(figure, Path(folder) / f"{name}.png") for name, figure in figures.items() if figure is not None]
+    return [save_figure(figure, Path(folder) / f"{name}.png") for name, figure in figures.items() if figure is not None]
 
 
 def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -> Path | None:
@@ -56,7 +59,7 @@ def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -
     if not panels:
         return None
     rows = max(len(each["by_category"][each["ours"][0]]) for each in panels)
-    figure = _figure(9.0, (1.4 + 0.3 * rows) * len(panels))
+    figure = new_figure(9.0, (1.4 + 0.3 * rows) * len(panels))
     grid: Any = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
     for axes, benchmark in zip(grid, panels, strict=True):
         _categories(axes, benchmark)
@@ -66,7 +69,7 @@ def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", frameon=False, fontsize="small", ncols=2
     )
-    return _save(figure, Path(folder) / "speed_up.png")
+    return save_figure(figure, Path(folder) / "speed_up.png")
 
 
 def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
@@ -83,7 +86,7 @@ def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
             places = [place + (index - (len(shown) - 1) / 2) * -height for place in range(len(categories))]
             bars = panel.barh(places, values, height * 0.94, color=color, label=name)
             panel.bar_label(bars, fmt="%.2f", fontsize="x-small", padding=2)
-        panel.axvline(1.0, color=_GREY, linewidth=1, linestyle="--")
+        panel.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
         panel.set(yticks=range(len(categories)), yticklabels=[category or "none" for category in categories])
         panel.set_title(title, fontsize="medium")
         panel.tick_params(labelsize="small")
@@ -92,7 +95,7 @@ def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
     axes[0].set_ylabel(f"{settings['dtype']}, {settings['max_new_tokens']} tokens", fontsize="small")
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure of the given size in inches, apart from any that the process may have open."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -104,7 +107,8 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Writes a figure as PNG, creating the folder; an older picture is replaced only by a finished one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     figure.savefig(partial, format="png")
@@ -112,7 +116,8 @@ def _save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _plain(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Titles and labels, and no more ink than the data need."""
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     axes.title.set_fontsize("medium")
     axes.tick_params(labelsize="small")
@@ -131,20 +136,20 @@ def _learning_curves(history: Sequence[Mapping[str, float]]) -> Figure | None:
     panels = bool(training or held_out) + bool(tau)
     if not panels:
         return None
-    figure = _figure(5.0 * panels, 3.6)
+    figure = new_figure(5.0 * panels, 3.6)
     axes: list[Axes] = list(figure.subplots(1, panels, squeeze=False)[0])
     if training or held_out:
         if training:
             axes[0].plot(*zip(*training, strict=True), color=_BLUE, linewidth=1, alpha=0.8, label="training")
         if held_out:
             axes[0].plot(*zip(*held_out, strict=True), color=_ORANGE, marker="o", markersize=4, label="held out")
-        _plain(axes[0], "Loss", "optimiser step", "loss (nats)")
+        style(axes[0], "Loss", "optimiser step", "loss (nats)")
         axes[0].legend(frameon=False)
     if tau:
         axes[-1].plot(*zip(*tau, strict=True), color=_ORANGE, marker="o", markersize=4)
         step, best = max(tau, key=lambda point: point[1])
         title = f"tau, held out: best {best:.2f} at step {step:,.0f}"
-        _plain(axes[-1], title, "optimiser step", "tokens per target forward")
+        style(axes[-1], title, "optimiser step", "tokens per target forward")
     return figure
 
 
@@ -167,7 +172,7 @@ def _acceptance(history: Sequence[Mapping[str, float]]) -> Figure | None:
         return None
     depths = sorted(set().union(*found.values()))
     width = 0.8 / len(found)
-    figure = _figure(max(6.0, 1.5 + 0.95 * len(depths)), 3.8)
+    figure = new_figure(max(6.0, 1.5 + 0.95 * len(depths)), 3.8)
     axes = figure.subplots()
     for index, (name, values) in enumerate(found.items()):
         color, label = series[name]
@@ -175,7 +180,7 @@ def _acceptance(history: Sequence[Mapping[str, float]]) -> Figure | None:
         bars = axes.bar(places, list(values.values()), width * 0.94, color=color, label=label)
         axes.bar_label(bars, fmt="%.2f", fontsize="x-small", padding=1)
     step = f", step {entry['step']:,.0f}" if "step" in entry else ""
-    _plain(axes, f"What training sees and what decoding gets{step}", "draft depth (tokens)", "share of cases (0 to 1)")
+    style(axes, f"What training sees and what decoding gets{step}", "draft depth (tokens)", "share of cases (0 to 1)")
     axes.set(xticks=depths, ylim=(0, 1.02))
     figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=1)
     return figure
@@ -189,7 +194,7 @@ def _calibration(calibration: Mapping[str, list]) -> Figure | None:
         return None
     rows = math.ceil(len(depths) / _COLUMNS)
     across = math.ceil(len(depths) / rows)
-    figure = _figure(max(2.6 * across, 4.2), 3.7 * rows + 0.3)
+    figure = new_figure(max(2.6 * across, 4.2), 3.7 * rows + 0.3)
     figure.suptitle("Is the drafter as sure as it is right?\n(ECE: expected calibration error)", fontsize="medium")
     grid: Any = figure.subplots(2 * rows, across, squeeze=False, sharex=True, height_ratios=[3, 1] * rows)
     for index, (depth, bins) in enumerate(depths.items()):
@@ -204,14 +209,14 @@ def _reliability(top: Axes, bottom: Axes, depth: int, bins: Sequence[tuple[float
     """Accuracy over confidence of one depth, above how many tokens each bin holds; `first` of its row is labelled."""
     filled = [(sure, right, count) for sure, right, count in bins if count]
     error = sum(abs(sure - right) * count for sure, right, count in filled) / sum(count for _, _, count in filled)
-    top.plot([0, 1], [0, 1], color=_GREY, linewidth=1, linestyle="--")
+    top.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     top.plot(*list(zip(*filled, strict=True))[:2], color=_BLUE, marker="o", markersize=4, label=f"ECE {error:.3f}")
-    _plain(top, f"depth {depth}", "", "share right (0 to 1)" if first else "")
+    style(top, f"depth {depth}", "", "share right (0 to 1)" if first else "")
     top.set(xlim=(0, 1), ylim=(0, 1.02))
     top.legend(frameon=False, fontsize="small", loc="upper left", handlelength=1.2)
     size = 1 / len(bins)
-    bottom.bar([(i + 0.5) * size for i in range(len(bins))], [count for *_, count in bins], 0.94 * size, color=_GREY)
-    _plain(bottom, "", "confidence (0 to 1)", "tokens" if first else "")
+    bottom.bar([(i + 0.5) * size for i in range(len(bins))], [count for *_, count in bins], 0.94 * size, color=GREY)
+    style(bottom, "", "confidence (0 to 1)", "tokens" if first else "")
     bottom.locator_params(axis="y", nbins=3)
 
 

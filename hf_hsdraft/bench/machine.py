@@ -1,0 +1,68 @@
+"""What the figures were measured on, and how much memory a call takes there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def processor(device: torch.device) -> str:
+    """The name of a GPU, or the number and kind of a machine's cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names, flags = (re.findall(rf"^{field}\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE) for field in ("model name", "flags"))
+    name = names[0] if names else platform.processor() or platform.machine()
+    units = " with AMX" if flags and "amx_bf16" in flags[0] else ""
+    return f"{os.cpu_count()} cores of {name}{units} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits for a GPU, so that a clock read afterwards counts what it did."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class PeakMemory:
+    """The most memory held since `start`, in bytes: a GPU's allocated memory, or this process's resident memory.
+
+    Weights of every model loaded are part of it. Linux alone tells the peak of a process anew.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> int | None:
+        """Forgets earlier peaks; returns what is held now, or `None` where the system does not tell."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return torch.cuda.memory_allocated(self._device)
+        try:
+            _RESET.write_text("5", encoding="ascii")
+            return _status("VmRSS")
+        except OSError:
+            return None
+
+    def peak(self) -> int | None:
+        """The most held since `start`; only of meaning where that returned a number."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        try:
+            return _status("VmHWM")
+        except OSError:
+            return None
+
+
+def _status(field: str) -> int | None:
+    found = re.search(rf"^{field}:\s*(\d+) kB", _STATUS.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,233 @@
+"""`hsdraft bench`: what is asked for, checked before any model is loaded, and its course."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+
+from ..configuration_hsdraft import public_name
+from ..modeling_hsdraft import HSDrafter
+from ..training.conversations import Prompt, read_prompts
+from .calls import Settings
+from .machine import processor
+from .measure import encode_prompt
+from .profile import profile
+from .report import BenchResult, write_report
+from .run import Measured, measure, spread
+from .sweeps import BATCH, CONTEXT, check_points, sweep
+from .systems import PLAIN, System, Variant, make_systems, parse_variants
+
+PROFILED = 8  # prompts at most
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What `hsdraft bench` is to do.
+
+    Attributes:
+        prompts: prompt files; limit: prompts in all, taken evenly from all categories; `None` for all.
+        variants: comma-separated names, see `systems.Variant`.
+        temperature: 0 is greedy; seed: of the first prompt, for `temperature` above 0.
+        repeats: how often all prompts are decoded by every system.
+        context_lengths, batch_sizes: points of the sweeps, tokens and prompts a call; none: no sweep.
+        profile: time the parts of a round too, for each variant of ours.
+        json_out: file of the report; pictures: folder of the pictures, by default the report's.
+    """
+
+    prompts: Sequence[Path]
+    variants: str
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    repeats: int = 1
+    context_lengths: Sequence[int] = ()
+    batch_sizes: Sequence[int] = ()
+    profile: bool = False
+    json_out: Path | None = None
+    pictures: Path | None = None
+    parsed: list[Variant] = field(init=False)
+    questions: list[Prompt] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Reads the variants' names and the prompts.
+
+        Raises:
+            ValueError: something cannot be done; the message says what, and what is expected.
+            ImportError: a package is missing.
+        """
+        object.__setattr__(self, "parsed", parse_variants(self.variants))
+        if self.json_out is not None and not self.json_out.parent.is_dir():
+            raise ValueError(f"no such folder for --json: {self.json_out.parent}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature {self.temperature} is invalid: expected 0 (greedy) or more")
+        if self.profile and not self.takes_drafter:
+            raise ValueError("--profile times the rounds of our decoding: name a variant such as tree or default too")
+        for name, values in (("--context-lengths", self.context_lengths), ("--batch-sizes", self.batch_sizes)):
+            if any(value < 1 for value in values) or len(set(values)) < len(values):
+                raise ValueError(f"{name}: expected different whole numbers of 1 or more, found {list(values)}")
+        if self.pictures is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ImportError("--pictures needs matplotlib: pip install 'hf-hsdraft[bench]'")
+        questions = spread([prompt for path in self.prompts for prompt in read_prompts(path)], self.limit)
+        if not questions:
+            raise ValueError("no questions: the prompt files hold no line with `turns`")
+        object.__setattr__(self, "questions", questions)
+
+    @property
+    def takes_drafter(self) -> bool:
+        """Whether a trained drafter is needed."""
+        return any(variant.drafts for variant in self.parsed)
+
+    @property
+    def texts(self) -> list[str]:
+        """The first turn of each prompt."""
+        return [question.turns[0] for question in self.questions]
+
+    def settings(self) -> Settings:
+        return Settings(self.max_new_tokens, self.temperature, self.seed)
+
+    def command(self, dtype: str) -> str:
+        """How this was started, without what names places of this machine."""
+        parts = [f"--prompts {path.name}" for path in self.prompts]
+        parts += [] if self.limit is None else [f"--limit {self.limit}"]
+        parts += [f"--max-new-tokens {self.max_new_tokens}", f"--dtype {dtype}"]
+        parts += [f"--variants {','.join(_without_folder(variant) for variant in self.parsed)}"]
+        parts += [f"--temperature {self.temperature} --seed {self.seed}"] if self.temperature else []
+        parts += [f"--repeats {self.repeats}"] if self.repeats > 1 else []
+        for name, values in (("context-lengths", self.context_lengths), ("batch-sizes", self.batch_sizes)):
+            parts += [f"--{name} {','.join(map(str, values))}"] if values else []
+        parts += ["--profile"] if self.profile else []
+        return " ".join(["hsdraft bench", *parts])
+
+
+def _without_folder(variant: Variant) -> str:
+    return variant.text.replace(str(variant.folder), variant.folder.name) if variant.folder else variant.text
+
+
+def whole_numbers(text: str | None, option: str) -> list[int]:
+    """The numbers of a comma-separated list.
+
+    Raises:
+        ValueError: one is none.
+    """
+    try:
+        return [int(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{option}: expected numbers such as 1,2,4, found {text!r}") from None
+
+
+def run_plan(
+    plan: BenchPlan, target: Any, tokenizer: Any, drafters: dict[str, HSDrafter], console: Console
+) -> BenchResult:
+    """Measures all that a plan asks for; the report is written after each prompt, so a run cut short is not lost.
+
+    Args:
+        drafters: by label; one is enough, and none if no variant takes any.
+
+    Raises:
+        ValueError: a variant does not fit its drafter, or a sweep not its target; nothing has been measured then.
+    """
+    systems = make_systems(plan.parsed, target, drafters)
+    texts = plan.texts
+    check_points(target, tokenizer, texts, plan.context_lengths, plan.batch_sizes, plan.max_new_tokens)
+    result = BenchResult(
+        settings=_settings(plan, target, systems),
+        weights={
+            system.name: system.drafter.config.weights_digest
+            for system in systems
+            if isinstance(system.drafter, HSDrafter)
+        },
+        categories=[question.category for question in plan.questions],
+    )
+
+    def save() -> None:
+        if plan.json_out is not None:
+            write_report(result, plan.json_out)
+
+    inputs = [encode_prompt(tokenizer, text, target.device) for text in texts]
+    points = len(plan.context_lengths) + len(plan.batch_sizes)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("bench", total=len(inputs) * plan.repeats)
+
+        def tell(measured: Measured) -> None:
+            result.measured = measured
+            progress.advance(task)
+            save()
+
+        result.measured = measure(target, systems, inputs, plan.settings(), plan.repeats, tell)
+        able = [system for system in systems if system.name in result.measured.runs]
+        if plan.profile:
+            task = progress.add_task("profile", total=sum(system.ours for system in able))
+            _add_profiles(result, able, target, inputs[:PROFILED], plan.settings(), lambda: progress.advance(task))
+        if points:
+            task = progress.add_task("sweeps", total=points)
+        for kind, values in ((CONTEXT, plan.context_lengths), (BATCH, plan.batch_sizes)):
+            for point in sweep(target, tokenizer, able, texts, kind, values, plan.settings(), plan.repeats):
+                result.sweeps.setdefault(kind, []).append(point)
+                progress.advance(task)
+                save()
+    save()
+    return result
+
+
+def _add_profiles(
+    result: BenchResult,
+    systems: Sequence[System],
+    target: Any,
+    inputs: Sequence[dict[str, torch.Tensor]],
+    settings: Settings,
+    tell: Callable[[], None],
+) -> None:
+    summaries = result.summaries()
+    for system in systems:
+        if not system.ours:
+            continue
+        found = profile(target, system, inputs, settings, summaries[system.name].decode_speed_up)
+        if found is not None:
+            result.profiles[system.name] = found
+        tell()
+
+
+def draw(plan: BenchPlan, result: BenchResult, console: Console) -> None:
+    """Draws the pictures into `plan.pictures`, or beside the report; without matplotlib the latter says so only."""
+    folder = plan.pictures or (plan.json_out and plan.json_out.parent)
+    if folder is None:
+        return
+    from .plots import draw_bench
+
+    try:
+        paths = draw_bench(result, folder, "bench" if plan.json_out is None else plan.json_out.stem)
+    except ImportError as error:
+        console.print(f"no pictures: {error}", highlight=False, markup=False)
+        return
+    console.print(f"pictures: {', '.join(path.name for path in paths)}", highlight=False, markup=False)
+
+
+def _settings(plan: BenchPlan, target: Any, systems: Sequence[System]) -> dict[str, Any]:
+    return {
+        "target": public_name(getattr(target, "name_or_path", "")),
+        "prompts": ", ".join(path.name for path in plan.prompts),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "processor": processor(target.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "questions": len(plan.questions),
+        "max_new_tokens": plan.max_new_tokens,
+        "do_sample": plan.temperature > 0,
+        "temperature": plan.temperature,
+        "seed": plan.seed,
+        "repeats": plan.repeats,
+        "systems": [PLAIN, *(system.name for system in systems)],
+        "variants": {system.name: system.shown_options() for system in systems},
+        "command": plan.command(str(target.dtype).removeprefix("torch.")),
+    }

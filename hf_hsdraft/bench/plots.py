@@ -1,0 +1,146 @@
+"""The comparison in pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..training.pictures import COLOURS, GREY, new_figure, save_figure, style
+from .profile import PARTS
+from .report import BenchResult
+from .summary import by_category, summarise
+from .sweeps import CONTEXT, SweepPoint
+from .systems import PLAIN
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COSTS = ("draft", "verify", "commit", "other")
+
+
+def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[Path]:
+    """Draws what was measured: speed-up by category, the parts of a round, acceptance by depth, and the sweeps.
+
+    Args:
+        folder: where the pictures go, created if missing; stem: how their names begin.
+
+    Returns:
+        the paths written; a picture without data is left out.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    figures = {
+        "speed_up": _speed_up(result),
+        "round": _round(result),
+        "acceptance": _acceptance(result),
+        **{kind: _sweep(kind, points) for kind, points in result.sweeps.items() if points},
+    }
+    return [
+        save_figure(figure, folder / f"{stem}_{name}.png") for name, figure in figures.items() if figure is not None
+    ]
+
+
+def _speed_up(result: BenchResult) -> Figure | None:
+    measured = result.measured
+    runs = {name: runs for name, runs in measured.runs.items() if name != PLAIN and runs}
+    if not runs:
+        return None
+    rows: dict[str, dict[str, float]] = {}
+    for name, each in runs.items():
+        groups = by_category(each, measured.plain, result.categories)
+        named = {category or "no category": row.speed_up for category, row in groups.items()}
+        overall = {"all prompts": summarise(each, measured.plain).speed_up}
+        rows[name] = {**(named if len(named) > 1 else {}), **overall}
+    figure = new_figure(8.0, 1.6 + 0.22 * sum(map(len, rows.values())))
+    axes = figure.subplots()
+    _bars(axes, rows, "%.2f")
+    axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
+    style(axes, "Speed-up by category", "tokens/s over plain generate()", "")
+    axes.grid(visible=False)
+    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=2)
+    return figure
+
+
+def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> None:
+    """Horizontal bars, a group for each place and a colour for each system; the first one on top."""
+    places = list(dict.fromkeys(place for row in rows.values() for place in row))
+    height = 0.8 / len(rows)
+    for index, (name, row) in enumerate(rows.items()):
+        at = [places.index(place) + (index - (len(rows) - 1) / 2) * height for place in row]
+        bars = axes.barh(at, list(row.values()), height * 0.94, color=COLOURS[index % len(COLOURS)], label=name)
+        axes.bar_label(bars, fmt=digits, fontsize="x-small", padding=2)
+    axes.set(yticks=range(len(places)), yticklabels=places)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+
+
+def _round(result: BenchResult) -> Figure | None:
+    """Of the profile if there is one, else by what decoding itself tells."""
+    if result.profiles:
+        rows = {name: each.parts for name, each in result.profiles.items()}
+        parts: Sequence[str] = PARTS
+    else:
+        rows = {name: row for name, row in result.drafted().items() if "draft" in row}
+        parts = _COSTS
+    if not rows:
+        return None
+    figure = new_figure(8.0, 1.9 + 0.45 * len(rows))
+    axes = figure.subplots()
+    left = [0.0] * len(rows)
+    for index, part in enumerate(parts):
+        widths = [row[part] for row in rows.values()]
+        axes.barh(range(len(rows)), widths, 0.7, left=left, color=COLOURS[index % len(COLOURS)], label=part,
+                  hatch="//" if index >= len(COLOURS) else None, edgecolor="white")  # fmt: skip
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set(yticks=range(len(rows)), yticklabels=list(rows))
+    axes.invert_yaxis()
+    style(axes, "Where a round's time goes", "milliseconds a round", "")
+    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=5)
+    return figure
+
+
+def _acceptance(result: BenchResult) -> Figure | None:
+    rows = {
+        name: {int(key.removeprefix("depth_")): share for key, share in row.items() if key.startswith("depth_")}
+        for name, row in result.drafted().items()
+    }
+    rows = {name: row for name, row in rows.items() if row}
+    if not rows:
+        return None
+    figure = new_figure(7.0, 4.2)
+    axes = figure.subplots()
+    for index, (name, row) in enumerate(rows.items()):
+        axes.plot(
+            list(row), list(row.values()), color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name
+        )
+    style(axes, "Rounds that accept so many drafted tokens or more", "drafted tokens", "share of rounds (0 to 1)")
+    axes.set(ylim=(0, 1.02), xticks=sorted({depth for row in rows.values() for depth in row}))
+    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=2)
+    return figure
+
+
+def _sweep(kind: str, points: Sequence[SweepPoint]) -> Figure:
+    figure = new_figure(7.0, 4.2)
+    axes = figure.subplots()
+    names = dict.fromkeys(name for point in points for name in point.measured.runs if name != PLAIN)
+    for index, name in enumerate(names):
+        found = [
+            (point.value, summarise(point.measured.runs[name], point.measured.plain).speed_up)
+            for point in points
+            if point.measured.runs.get(name)
+        ]
+        axes.plot(*zip(*found, strict=True), color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name)
+    axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
+    title, label = (
+        ("Speed-up by context length", "prompt tokens at most")
+        if kind == CONTEXT
+        else ("Speed-up by batch size", "prompts a call")
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([point.value for point in points], [str(point.value) for point in points])
+    style(axes, title, label, "tokens/s over plain generate()")
+    axes.margins(y=0.15)
+    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=2)
+    return figure

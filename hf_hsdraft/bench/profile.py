@@ -1,0 +1,216 @@
+"""Where the time of a round goes, and what the same tau would give if everything but the target's forward were free.
+
+Methods are wrapped with timers for as long as a profile runs; decoding itself knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import candidate_generator, decoded_texts, decoding, modeling_hsdraft, target_runtime
+from ..growing_cache import give_room_back
+from .calls import Settings, time_call
+from .machine import synchronise
+from .run import Inputs
+from .systems import System
+from .timers import Timers, replaced
+
+TARGET, PYTHON = "target forward", "Python"
+# What is timed: the part, and where its functions are. A function's time is its own: what another part takes inside it
+# is that part's. What is left of a round is Python.
+TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("context update", modeling_hsdraft.HSDrafter, ("fuse_inputs",)),
+    ("context update", modeling_hsdraft.HSDraftLayer, ("read",)),
+    ("context update", candidate_generator.HSCandidateGenerator, ("read",)),
+    ("roll-out", modeling_hsdraft.HSDrafter, ("forward",)),
+    ("head", modeling_hsdraft.HSDrafter, ("logits",)),
+    ("injector", candidate_generator.Expansion, ("__call__",)),
+    ("tree building", candidate_generator.HSCandidateGenerator, ("draft",)),
+    ("mask", target_runtime, ("tree_mask", "as_attention_takes_it")),
+    ("mask", target_runtime.TreeBatch, ("of",)),
+    ("verification", decoded_texts.DecodedTexts, ("walk",)),
+    ("commit", target_runtime.TargetRuntime, ("commit",)),
+    (PYTHON, decoding._Call, ("_round",)),
+)
+PARTS = (
+    "context update",
+    "roll-out",
+    "head",
+    "injector",
+    "tree building",
+    "mask",
+    TARGET,
+    "verification",
+    "commit",
+    PYTHON,
+)
+DEFINITIONS = {
+    "profile": "milliseconds a round by part, the parts adding up to the round; timers and, on a GPU, waiting for it "
+    "after each part make these rounds slower than those of the table",
+    "limit": "tau x t(1) / t(n): the speed-up of the same tau if all but the target's forward were free. tau: tokens a "
+    "round, the prompt's forward left out; t(1): a forward over one token; t(n): the forward that verifies n nodes, "
+    "the root included, n as in the mean round; both over copies of one cache as each keeps it, medians",
+    "reached": "the table's speed-up after the first token (not slowed by timers) over the limit",
+}
+_FORWARDS = 7  # timed for t(1) and t(n), each
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The rounds of one system; times in milliseconds.
+
+    Attributes:
+        rounds: how many were timed; round_ms: one of them, by a clock around all; parts: by part, adding up to it.
+        tau: tokens a round; nodes: verified a round, the root included.
+        forward_one_ms, forward_nodes_ms: t(1), and t(n) of `timed_nodes`; `None` if no round could be repeated.
+        decode_speed_up: measured without timers; `None` if it was not.
+    """
+
+    rounds: int
+    round_ms: float
+    parts: dict[str, float]
+    tau: float
+    nodes: float
+    timed_nodes: int | None
+    forward_one_ms: float | None
+    forward_nodes_ms: float | None
+    decode_speed_up: float | None = None
+
+    @property
+    def limit(self) -> float | None:
+        if self.forward_one_ms is None or self.forward_nodes_ms is None:
+            return None
+        return self.tau * self.forward_one_ms / self.forward_nodes_ms
+
+    @property
+    def reached(self) -> float | None:
+        """Share of the limit, 0 to 1."""
+        limit = self.limit
+        return None if limit is None or self.decode_speed_up is None else self.decode_speed_up / limit
+
+
+@contextmanager
+def _timing(target: Any) -> Iterator[Timers]:
+    timers = Timers(target.device, PARTS, outermost=PYTHON)
+    with ExitStack() as stack:
+        for part, owner, names in (*TIMED, (TARGET, target, ("forward",))):
+            for name in names:
+                stack.enter_context(replaced(owner, name, functools.partial(timers.wrap, part)))
+        yield timers
+
+
+def profile(
+    target: Any, system: System, inputs: Sequence[Inputs], settings: Settings, decode_speed_up: float | None = None
+) -> Profile | None:
+    """Times the parts of every round of decoding these prompts. No other thread should decode meanwhile.
+
+    Args:
+        system: one of ours, warmed up.
+        decode_speed_up: as measured without timers.
+
+    Returns:
+        `None` if no round was decoded, as for prompts that end with their first token.
+    """
+    tokens = nodes = 0
+    with _timing(target) as timers:
+        for each in inputs:
+            _, run = time_call(target, each, system, settings)
+            assert run.statistics is not None
+            tokens += run.tokens - run.first_tokens
+            nodes += sum(size + 1 for size in run.statistics.drafted_nodes)
+    if not timers.rounds:
+        return None
+    rounds = timers.rounds
+    call = _verifying_call(target, system, inputs[0], settings, round(nodes / rounds))
+    one, many = (None, None) if call is None else _forward_times(target, call)
+    return Profile(
+        rounds=rounds,
+        round_ms=1e3 * timers.total / rounds,
+        parts={part: 1e3 * seconds / rounds for part, seconds in timers.seconds.items()},
+        tau=tokens / rounds,
+        nodes=nodes / rounds,
+        timed_nodes=None if call is None else call.nodes,
+        forward_one_ms=one,
+        forward_nodes_ms=many,
+        decode_speed_up=decode_speed_up,
+    )
+
+
+@dataclass(frozen=True)
+class _VerifyingCall:
+    """One forward of the target: its arguments with a copy of the cache, and the context variables it ran under."""
+
+    arguments: dict[str, Any]
+    context: contextvars.Context
+
+    @property
+    def nodes(self) -> int:
+        return self.arguments["input_ids"].shape[1]
+
+
+def _verifying_call(
+    target: Any, system: System, inputs: Inputs, settings: Settings, nodes: int
+) -> _VerifyingCall | None:
+    """The target's forward that verified closest to `nodes` nodes in a call; of equally close ones the first.
+
+    `None` if none can be repeated.
+    """
+    best: _VerifyingCall | None = None
+
+    def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            nonlocal best
+            cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+            if not args and ids is not None and cache is not None and cache.get_seq_length():
+                distance = abs(ids.shape[1] - nodes)
+                if best is None or distance < abs(best.nodes - nodes):
+                    kept = {**kwargs, "past_key_values": copy.deepcopy(cache)}
+                    best = _VerifyingCall(kept, contextvars.copy_context())
+            return forward(*args, **kwargs)
+
+        return watching
+
+    with replaced(target, "forward", watched):
+        time_call(target, inputs, system, settings)
+    return best
+
+
+@torch.inference_mode()
+def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
+    """Milliseconds of a forward over one token as plain decoding runs it, and of `call`; taken in turn, medians."""
+    many, cache = call.arguments, call.arguments["past_key_values"]
+    mask, own = many.get("attention_mask"), copy.deepcopy(cache)
+    give_room_back(getattr(own, "self_attention_cache", own))
+    one = {name: value for name, value in many.items() if name not in ("attention_mask", "output_hidden_states")}
+    one["past_key_values"] = own
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        one["attention_mask"] = mask[:, : cache.get_seq_length() + 1]
+    for name in ("input_ids", "position_ids", "cache_position"):
+        if isinstance(one.get(name), torch.Tensor):
+            one[name] = one[name][..., :1]
+    if "logits_to_keep" in one:
+        one["logits_to_keep"] = 1
+
+    def seconds(arguments: dict[str, Any], context: contextvars.Context) -> float:
+        given = {**arguments, "past_key_values": copy.deepcopy(arguments["past_key_values"])}
+        synchronise(target.device)
+        begin = time.perf_counter()
+        context.run(target, **given)
+        synchronise(target.device)
+        return time.perf_counter() - begin
+
+    plain = contextvars.copy_context()
+    pairs = [(seconds(one, plain), seconds(many, call.context)) for _ in range(_FORWARDS + 1)]
+    one_s, many_s = (statistics.median(column) for column in zip(*pairs[1:], strict=True))  # the first warms up
+    return 1e3 * one_s, 1e3 * many_s

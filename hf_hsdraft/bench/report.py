@@ -1,0 +1,227 @@
+"""The comparison as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..training.files import write_json
+from . import profile as profiling
+from .profile import Profile
+from .run import Measured
+from .summary import DEFINITIONS, Summary, by_category, round_costs, summarise
+from .sweeps import CONTEXT, MEANING, SweepPoint
+from .systems import PLAIN
+
+_COSTS = ("draft", "verify", "commit", "other")
+_EMPTY = "-"
+
+
+@dataclass
+class BenchResult:
+    """Everything a comparison found.
+
+    Attributes:
+        settings: how, on what and with which versions it was made.
+        weights: digests of the drafter of each system of ours, so that figures cannot be taken for another one's.
+        categories: of each prompt.
+        profiles: by system; sweeps: by kind, see `sweeps`.
+    """
+
+    settings: dict[str, Any]
+    weights: dict[str, Any]
+    categories: list[str]
+    measured: Measured = field(default_factory=Measured)
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    sweeps: dict[str, list[SweepPoint]] = field(default_factory=dict)
+
+    def summaries(self) -> dict[str, Summary]:
+        return _summaries(self.measured)
+
+    def drafted(self) -> dict[str, dict[str, float]]:
+        """`round_costs` of the systems that have any."""
+        costs = {name: round_costs(runs) for name, runs in self.measured.runs.items() if name != PLAIN}
+        return {name: row for name, row in costs.items() if row}
+
+
+def _summaries(measured: Measured) -> dict[str, Summary]:
+    return {name: summarise(runs, measured.plain) for name, runs in measured.runs.items() if runs}
+
+
+def as_document(result: BenchResult) -> dict[str, Any]:
+    """The report for `--json`: settings, definitions, summaries and all single calls."""
+    measured = result.measured
+    return {
+        "definitions": {**DEFINITIONS, **MEANING, **profiling.DEFINITIONS},
+        "settings": result.settings,
+        "weights": {name: digest for name, digest in result.weights.items() if name in measured.runs},
+        "summary": {name: asdict(row) for name, row in result.summaries().items()},
+        "by_category": {
+            name: {
+                category: asdict(row) for category, row in by_category(runs, measured.plain, result.categories).items()
+            }
+            for name, runs in measured.runs.items()
+            if name != PLAIN
+        },
+        "round": {name: result.drafted().get(name, {}) for name in measured.runs if name != PLAIN},
+        "profile": {
+            name: {**asdict(each), "limit": each.limit, "reached": each.reached}
+            for name, each in result.profiles.items()
+        },
+        "left_out": measured.left_out,
+        **{
+            kind: [
+                {
+                    "value": point.value,
+                    "prompt_tokens": point.prompt_tokens,
+                    "summary": {name: asdict(row) for name, row in _summaries(point.measured).items()},
+                    "left_out": point.measured.left_out,
+                }
+                for point in points
+            ]
+            for kind, points in result.sweeps.items()
+        },
+        "categories": result.categories,
+        "runs": {name: [asdict(run) for run in runs] for name, runs in measured.runs.items()},
+    }
+
+
+def write_report(result: BenchResult, path: Path) -> None:
+    """Writes the report; the file is replaced only when it is complete."""
+    write_json(path, as_document(result))
+
+
+def print_report(result: BenchResult, console: Console) -> None:
+    """Prints all tables, what was left out and why, every divergence, and the definitions."""
+    _note(console, [", ".join(f"{name}={value}" for name, value in result.settings.items() if name != "variants")])
+    console.print(_main_table(result))
+    _note(console, (f"left out: {name}: {reason}" for name, reason in result.measured.left_out.items()))
+    for table in (_cost_table(result), _category_table(result)):
+        if table is not None:
+            console.print(table)
+    if result.profiles:
+        console.print(_profile_table(result))
+        _note(console, (_limit_line(name, each) for name, each in result.profiles.items()))
+    for kind, points in result.sweeps.items():
+        console.print(_sweep_table(kind, points))
+        _note(
+            console,
+            (f"left out at {p.value}: {n}: {why}" for p in points for n, why in p.measured.left_out.items()),
+        )
+    for name, runs in result.measured.runs.items():
+        for run in runs:
+            if run.divergence is not None and run.repeat == 0:
+                category = result.categories[run.question]
+                console.print(f"{name}, question {run.question} ({category}): {run.divergence}", markup=False)
+    shown = {**DEFINITIONS, **{kind: MEANING[kind] for kind in result.sweeps}}
+    shown |= profiling.DEFINITIONS if result.profiles else {}
+    _note(console, (f"{name}: {text}." for name, text in shown.items()))
+
+
+def _note(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def _main_table(result: BenchResult) -> Table:
+    table = Table(
+        "variant", "tau", "tokens/s", "speed-up", "spread", "after 1st token", "1st token ms", "peak MB", "identical",
+        "ties", "divergent",
+    )  # fmt: skip
+    several = int(result.settings.get("repeats", 1)) > 1
+    for name, row in result.summaries().items():
+        spread = row.speed_up_repeats if several else (row.speed_up_prompts[0], row.speed_up_prompts[2])
+        memory = _EMPTY if row.peak_memory_mb is None else f"{row.peak_memory_mb:.0f} (+{row.peak_growth_mb:.0f})"
+        table.add_row(
+            escape(name),
+            _number(row.tau),
+            f"{row.tokens_per_second:.1f}",
+            f"{row.speed_up:.2f}",
+            f"{spread[0]:.2f}..{spread[1]:.2f}",
+            _number(row.decode_speed_up),
+            _number(row.first_token_ms, 0),
+            memory,
+            *(_EMPTY if count is None else str(count) for count in (row.identical, row.ties, row.divergent)),
+        )
+    table.caption = "spread: " + (
+        "speed_up_repeats, least and greatest repeat"
+        if several
+        else "speed_up_prompts, 10th and 90th percentile of the prompts"
+    )
+    return table
+
+
+def _cost_table(result: BenchResult) -> Table | None:
+    rows = result.drafted()
+    depths = max((sum(key.startswith("depth_") for key in row) for row in rows.values()), default=0)
+    if not rows:
+        return None
+    table = Table("per round", *(f"{part} ms" for part in _COSTS), *(f"accept {d}" for d in range(1, depths + 1)))
+    for name, row in rows.items():
+        cells = [_number(row.get(part), 1) for part in _COSTS]
+        table.add_row(escape(name), *cells, *(f"{row.get(f'depth_{d}', 0.0):.2f}" for d in range(1, depths + 1)))
+    return table
+
+
+def _category_table(result: BenchResult) -> Table | None:
+    measured = result.measured
+    others = {name: runs for name, runs in measured.runs.items() if name != PLAIN and runs}
+    if len(set(result.categories)) < 2 or not others:
+        return None
+    columns = [by_category(runs, measured.plain, result.categories) for runs in others.values()]
+    table = Table("tau (speed-up) by category", *map(escape, others))
+    for category in columns[0]:
+        rows = [column[category] for column in columns]
+        table.add_row(escape(category) or "(none)", *(f"{_number(row.tau)} ({row.speed_up:.2f})" for row in rows))
+    return table
+
+
+def _profile_table(result: BenchResult) -> Table:
+    table = Table("ms a round (share)", *map(escape, result.profiles))
+    for part in profiling.PARTS:
+        cells = [
+            f"{each.parts[part]:.2f} ({each.parts[part] / each.round_ms:.0%})" for each in result.profiles.values()
+        ]
+        table.add_row(part, *cells)
+    table.add_row("round", *(f"{each.round_ms:.2f}" for each in result.profiles.values()))
+    return table
+
+
+def _limit_line(name: str, found: Profile) -> str:
+    if found.limit is None:
+        return f"{name}: no limit, none of its forwards could be repeated"
+    line = (
+        f"{name}: limit {found.limit:.2f} = tau {found.tau:.2f} x t(1) {found.forward_one_ms:.2f} ms / "
+        f"t({found.timed_nodes}) {found.forward_nodes_ms:.2f} ms, {found.nodes:.1f} nodes a round"
+    )
+    if found.reached is None:
+        return line
+    return f"{line}; measured {found.decode_speed_up:.2f}, {found.reached:.0%} of it"
+
+
+def _sweep_table(kind: str, points: Sequence[SweepPoint]) -> Table:
+    names = list(dict.fromkeys(name for point in points for name in point.measured.runs if name != PLAIN))
+    title = "context" if kind == CONTEXT else "batch"
+    table = Table(title, "prompt tokens", "plain tokens/s", *(f"{escape(name)}: speed-up, tau, same" for name in names))
+    for point in points:
+        rows = _summaries(point.measured)
+        total = sum(run.rows for run in point.measured.plain if run.repeat == 0)
+        cells = [_EMPTY if name not in rows else _sweep_cell(rows[name], total) for name in names]
+        speed = f"{rows[PLAIN].tokens_per_second:.1f}"
+        table.add_row(str(point.value), f"{point.prompt_tokens:.0f}", speed, *cells)
+    return table
+
+
+def _sweep_cell(row: Summary, total: int) -> str:
+    same = _EMPTY if row.identical is None else f"{row.identical}/{total}"
+    return f"{row.speed_up:.2f}, {_number(row.tau)}, {same}"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return _EMPTY if value is None else f"{value:.{digits}f}"

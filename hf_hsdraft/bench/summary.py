@@ -1,0 +1,177 @@
+"""What runs come to. Every figure has one definition, and is printed and stored with it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .calls import Run
+
+TIE_MARGIN = 1e-3  # below this, top-1/top-2 margins are rounding: a divergence there is a tie
+
+DEFINITIONS = {
+    "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
+    "tokens_per_second": "new tokens of all prompts over the seconds of their calls, the prompt's forward included; "
+    "median over repeats",
+    "speed_up": "tokens/s over plain generate(), same settings, process and repeat, in changing order; median over "
+    "repeats",
+    "speed_up_repeats": "least and greatest of the repeats' speed-ups",
+    "speed_up_prompts": "10th percentile, median and 90th percentile over the prompts' own speed-ups, each from its "
+    "median seconds per token over repeats",
+    "decode_speed_up": "speed-up after the first token: tokens after those that came first over the time after them, "
+    "over the same of plain generate()",
+    "first_token_ms": "milliseconds until the first new token was handed to a streamer; median over calls",
+    "peak_memory_mb": "most memory held during a call, in 10^6 bytes, all loaded weights included (GPU: allocated; "
+    "CPU: resident memory of the process); greatest of all calls",
+    "peak_growth_mb": "the same less what was held when the call began, which may be memory kept for use again; median",
+    "identical": "prompts whose text is plain decoding's in every repeat (sampled: of the same seed)",
+    "ties": f"prompts that parted where the target's top-1/top-2 margin is below {TIE_MARGIN}; only of greedy texts",
+    "divergent": "prompts that parted elsewhere",
+    "round": "milliseconds a round, of our own decoding: draft, verify, commit, and other (Python between them); "
+    "depth_N: share of rounds that accepted at least N drafted tokens",
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One row of the table; see `DEFINITIONS`. `None`: not known, or without meaning."""
+
+    tau: float | None
+    tokens_per_second: float
+    speed_up: float
+    speed_up_repeats: tuple[float, float]
+    speed_up_prompts: tuple[float, float, float]
+    decode_speed_up: float | None
+    first_token_ms: float | None
+    peak_memory_mb: float | None
+    peak_growth_mb: float | None
+    identical: int | None
+    ties: int | None
+    divergent: int | None
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, linear between neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
+    """Figures of one system's runs beside plain decoding's of the same prompts and repeats."""
+    ratios = [_speed(own) / _speed(other) for own, other in _side_by_side(runs, plain, lambda run: run.repeat)]
+    prompts = [
+        _seconds_per_token(other) / _seconds_per_token(own)
+        for own, other in _side_by_side(runs, plain, lambda run: run.question)
+    ]
+    decoding = [
+        (_decode_speed(own), _decode_speed(other)) for own, other in _side_by_side(runs, plain, lambda run: run.repeat)
+    ]
+    decode_ratios = [own / other for own, other in decoding if own is not None and other is not None]
+    firsts = [run.first_seconds for run in runs if run.first_seconds is not None]
+    peaks = [run.memory_peak for run in runs if run.memory_peak is not None]
+    growths = [
+        run.memory_peak - run.memory_before
+        for run in runs
+        if run.memory_peak is not None and run.memory_before is not None
+    ]
+    identical, ties, divergent = _texts(runs)
+    return Summary(
+        tau=_tau(runs),
+        tokens_per_second=statistics.median(_speed(group) for group in _grouped(runs, lambda run: run.repeat).values()),
+        speed_up=statistics.median(ratios),
+        speed_up_repeats=(min(ratios), max(ratios)),
+        speed_up_prompts=(quantile(prompts, 0.1), quantile(prompts, 0.5), quantile(prompts, 0.9)),
+        decode_speed_up=statistics.median(decode_ratios) if decode_ratios else None,
+        first_token_ms=1e3 * statistics.median(firsts) if firsts else None,
+        peak_memory_mb=max(peaks) / 1e6 if peaks else None,
+        peak_growth_mb=statistics.median(growths) / 1e6 if growths else None,
+        identical=identical,
+        ties=ties,
+        divergent=divergent,
+    )
+
+
+def by_category(runs: Sequence[Run], plain: Sequence[Run], categories: Sequence[str]) -> dict[str, Summary]:
+    """Figures of one system, category by category.
+
+    Args:
+        categories: of each question.
+    """
+    pairs = _side_by_side(runs, plain, lambda run: categories[run.question])
+    names = dict.fromkeys(categories[run.question] for run in runs)
+    return {name: summarise(own, other) for name, (own, other) in zip(names, pairs, strict=True)}
+
+
+def round_costs(runs: Sequence[Run]) -> dict[str, float]:
+    """Milliseconds per round by part where our decoding tells, and acceptance per depth where the system does."""
+    costs = {}
+    calls = [run.statistics for run in runs if run.statistics is not None]
+    rounds = sum(call.rounds for call in calls)
+    if rounds:
+        for part in ("draft", "verify", "commit"):
+            costs[part] = 1e3 * sum(getattr(call, f"{part}_seconds") for call in calls) / rounds
+        total = 1e3 * sum(call.total_seconds - call.prefill_seconds for call in calls) / rounds
+        costs["other"] = total - sum(costs.values())
+    lengths = [length for run in runs for length in run.accepted or ()]
+    for depth in range(1, max([1, *lengths]) + 1 if lengths else 1):
+        costs[f"depth_{depth}"] = sum(length >= depth for length in lengths) / len(lengths)
+    return costs
+
+
+def _tau(runs: Sequence[Run]) -> float | None:
+    """Of a batch only our statistics tell which rows a forward was for."""
+    if any(run.rows > 1 and run.statistics is None for run in runs):
+        return None
+    return sum(run.tokens for run in runs) / sum(run.forwards for run in runs)
+
+
+def _texts(runs: Sequence[Run]) -> tuple[int | None, int | None, int | None]:
+    """Identical, tied and divergent prompts (or rows of batches); `None` where texts cannot be compared."""
+    if any(run.same_rows is None for run in runs):
+        return None, None, None
+    identical = ties = divergent = 0
+    for repeats in _grouped(runs, lambda run: run.question).values():
+        same = min(run.same_rows or 0 for run in repeats)
+        margins = [run.divergence.margin for run in repeats if run.divergence is not None]
+        tied = bool(margins) and all(margin is not None and margin < TIE_MARGIN for margin in margins)
+        identical += same
+        ties += tied
+        divergent += repeats[0].rows - same - tied
+    return identical, ties, divergent
+
+
+def _grouped(runs: Sequence[Run], key: Callable[[Run], object]) -> dict[object, list[Run]]:
+    groups: dict[object, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[key(run)].append(run)
+    return groups
+
+
+def _side_by_side(
+    runs: Sequence[Run], plain: Sequence[Run], key: Callable[[Run], object]
+) -> list[tuple[list[Run], list[Run]]]:
+    """Groups of a system's runs, each with plain decoding's."""
+    others = _grouped(plain, key)
+    return [(group, others[name]) for name, group in _grouped(runs, key).items()]
+
+
+def _speed(runs: Sequence[Run]) -> float:
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def _seconds_per_token(runs: Sequence[Run]) -> float:
+    return statistics.median(run.seconds / run.tokens for run in runs)
+
+
+def _decode_speed(runs: Sequence[Run]) -> float | None:
+    """Tokens/s after the first ones; `None` if a run does not tell when those came, or nothing came after."""
+    if any(run.first_seconds is None for run in runs):
+        return None
+    tokens = sum(run.tokens - run.first_tokens for run in runs)
+    seconds = sum(run.seconds - (run.first_seconds or 0.0) for run in runs)
+    return tokens / seconds if tokens > 0 and seconds > 0 else None

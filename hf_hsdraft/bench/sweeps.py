@@ -1,0 +1,147 @@
+"""The same comparison at several context lengths, and at several batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..target_limits import text_config
+from .calls import Settings
+from .measure import encode_prompt
+from .run import Inputs, Measured, measure
+from .systems import System
+
+CONTEXT, BATCH = "context_lengths", "batch_sizes"
+MEANING = {
+    CONTEXT: "prompts padded to so many tokens at most, by text of other prompts in front of them in the user's turn",
+    BATCH: "so many prompts a call, neighbours in length, padded at the left; tokens/s and texts are of all rows",
+}
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One context length or batch size.
+
+    Attributes:
+        value: tokens, or prompts a call; prompt_tokens: mean length of the prompts, padding of batches not counted.
+        measured: all calls.
+    """
+
+    value: int
+    prompt_tokens: float
+    measured: Measured
+
+
+def check_points(
+    target: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    context_lengths: Sequence[int],
+    batch_sizes: Sequence[int],
+    max_new_tokens: int,
+) -> None:
+    """Raises a ValueError if a point cannot be measured with these prompts and this target."""
+    window = getattr(text_config(target), "max_position_embeddings", None)
+    shortest = min(_length(tokenizer, prompt) for prompt in prompts)
+    for length in context_lengths:
+        if window is not None and length + max_new_tokens > window:
+            raise ValueError(
+                f"context length {length} and {max_new_tokens} new tokens are more than the target's {window} positions"
+            )
+        if length < shortest:
+            raise ValueError(f"no prompt is as short as context length {length}: the shortest has {shortest} tokens")
+    for size in batch_sizes:
+        if size > len(prompts):
+            raise ValueError(f"a batch of {size} needs as many prompts; there are {len(prompts)}")
+
+
+def padded_prompt(tokenizer: Any, prompt: str, others: Sequence[str], length: int) -> str | None:
+    """The prompt behind as much text of others as fits into `length` tokens, chat template included.
+
+    Returns:
+        the user's turn; `None` if the prompt alone is longer.
+    """
+    own = _length(tokenizer, prompt)
+    if own > length:
+        return None
+    words = " ".join(others).split()
+    if not words:
+        return prompt
+    words = words * (length // len(words) + 1)
+
+    def with_words(count: int) -> str:
+        return " ".join(words[len(words) - count :]) + "\n\n" + prompt if count else prompt
+
+    low, high = 0, min(len(words), length)  # a word has a token or more
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _length(tokenizer, with_words(middle)) <= length:
+            low = middle
+        else:
+            high = middle - 1
+    return with_words(low)
+
+
+def padded_batches(tokenizer: Any, prompts: Sequence[str], size: int, device: Any) -> list[Inputs]:
+    """Batches of `size` prompts, neighbours in length together, padded at the left; prompts left over are left out."""
+    ordered = sorted(prompts, key=len)
+    side, pad = tokenizer.padding_side, tokenizer.pad_token
+    try:
+        tokenizer.padding_side = "left"
+        if pad is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return [
+            _encoded_batch(tokenizer, ordered[start : start + size], device)
+            for start in range(0, len(ordered) - size + 1, size)
+        ]
+    finally:
+        tokenizer.padding_side = side
+        if pad is None:
+            tokenizer.pad_token = None
+
+
+def sweep(
+    target: Any,
+    tokenizer: Any,
+    systems: Sequence[System],
+    prompts: Sequence[str],
+    kind: str,
+    values: Sequence[int],
+    settings: Settings,
+    repeats: int = 1,
+    tell: Callable[[Measured], None] = lambda measured: None,
+) -> Iterator[SweepPoint]:
+    """Measures plain decoding and all systems at each value, in the order given.
+
+    Args:
+        kind: `CONTEXT` or `BATCH`.
+    """
+    for value in values:
+        if kind == CONTEXT:
+            texts = [
+                padded_prompt(tokenizer, prompt, [*prompts[index + 1 :], *prompts[:index]], value)
+                for index, prompt in enumerate(prompts)
+            ]
+            inputs = [encode_prompt(tokenizer, text, target.device) for text in texts if text is not None]
+        else:
+            inputs = padded_batches(tokenizer, prompts, value, target.device)
+        tokens = sum(int(each["attention_mask"].sum()) for each in inputs)
+        mean = tokens / sum(len(each["input_ids"]) for each in inputs)
+        yield SweepPoint(value, mean, measure(target, systems, inputs, settings, repeats, tell))
+
+
+def _length(tokenizer: Any, prompt: str) -> int:
+    return encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
+
+
+def _encoded_batch(tokenizer: Any, prompts: Sequence[str], device: Any) -> Inputs:
+    plain = not getattr(tokenizer, "chat_template", None)
+    texts = list(prompts)
+    if not plain:
+        texts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
+            for p in prompts
+        ]
+    encoding = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=plain)
+    return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}

@@ -1,0 +1,257 @@
+"""The systems that are compared: what a variant's name stands for, and how it decodes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..candidate_generator import DraftOptions
+from ..modeling_hsdraft import HSDrafter
+from . import economize
+
+PLAIN = "plain"
+EXPECTED = (
+    "default, chain, tree, tree8 (nodes), tree8x3 (and depth), any of them +none, +ensemble, +resample, +ngrams or "
+    "+option=value; lookup, static, cacheback, economize-lookup, economize-eagle3=FOLDER, economize-hybrid=FOLDER"
+)
+# Short names of drafting options. Any other option of `drafter.generation_config` is given as +name=value.
+SHORT: dict[str, dict[str, Any]] = {
+    "none": {"reuse": "none"},
+    "ensemble": {"reuse": "ensemble"},
+    "resample": {"reuse": "resample"},
+    "ngrams": {"ngram_length": 4},
+}
+_DRAFTED = re.compile(r"(default|chain|tree)(?:(?<!default)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
+_ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
+_FIXED = ("lookup", "static", "cacheback")
+_LOOKUP_TOKENS = 10  # transformers' own example
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant as it was named, before any model is loaded.
+
+    Attributes:
+        text: the name as given.
+        kind: `default`, `chain`, `tree`, `lookup`, `static`, `cacheback`, or one of `economize.KINDS`.
+        size, depth: of `treeSIZExDEPTH`, if given.
+        options: drafting options that were named.
+        folder: of an economize drafter; cycle, confidence: how that drafts.
+    """
+
+    text: str
+    kind: str
+    size: int | None = None
+    depth: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    cycle: int = economize.CYCLE
+    confidence: float | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it takes a trained drafter of ours."""
+        return self.kind in ("default", "chain", "tree")
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Reads a variant's name; `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6 while above 0.4.
+
+        Raises:
+            ValueError: there is no such variant, or no such folder.
+            ImportError: it needs a package that is missing.
+        """
+        if text in _FIXED:
+            if text == "cacheback":
+                _cacheback()
+            return cls(text, text)
+        match = _DRAFTED.fullmatch(text)
+        if match is not None:
+            kind, size, depth, suffixes = match.groups()
+            options = _options(text, [part for part in suffixes.split("+") if part])
+            return cls(text, kind, int(size) if size else None, int(depth) if depth else None, options)
+        match = _ECONOMIZE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"unknown variant {text!r}: expected some of {EXPECTED}")
+        kind, folder, cycle, confidence = match.groups()
+        if (folder is None) != (kind == "economize-lookup"):
+            raise ValueError(f"variant {text!r}: " + ("a lookup has no folder" if folder else f"write {kind}=FOLDER"))
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"variant {text!r}: no such folder: {folder}")
+        economize.check_installed()
+        return cls(
+            text,
+            kind,
+            folder=Path(folder) if folder else None,
+            cycle=int(cycle or economize.CYCLE),
+            confidence=None if confidence is None else float(confidence),
+        )
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """Variants out of a comma-separated list.
+
+    Raises:
+        ValueError, ImportError: see `Variant.parse`; or one is named twice, or none at all.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"no variant is named: expected some of {EXPECTED}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"a variant is named twice: {text}")
+    return [Variant.parse(name) for name in names]
+
+
+@dataclass(frozen=True)
+class System:
+    """One way of decoding.
+
+    Attributes:
+        name: its row in the table.
+        generate_kwargs: what `generate()` is given beside the common settings.
+        drafter: `assistant_model`, if any; options: set on its `generation_config` for a call and taken back after it.
+        decode: decodes instead of `generate()`.
+        ours: drafts with an `HSDrafter`; if such a system fails the whole comparison does, others are left out.
+        draws_as_plain: sampling with the same seed gives plain's own text.
+        static: its cache has a fixed length, and its forwards may be compiled.
+    """
+
+    name: str
+    generate_kwargs: dict[str, Any] = field(default_factory=dict)
+    drafter: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    decode: economize.Decode | None = None
+    ours: bool = False
+    draws_as_plain: bool = True
+    static: bool = False
+
+    @property
+    def may_be_left_out(self) -> bool:
+        return not self.ours and self.name != PLAIN
+
+    def shown_options(self) -> dict[str, Any]:
+        """The drafting options in force, for the report."""
+        if not self.ours:
+            return self.options
+        config, names = self.drafter.generation_config, vars(self.drafter.default_generation_config())
+        given = {name: getattr(config, name, None) for name in names if not name.startswith("_")}
+        return {name: value for name, value in {**given, **self.options}.items() if value is not None}
+
+
+def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> System:
+    """A variant of ours with its drafter.
+
+    Args:
+        label: of the drafter, where several are compared.
+
+    Raises:
+        ValueError: the drafter has no such option, or not that value of it.
+    """
+    options: dict[str, Any] = {}
+    if variant.kind != "default":
+        config = drafter.config
+        options = {
+            "reuse": "none",
+            "ngram_length": 0,
+            "beam_width": 1 if variant.kind == "chain" else max(config.beam_width, 2),
+            "tree_size": variant.size or config.tree_size,
+            "num_assistant_tokens": variant.depth or config.num_draft_steps,
+        }
+    options |= variant.options
+    stored = drafter.generation_config
+    unknown = [name for name in options if not hasattr(drafter.default_generation_config(), name)]
+    if unknown:
+        raise ValueError(f"variant {variant.text!r}: no drafting option {', '.join(unknown)}")
+    with_options(drafter, options)
+    try:
+        chosen = DraftOptions.of(drafter)
+    except ValueError as error:
+        raise ValueError(f"variant {variant.text!r}: {error}") from None
+    finally:
+        drafter.generation_config = stored
+    alike = chosen.verification == "walk" and chosen.tree_builder == "beam"  # others draw more than plain decoding
+    name = f"{label}: {variant.text}" if label else variant.text
+    return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike)
+
+
+def with_options(drafter: Any, options: dict[str, Any]) -> None:
+    """Gives a drafter a copy of its options with some of them changed."""
+    drafter.generation_config = copy.deepcopy(drafter.generation_config)
+    for name, value in options.items():
+        setattr(drafter.generation_config, name, value)
+
+
+def other_system(variant: Variant, target: Any) -> System:
+    """A variant that is none of ours."""
+    if variant.kind == "lookup":
+        # Its draws are made for all drafted places at once, so a seed gives another text than plain decoding's.
+        kwargs = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
+        return System("prompt lookup (transformers)", kwargs, draws_as_plain=False)
+    if variant.kind == "static":
+        return System("plain, static cache", {"cache_implementation": "static"}, static=True)
+    if variant.kind == "cacheback":
+        drafter = _cacheback()()
+        return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
+    shape = f"cycle {variant.cycle}" + ("" if variant.confidence is None else f", above {variant.confidence}")
+    decode = economize.decoder(variant.kind, target, variant.folder, variant.cycle, variant.confidence)
+    return System(f"economize {economize.KINDS[variant.kind]}, {shape}", decode=decode, draws_as_plain=False)
+
+
+def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, HSDrafter]) -> list[System]:
+    """What plain decoding is compared with, in the order given; each variant of ours with each drafter.
+
+    Args:
+        drafters: by label; labels are shown only if there are several.
+
+    Raises:
+        ValueError: an option does not fit its drafter.
+    """
+    several, systems = len(drafters) > 1, []
+    for variant in variants:
+        if not variant.drafts:
+            systems.append(other_system(variant, target))
+            continue
+        for label, drafter in drafters.items():
+            systems.append(drafted_system(variant, drafter, label if several else ""))
+    names = [system.name for system in systems]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"two variants come to the same row of the table: {', '.join(sorted(twice))}")
+    return systems
+
+
+def _cacheback() -> Any:
+    import hf_hsdraft
+
+    found = getattr(hf_hsdraft, "CachebackDrafter", None)
+    if found is None:
+        raise ImportError("variant 'cacheback': this version of hf_hsdraft has no CachebackDrafter")
+    return found
+
+
+def _options(text: str, parts: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for part in parts:
+        name, sign, value = part.partition("=")
+        if not sign and name not in SHORT:
+            raise ValueError(f"unknown variant {text!r}: +{name} is none of {', '.join(SHORT)}, nor +option=value")
+        for option, setting in ({name: _value(value)} if sign else SHORT[name]).items():
+            if option in options:
+                raise ValueError(f"variant {text!r} sets {option} twice")
+            options[option] = setting
+    return options
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,343 @@
+"""`hsdraft bench`: what is measured, how it is put together, and what is refused before anything is measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_drafter, write_prompts
+from typer.testing import CliRunner
+
+import hf_hsdraft
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.bench import economize, run
+from hf_hsdraft.bench.calls import Run, Settings, time_call
+from hf_hsdraft.bench.machine import PeakMemory
+from hf_hsdraft.bench.measure import Divergence, encode_prompt
+from hf_hsdraft.bench.plan import BenchPlan, run_plan
+from hf_hsdraft.bench.plots import draw_bench
+from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET, profile
+from hf_hsdraft.bench.report import as_document
+from hf_hsdraft.bench.run import measure, turn_order
+from hf_hsdraft.bench.summary import quantile, summarise
+from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, check_points, padded_batches, padded_prompt
+from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
+from hf_hsdraft.cli import app
+from hf_hsdraft.hub.measured import enter_benchmarks
+
+CONSOLE_WIDTH = {"COLUMNS": "200"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def inputs(tokenizer):
+    return [encode_prompt(tokenizer, f"w{index} w{index + 3} w7") for index in range(4)]
+
+
+def systems_of(text: str, target, drafter: HSDrafter | None = None) -> list[System]:
+    return make_systems(parse_variants(text), target, {} if drafter is None else {"d": drafter})
+
+
+def call(question: int, seconds: float, tokens: int = 10, repeat: int = 0, **more) -> Run:
+    return Run(tokens, seconds, tokens, question=question, repeat=repeat, same_rows=1, **more)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_in_turn_everyone_has_every_place_and_follows_everyone(count):
+    orders = [turn_order(range(count), turn) for turn in range(2 * count)]
+    for item in range(count):
+        assert sorted(order.index(item) for order in orders) == sorted([*range(count)] * 2)
+    for one, other in itertools.combinations(range(count), 2):
+        assert sum(order.index(one) < order.index(other) for order in orders) == count
+
+
+def test_systems_alternate_after_a_warm_up(monkeypatch, target, inputs):
+    calls = []
+
+    def recorded(target, given, system, settings):
+        calls.append((system.name, settings.max_new_tokens, settings.seed))
+        return [[5]], Run(1, 1.0, 1)
+
+    monkeypatch.setattr(run, "time_call", recorded)
+    measured = measure(target, [System("a"), System("b", static=True)], inputs, Settings(20, seed=7), repeats=2)
+    assert calls[:4] == [(PLAIN, 8, 7), ("a", 8, 7), ("b", 8, 7), ("b", 8, 7)]  # compiled, then recorded
+    timed = [calls[start : start + 3] for start in range(4, len(calls), 3)]
+    assert len(timed) == 2 * len(inputs)
+    assert all({name for name, *_ in turn} == {PLAIN, "a", "b"} for turn in timed)
+    assert len({tuple(name for name, *_ in turn) for turn in timed}) >= 4
+    assert {turn[0][0] for turn in timed} == {PLAIN, "a", "b"}
+    seeds = [{seed for *_, seed in turn} for turn in timed]
+    assert seeds == [{7}, {8}, {9}, {10}] * 2  # a seed a prompt, the same for every system and repeat
+    assert [(one.question, one.repeat) for one in measured.runs["a"]] == [(q, r) for r in (0, 1) for q in range(4)]
+
+
+def test_figures_are_medians_with_a_spread():
+    plain = [call(question, 1.0, repeat=repeat) for repeat in range(3) for question in range(2)]
+    own = [call(q, s, repeat=r) for r, (a, b) in enumerate([(0.5, 0.5), (0.25, 0.25), (1.0, 3.0)]) for q, s in
+           ((0, a), (1, b))]  # fmt: skip
+    row = summarise(own, plain)
+    assert row.speed_up == 2.0 and row.speed_up_repeats == (0.5, 4.0)  # repeats: 2, 4, and 20 tokens in 4 s
+    assert row.tokens_per_second == 20.0
+    assert row.speed_up_prompts == pytest.approx((2.0, 2.0, 2.0))  # each prompt's median: 0.5 s
+    assert summarise(plain, plain).speed_up == 1.0 == summarise(plain, plain).tau
+    assert row.decode_speed_up is row.first_token_ms is row.peak_memory_mb is None
+    assert [quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.1, 0.5, 1.0)] == pytest.approx([1.0, 1.2, 2.0, 3.0])
+
+
+def test_speed_after_the_first_token_leaves_the_prompt_out():
+    plain = [call(0, 10.0, tokens=11, first_seconds=5.0, first_tokens=1)]  # 2 tokens/s after the first
+    own = [call(0, 6.0, tokens=11, first_seconds=5.0, first_tokens=3)]  # 8 tokens/s after the first three
+    row = summarise(own, plain)
+    assert row.decode_speed_up == pytest.approx(4.0) and row.speed_up == pytest.approx(10 / 6)
+    assert row.first_token_ms == 5000.0
+
+
+def test_texts_are_counted_by_prompt():
+    margins = [[None, None], [1e-5, 1e-5], [1e-5, 0.5], [0.5, None]]
+    runs = [
+        Run(5, 1.0, 5, question=q, repeat=r, same_rows=int(margin is None),
+            divergence=None if margin is None else Divergence(2, margin))
+        for q, pair in enumerate(margins) for r, margin in enumerate(pair)
+    ]  # fmt: skip
+    row = summarise(runs, runs)
+    assert (row.identical, row.ties, row.divergent) == (1, 1, 2)
+
+
+def test_greedy_texts_are_plains_and_the_drafter_is_left_as_it_was(target, drafter, inputs):
+    before = drafter.generation_config.to_dict()
+    systems = systems_of("default,chain+resample+ngrams,tree6x2+tree_builder=gumbel,lookup,static", target, drafter)
+    measured = measure(target, systems, inputs, Settings(10))
+    assert not measured.left_out and len(measured.runs) == 6
+    for name, runs in measured.runs.items():
+        row = summarise(runs, measured.plain)
+        assert row.identical == len(inputs) and row.ties == row.divergent == 0, name
+        assert all(0 < one.first_seconds < one.seconds and 1 <= one.first_tokens <= 10 for one in runs)
+    assert summarise(measured.plain, measured.plain).tau == 1.0
+    assert all(len(nodes) and max(nodes) <= 6 for one in measured.runs["tree6x2+tree_builder=gumbel"]
+               for nodes in [one.statistics.drafted_nodes])  # fmt: skip
+    assert drafter.generation_config.to_dict() == before
+
+
+def test_sampled_texts_are_compared_where_the_draws_are_alike(target, drafter, inputs):
+    rejecting = "tree+tree_builder=gumbel+verification=rejection"
+    measured = measure(
+        target, systems_of(f"tree,{rejecting},lookup,static", target, drafter), inputs, Settings(8, 1.0, seed=3)
+    )
+    rows = {name: summarise(runs, measured.plain) for name, runs in measured.runs.items()}
+    assert rows["tree"].identical == rows["plain, static cache"].identical == len(inputs)
+    assert rows[rejecting].identical is rows["prompt lookup (transformers)"].identical is None
+    texts = [time_call(target, inputs[0], System(PLAIN), Settings(8, 1.0, seed=seed))[0] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]  # a seed decides, and something is drawn at all
+
+
+def test_who_cannot_decode_is_left_out_but_none_of_ours(monkeypatch, target, drafter, inputs):
+    def broken(*_):
+        raise RuntimeError("no kernel\nfor this")
+
+    others = [System("broken", decode=broken), *systems_of("chain", target, drafter)]
+    measured = measure(target, others, inputs[:1], Settings(4))
+    assert measured.left_out == {"broken": "RuntimeError: no kernel"} and set(measured.runs) == {PLAIN, "chain"}
+    monkeypatch.setattr(HSDrafter, "logits", broken)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        measure(target, others, inputs[:1], Settings(4))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("forest", "unknown variant 'forest': expected some of default, chain"),
+        ("default8", "unknown variant"),
+        ("tree+leaves", r"\+leaves is none of"),
+        ("tree+ensemble+resample", "sets reuse twice"),
+        ("tree,tree", "named twice"),
+        (" , ", "no variant is named"),
+        ("economize-eagle3", "write economize-eagle3=FOLDER"),
+        ("economize-hybrid=/nowhere/at/all", "no such folder"),
+    ],
+)
+def test_wrong_variants_are_refused_by_their_name(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_variants(text)
+
+
+def test_what_is_not_installed_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(economize.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install --no-deps economize"):
+        Variant.parse("economize-lookup")
+
+
+def test_options_have_to_be_the_drafters(target, drafter):
+    [system] = systems_of("tree7x3+assistant_confidence_threshold=0.25+verification=walk", target, drafter)
+    assert system.options == {
+        "reuse": "none", "ngram_length": 0, "beam_width": 5, "tree_size": 7, "num_assistant_tokens": 3,
+        "assistant_confidence_threshold": 0.25, "verification": "walk",
+    }  # fmt: skip
+    assert systems_of("default", target, drafter)[0].options == {}
+    with pytest.raises(ValueError, match="no drafting option leaf_size"):
+        systems_of("tree+leaf_size=3", target, drafter)
+    with pytest.raises(ValueError, match=r"variant 'chain\+reuse=always': reuse='always' is invalid"):
+        systems_of("chain+reuse=always", target, drafter)
+    two = make_systems(parse_variants("chain,lookup"), target, {"one": drafter, "two": make_drafter(target, seed=5)})
+    assert [system.name for system in two] == ["one: chain", "two: chain", "prompt lookup (transformers)"]
+
+
+def test_a_drafter_without_training_is_found_when_it_is_asked_for(monkeypatch, target, drafter, inputs):
+    monkeypatch.setattr(hf_hsdraft, "CachebackDrafter", lambda: drafter, raising=False)
+    [system] = systems_of("cacheback", target)
+    assert system.generate_kwargs == {"assistant_model": drafter} and system.may_be_left_out
+    measured = measure(target, [system], inputs[:1], Settings(6))
+    assert summarise(measured.runs[system.name], measured.plain).identical == 1
+    assert measured.runs[system.name][0].statistics.rounds > 0
+
+
+def test_the_command_refuses_before_it_loads_anything(tmp_path):
+    prompts = str(write_prompts(tmp_path / "prompts.jsonl", 2))
+    common = ["bench", "--prompts", prompts, "--target", str(tmp_path / "no-target")]
+    for wrong, message in (
+        (["--variants", "forest"], "forest"),
+        (["--json", str(tmp_path / "missing" / "x.json")], "no such folder"),
+        (["--context-lengths", "8,many"], "many"),
+        (["--batch-sizes", "2,2"], "different whole numbers"),
+        (["--variants", "lookup", "--profile"], "name a variant such as tree"),
+    ):
+        result = CliRunner().invoke(app, [*common, *wrong], env=CONSOLE_WIDTH)
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
+def test_parts_of_a_round_add_up_and_nothing_stays_wrapped(target, drafter, inputs):
+    [system] = systems_of("tree", target, drafter)
+    text, plain = time_call(target, inputs[0], system, Settings(12))
+    forward, walk = HSDrafter.forward, system.drafter.generation_config
+    found = profile(target, system, inputs[:2], Settings(12), decode_speed_up=0.5)
+    assert set(found.parts) == set(PARTS) and sum(found.parts.values()) == pytest.approx(found.round_ms)
+    assert all(milliseconds > 0 for milliseconds in found.parts.values()), found.parts
+    assert found.parts[TARGET] + found.parts[PYTHON] < found.round_ms
+    assert found.rounds >= plain.statistics.rounds and 1.0 <= found.tau <= 5.0 and 1 <= found.nodes <= 17
+    assert abs(found.timed_nodes - found.nodes) < 2 and found.forward_one_ms > 0
+    assert found.limit == pytest.approx(found.tau * found.forward_one_ms / found.forward_nodes_ms)
+    assert found.reached == pytest.approx(0.5 / found.limit)
+    assert HSDrafter.forward is forward and "forward" not in vars(target) and system.drafter.generation_config is walk
+    assert time_call(target, inputs[0], system, Settings(12))[0] == text
+
+
+def test_prompts_are_padded_to_a_length_by_other_text(target, tokenizer):
+    others = [" ".join(f"w{number}" for number in range(start, start + 9)) for start in (10, 30, 50)]
+    for length in (6, 17, 60):
+        padded = padded_prompt(tokenizer, "w1 w2 w3", others, length)
+        assert padded.endswith("w1 w2 w3") and encode_prompt(tokenizer, padded)["input_ids"].shape[1] == length
+    assert padded_prompt(tokenizer, others[0], others[1:], 8) is None
+    batches = padded_batches(tokenizer, ["w1", "w1 w2 w3 w4", "w1 w2", "w5", "w6 w7"], 2, "cpu")
+    assert [batch["attention_mask"].sum(1).tolist() for batch in batches] == [[4, 4], [5, 5]]
+    [batch] = padded_batches(tokenizer, ["w1 w2", "w3", "w4 w5 w6"], 3, "cpu")
+    assert batch["attention_mask"][:, 0].tolist() == [0, 0, 1] and batch["attention_mask"][:, -1].all()
+    assert tokenizer.padding_side == "right"
+    for lengths, sizes, message in (
+        ([300], [], "more than the target's 256 positions"),
+        ([3], [], "the shortest has 4 tokens"),
+        ([], [9], "a batch of 9 needs as many prompts; there are 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_points(target, tokenizer, ["w1", "w2 w3"], lengths, sizes, 10)
+
+
+def test_peak_memory_is_of_the_time_since_the_start():
+    memory = PeakMemory(torch.device("cpu"))
+    if memory.start() is None:
+        pytest.skip("this system does not tell a process's peak anew")
+    before = memory.start()
+    block = torch.ones(25_000_000)  # 100 MB
+    assert memory.peak() - before > 80e6
+    del block
+    after = memory.start()
+    assert memory.peak() - after < 20e6
+
+
+@pytest.fixture
+def saved(chatty, tokenizer, tmp_path) -> Path:
+    chatty.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+    return tmp_path
+
+
+def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
+    prompts, report = write_prompts(saved / "prompts.jsonl", 5), saved / "report.json"
+    arguments = ["bench", "--prompts", str(prompts), "--target", str(saved / "target"), "--limit", "4"]
+    arguments += ["--drafter", str(saved / "drafter"), "--variants", "default,tree8x2+resample,lookup,static"]
+    arguments += ["--max-new-tokens", "6", "--repeats", "2", "--temperature", "1.0", "--profile"]
+    arguments += ["--context-lengths", "12,20", "--batch-sizes", "1,2", "--json", str(report)]
+    result = CliRunner().invoke(app, arguments, env=CONSOLE_WIDTH, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document = json.loads(report.read_text(), parse_constant=pytest.fail)  # no NaN, no infinity
+    names = ["plain", "default", "tree8x2+resample", "prompt lookup (transformers)", "plain, static cache"]
+    assert list(document["summary"]) == document["settings"]["systems"] == names
+    assert document["summary"]["default"]["identical"] == document["settings"]["questions"] == 4
+    assert document["summary"]["prompt lookup (transformers)"]["identical"] is None
+    assert all(len(runs) == 8 for runs in document["runs"].values())
+    assert set(document["by_category"]["default"]) == {"a", "b"}
+    assert set(document["summary"]["plain"]) <= set(document["definitions"])  # each figure with its definition
+    assert set(document["profile"]) == {"default", "tree8x2+resample"}
+    assert [point["value"] for point in document[CONTEXT]] == [12, 20]
+    assert all(point["prompt_tokens"] == point["value"] for point in document[CONTEXT])
+    lone, pairs = document[BATCH]
+    assert "prompt lookup (transformers)" in lone["summary"] and "batch_size" in str(pairs["left_out"])
+    assert lone["summary"]["default"]["identical"] == 4 and pairs["summary"]["default"]["identical"] is None
+    assert document["settings"]["variants"]["tree8x2+resample"]["num_assistant_tokens"] == 2
+    assert str(saved) not in json.dumps(document)
+    assert "limit" in result.output and "tokens_per_second: new tokens" in result.output
+    pictures = sorted(path.name for path in saved.glob("*.png"))
+    found = {f"report_{name}.png" for name in ("speed_up", "round", "context_lengths", "batch_sizes")}
+    assert found <= set(pictures) and not list(saved.glob("*partial*"))
+    assert all((saved / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for name in pictures)
+    enter_benchmarks(saved / "drafter", [report])
+    [entry] = json.loads((saved / "drafter" / "figures.json").read_text())["benchmarks"]
+    assert set(entry["ours"]) == {"default", "tree8x2+resample"}
+
+
+def test_a_run_cut_short_leaves_a_report_of_what_there_is(saved, chatty, tokenizer, monkeypatch):
+    from rich.console import Console
+
+    report = saved / "report.json"
+    plan = BenchPlan([write_prompts(saved / "p.jsonl", 4)], "chain", max_new_tokens=4, repeats=2, json_out=report)
+    drafters = {"d": HSDrafter.from_pretrained(saved / "drafter")}
+    calls, timed = [], run.time_call
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2 + 5:  # after the warm-up of two systems, two prompts
+            raise KeyboardInterrupt
+        return timed(*arguments)
+
+    monkeypatch.setattr(run, "time_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, chatty, tokenizer, drafters, Console(quiet=True))
+    document = json.loads(report.read_text())
+    assert len(document["runs"]["chain"]) == len(document["runs"]["plain"]) == 2
+    monkeypatch.setattr(run, "time_call", timed)
+    result = run_plan(plan, chatty, tokenizer, drafters, Console(quiet=True))
+    assert len(as_document(result)["runs"]["chain"]) == 8
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="matplotlib"):
+        draw_bench(result, saved)
+
+
+def test_economize_decodes_plains_text_and_draws_its_own(target, drafter, inputs):
+    pytest.importorskip("economize")
+    systems = systems_of("economize-lookup:6,chain", target, drafter)
+    greedy = measure(target, systems, inputs[:2], Settings(10))
+    [name] = [system.name for system in systems if "economize" in system.name]
+    assert not greedy.left_out and summarise(greedy.runs[name], greedy.plain).identical == 2
+    assert all(0 < one.first_seconds < one.seconds for one in greedy.runs[name])
+    sampled = measure(target, systems, inputs[:2], Settings(10, 1.0))
+    assert not sampled.left_out and summarise(sampled.runs[name], sampled.plain).identical is None
