@@ -37,6 +37,7 @@ CODE = {
     "pretrained_drafter.py",
     "publication.py",
     "sampled_trees.py",
+    "static_cache.py",
     "target_limits.py",
     "target_match.py",
     "target_probe.py",
