@@ -20,7 +20,7 @@ def why_not_static(cache: StaticCache) -> str:
         return "its static cache is offloaded, and moves its tensors while a draft is read"
     others = sorted({type(layer).__name__ for layer in cache.layers} - {StaticLayer.__name__, DummyLayer.__name__})
     if others:
-        return f"layers of its static cache ({', '.join(others)}) overwrite what a rejected draft would have to give back"
+        return f"layers of its static cache ({', '.join(others)}) overwrite what is needed after a rejection"
     return ""
 
 
@@ -72,15 +72,15 @@ def with_draft_room(
     if not isinstance(cache, StaticCache) or why_not_static(cache):
         return model_kwargs
     embeds = model_kwargs.get("inputs_embeds")
-    counted = embeds is None or embeds.shape[1] == input_ids.shape[1]
-    needed = generation_config.max_length - 1 + (0 if counted else embeds.shape[1]) + columns
+    uncounted = 0 if embeds is None or embeds.shape[1] == input_ids.shape[1] else embeds.shape[1]
+    needed = generation_config.max_length - 1 + uncounted + columns
     if cache.get_max_length() >= needed:
         return model_kwargs
     if getattr(cache, "_is_user_defined", False):
         if len(input_ids) > 1:
             raise ValueError(
-                f"the static cache has max_cache_len={cache.get_max_length()}; with a drafter this batch needs {needed}, "
-                f"{columns} of them for a draft. Make it longer, or pass cache_implementation='static' instead of it."
+                f"the static cache has max_cache_len={cache.get_max_length()}; with a drafter this batch needs "
+                f"{needed}, {columns} of them for a draft. Make it longer, or pass cache_implementation='static' instead of it."
             )
         return model_kwargs
     roomy = target._prepare_static_cache(  # as `generate` does: it remembers the length, so later calls keep the shape
@@ -118,9 +118,11 @@ class CompiledCalls:
 
     def forward(self, inputs: dict[str, Any]) -> Any:
         """The target's outputs; the next call may write over them."""
+        # Other calls had other shapes; none of them is to become a variable of the graph.
         for value in inputs.values():
             if isinstance(value, torch.Tensor):
-                torch._dynamo.mark_static(value)  # other calls had other shapes: none of them is to become a variable
+                torch._dynamo.mark_static(value)
+        inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}  # all are kept anyway
         torch.compiler.cudagraph_mark_step_begin()  # until the next forward its outputs stand, whatever else is run
         return self._call(**inputs, return_dict=True)
 

@@ -12,7 +12,6 @@ from transformers.generation.utils import GenerationMixin
 from .static_cache import why_not_static
 from .tree_masks import MASKED_ATTENTION
 
-
 _TREE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}
 
 

@@ -406,15 +406,18 @@ class TargetRuntime:
         kept = on_device(self._kept, device)
         assert self._last_positions is not None
         ahead = (kept - self._prompt_slots + 1)[:, None] + batch.depths
-        inputs = self._inputs(batch.tokens, size, mask=None, positions=self._last_positions[..., None] + ahead)
         layers, beyond = cache_layers(self.cache), 0 if self._static is None else self._static.left - size
         attention = text_config(self.target)._attn_implementation
         masks = {}
         for kind in self._kinds:
             kv_length = layers[kind.layer].get_mask_sizes(size)[0] - beyond
-            mask = F.pad(tree_mask(batch, kind, self._attended, kept, slots, kv_length), (0, beyond))
-            masks[kind.name] = as_attention_takes_it(mask, attention, layers[kind.layer].keys.dtype)
-        inputs[self._mask_key] = masks if len(masks) > 1 else next(iter(masks.values()))
+            seen = F.pad(tree_mask(batch, kind, self._attended, kept, slots, kv_length), (0, beyond))
+            masks[kind.name] = as_attention_takes_it(seen, attention, layers[kind.layer].keys.dtype)
+        mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
+        # For a static cache a causal one would be made here, and its length read back.
+        known = mask if self._static is not None and isinstance(mask, torch.Tensor) else None
+        inputs = self._inputs(batch.tokens, size, known, positions=self._last_positions[..., None] + ahead)
+        inputs[self._mask_key] = mask
         with grouped_attention(device):
             return self._forward(inputs, size)
 

@@ -102,9 +102,7 @@ class TreeBatch:
             depths.append([*tree.depths, *[0] * spare])
             alone = ([column == node for column in range(size)] for node in range(len(tree), size))
             ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
-        return cls(
-            on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool)
-        )
+        return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
 
 
 def tree_mask(
