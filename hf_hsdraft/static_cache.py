@@ -80,7 +80,7 @@ def with_draft_room(
         if len(input_ids) > 1:
             raise ValueError(
                 f"the static cache has max_cache_len={cache.get_max_length()}; with a drafter this batch needs "
-                f"{needed}, {columns} of them for a draft. Make it longer, or pass cache_implementation='static' instead of it."
+                f"{needed}, {columns} of them for a draft. Make it longer, or use cache_implementation='static'."
             )
         return model_kwargs
     roomy = target._prepare_static_cache(  # as `generate` does: it remembers the length, so later calls keep the shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
+from hf_hsdraft.bench.round_cost import TINY, Plan, forced, main, random_pair
 from hf_hsdraft.bench.scripted import scripted
 from hf_hsdraft.draft_tree import DraftTree
 from hf_hsdraft.static_cache import StaticSlots, why_not_static
@@ -330,3 +332,33 @@ def test_slots_are_counted_without_the_device(target, prompt):
     assert (slots.filled, slots.left, slots.size) == (5, 25, 30)
     assert {int(layer.cumulative_length) for layer in cache.layers} == {5}
     assert [tuple(each.shape[:3]) for each in slots.states] == [(1, 2, 30)] * 6
+
+
+def test_a_pattern_of_acceptance_is_forced(drafter, target, prompt):
+    """Whatever the drafter proposes; the tree keeps its size, and the paths are committed by moving their nodes."""
+    for call in ({}, {"cache_implementation": "static"}):
+        with forced([0, 3, 1]) as times:
+            output = decode(target, prompt, drafter, 31, **call)
+        statistics = output.statistics
+        assert statistics.accepted_lengths[:-1] == ([0, 3, 1] * 5)[: statistics.rounds - 1]
+        assert len(times) == statistics.rounds and statistics.drafted_nodes[3] == TREE_SIZE
+
+
+def test_the_cost_of_a_round_is_reported(tmp_path):
+    out = tmp_path / "cost.json"
+    sizes = ["--tiny", "--prompt-length", "16", "--rounds", "8", "--tree-size", "12", "--draft-steps", "3"]
+    main([*sizes, "--accept", "0,2,1,3", "--dtype", "float32", "--device", "cpu", "--backend", "", "--out", str(out)])
+    report = json.loads(out.read_text())
+    cost = report["milliseconds"]
+    assert report["device"] == "cpu" and report["target"]["hidden_size"] == TINY.hidden_size
+    assert cost["tau"] == 2.5 and not cost["compiled"] and cost["waits"] is None
+    assert cost["cost"] == pytest.approx(cost["round"] / cost["step"])
+    assert cost["speed_up"] == pytest.approx(2.5 * cost["step"] / cost["round"])
+    assert all(cost[name] > 0 for name in ("step", "round", "eager_step", "eager_round", "draft", "verify", "commit"))
+
+
+def test_a_plan_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="accept=\\(0, 6\\) is invalid: expected numbers from 0 to 5"):
+        Plan((0, 6))
+    target, drafter = random_pair(TINY, Plan((1,), draft_steps=2), torch.device("cpu"), torch.bfloat16)
+    assert {each.dtype for model in (target, drafter) for each in model.parameters()} == {torch.bfloat16}
