@@ -86,7 +86,7 @@ def with_draft_room(
     roomy = target._prepare_static_cache(  # as `generate` does: it remembers the length, so later calls keep the shape
         cache_implementation=generation_config.cache_implementation,
         batch_size=len(input_ids),
-        max_cache_len=needed,
+        max_cache_len=needed + -needed % 8,  # attention kernels want rows of a mask aligned
         prefill_chunk_size=generation_config.prefill_chunk_size,
         model_kwargs=model_kwargs,
     )
