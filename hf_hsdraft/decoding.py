@@ -20,6 +20,7 @@ from .target_limits import frequencies_change, furthest_position, furthest_read,
 from .target_match import warn_of_mismatch
 from .target_probe import PROBE_DEPTH, known_ability, tried_ability
 from .target_runtime import TargetOutput, TargetRuntime
+from .tree_masks import on_device
 from .verification import Verdict
 
 logger = logging.get_logger(__name__)
@@ -400,11 +401,11 @@ def _read_path(
 ) -> None:
     """Hands the taps of a root and its accepted path to the drafter."""
     emitted = len(verdict.path) + 1
-    nodes = torch.tensor([0, *verdict.path], device=output.taps.device)
+    nodes = on_device([0, *verdict.path], output.taps.device)
     places = torch.arange(positions.roots[row], positions.roots[row] + emitted)
-    tokens = texts.rows[row].ids[0, -emitted:]
-    generator.read(output.taps[row, nodes], tokens, places, row)
-    generator.remember(tokens.tolist(), row)
+    tokens = texts.rows[row].emitted
+    generator.read(output.taps[row, nodes], torch.tensor(tokens), places, row)
+    generator.remember(tokens, row)
     positions.roots[row] += emitted
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, Stati
 
 from hf_hsdraft.bench.round_cost import TINY, Plan, forced, main, random_pair
 from hf_hsdraft.bench.scripted import scripted
+from hf_hsdraft.decoded_texts import DecodedTexts
 from hf_hsdraft.draft_tree import DraftTree
 from hf_hsdraft.static_cache import StaticSlots, why_not_static
 from hf_hsdraft.target_runtime import TargetRuntime
@@ -323,6 +324,30 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
             runtime.roll_back(mark)
         assert not seen
     assert int(runtime.cache.get_seq_length()) == runtime.length
+
+
+@pytest.mark.parametrize("eos", [None, 4])
+def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkeypatch, eos):
+    """Greedily: one read of the nodes' choices, of which the accepted path and the end of the text follow."""
+    target = make_target(eos_token_id=eos, pad_token_id=0)
+    seen = []
+
+    def counted(method):
+        def call(*args, **kwargs):
+            with host_reads() as reads:
+                result = method(*args, **kwargs)
+            seen.append((method.__name__, dict(reads)))
+            return result
+
+        return call
+
+    for name in ("walk", "emit", "last_token"):
+        monkeypatch.setattr(DecodedTexts, name, counted(getattr(DecodedTexts, name)))
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    with forced([2, 0, 1]):
+        decode(target, prompt, drafter, 20, cache_implementation="static")
+    assert {name for name, _ in seen} == {"walk", "emit", "last_token"} and len(seen) > 9
+    assert all(reads == ({"tolist": 1} if name == "walk" else {}) for name, reads in seen)
 
 
 def test_slots_are_counted_without_the_device(target, prompt):
