@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .draft_tree import DraftTree
+from .tree_masks import on_device
 from .verification import ChooseToken, Verdict, greedy_choice, own_choice, rejection_choice, walk
 
 # Processors of the library that treat each row by itself. Any other one is shown a whole batch, as it would be by plain
@@ -41,6 +43,7 @@ class _Row:
     Attributes:
         ids: `[1, length]`, prompt and new tokens.
         end: length at which it ended; 0 while it goes on.
+        emitted: the tokens appended last.
         scores, logits: `[1, V]` each new token, if asked for.
         visited: raw and processed scores of the tokens chosen in the current walk.
         steps: further outputs of each new token, if asked for.
@@ -48,6 +51,7 @@ class _Row:
 
     ids: torch.Tensor
     end: int = 0
+    emitted: list[int] = field(default_factory=list)
     scores: tuple[torch.Tensor, ...] = ()
     logits: tuple[torch.Tensor, ...] = ()
     visited: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -91,6 +95,10 @@ class DecodedTexts:
         self.keeps_logits = bool(wanted and generation_config.output_logits)
         # Plain decoding fills ended rows up where a token ends them, and lets them go on where something else did.
         self._has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+        # A text's length and last token are known here: asking these needs nothing back from the device.
+        self._known_stop = all(type(one) in (EosTokenCriteria, MaxLengthCriteria) for one in stopping_criteria)
+        eos = [one.eos_token_id for one in stopping_criteria if type(one) is EosTokenCriteria]
+        self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_token_id = 0 if pad is None else int(pad)
         shared = [type(one).__name__ for one in logits_processor if isinstance(one, _NOT_IN_BATCHES)]
@@ -119,7 +127,7 @@ class DecodedTexts:
         return self.rows[index].ids.shape[1] - self.prompt_length
 
     def last_token(self, index: int) -> int:
-        return int(self.rows[index].ids[0, -1])
+        return self.rows[index].emitted[-1]
 
     def batch(self) -> torch.Tensor:
         """`[B, length]` up to each row's last token; shorter rows stand at the right."""
@@ -138,7 +146,8 @@ class DecodedTexts:
         """Appends what was accepted, and the token after it."""
         row = self.rows[index]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-        row.ids = torch.cat([row.ids, row.ids.new_tensor([tokens])], dim=-1)
+        row.emitted = tokens
+        row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device, row.ids.dtype)], dim=-1)
         del row.visited[len(tokens) :]  # of a verdict that was cut
         row.scores, row.logits = self._with_visited(row)
         row.steps.extend(steps)
@@ -232,9 +241,15 @@ class DecodedTexts:
     def _ends(self, index: int, tokens: list[int]) -> bool:
         """Whether the stopping criteria end a row after these tokens, asked once for each."""
         row = self.rows[index]
-        ids = torch.cat([row.ids, row.ids.new_tensor([tokens])], dim=-1)
+        length = row.ids.shape[1] + len(tokens)
         if row.end:  # it goes on until the other rows have ended
-            return ids.shape[1] >= self._config.max_length
+            return length >= self._config.max_length
+        if self._known_stop:
+            limits = [one for one in self._stop if type(one) is MaxLengthCriteria]
+            for one in limits:
+                one(torch.empty(1, length, dtype=torch.bool), None)  # only for its reminder of the context window
+            return tokens[-1] in self._eos or any(length >= one.max_length for one in limits)
+        ids = torch.cat([row.ids, row.ids.new_tensor([tokens])], dim=-1)
         scores = self._with_visited(row)[0] if self.keeps_scores else None
         count = len(self.rows)
         return bool(self._stop(ids if count == 1 else ids.repeat(count, 1), scores)[index])

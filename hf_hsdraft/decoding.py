@@ -17,10 +17,12 @@ from .draft_options import DraftOptions
 from .draft_tree import DraftTree
 from .modeling_hsdraft import HSDrafter, TargetWeights
 from .pacing import Pace, pace_for
+from .static_cache import with_draft_room
 from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
 from .target_match import warn_of_mismatch
 from .target_probe import PROBE_DEPTH, kind_of_call, known_ability, tried_ability
 from .target_runtime import TargetOutput, TargetRuntime
+from .tree_masks import on_device
 from .verification import Verdict
 
 logger = logging.get_logger(__name__)
@@ -170,6 +172,8 @@ def speculative_decoding(
     _check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
     warn_of_mismatch(target, drafter, tokenizer)
+    columns = options.shared_by(len(input_ids)).tree_size + 1
+    model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     runtime = TargetRuntime(target, drafter.config.target_tap_layers, model_kwargs)
     statistics = DraftStatistics() if generation_config.return_dict_in_generate else None
     clock = _Clock(statistics, target.device)
@@ -236,7 +240,7 @@ class _Call:
         runtime.finish(texts.sequences())
         outlives = self.statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
         if outlives and generator is not None and len(rows) == 1:
-            setattr(runtime.cache, _MEMORY, generator.memory(runtime.cache.get_seq_length() + 1))
+            setattr(runtime.cache, _MEMORY, generator.memory(runtime.length + 1))
 
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
         options = _as_the_target_can(self, output, positions.roots)
@@ -304,8 +308,8 @@ class _Call:
             self.statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
 
     def _depths(self, active: list[int], roots: list[int]) -> dict[int, int]:
-        """How deep to draft: no node beyond a text's greatest length, nor beyond what a forward may reach."""
-        reach = [furthest_read(self.target, root) - root for root in roots]
+        """How deep to draft: no node beyond a text's greatest length, a forward's reach, or the cache's room."""
+        reach = [min(furthest_read(self.target, root) - root, self.runtime.deepest) for root in roots]
         depths = {row: max(min(self.texts.room(row) - 1, reach[row]), 0) for row in active}
         if self.runtime.in_step and depths:
             depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
@@ -329,7 +333,7 @@ class _Positions:
     def of(cls, runtime: TargetRuntime, tapped: int, batch_size: int) -> _Positions:
         real = runtime.attended
         if real is None:
-            real = torch.ones(batch_size, runtime.cache.get_seq_length(), dtype=torch.bool)
+            real = torch.ones(batch_size, runtime.length, dtype=torch.bool)
         real = real.clone()
         real[:, -1] = True  # also of a prompt padded at the right: the first token was chosen there
         positions = (real.long().cumsum(1) - 1).clamp(min=0)
@@ -343,7 +347,7 @@ def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> D
         ValueError: it reads no drafts at all.
     """
     target, runtime, texts, options = call.target, call.runtime, call.texts, call.options
-    near = any(furthest_read(target, root) - root < PROBE_DEPTH for root in roots)
+    near = any(min(furthest_read(target, root) - root, runtime.deepest) < PROBE_DEPTH for root in roots)
     if _any_process(near, call.synced_gpus, target.device):
         runtime.trees = False
         if call.statistics is not None:
@@ -372,7 +376,7 @@ def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> D
     else:
         logger.warning_once(f"{type(target).__name__} is drafted for with chains instead of trees: {ability.reason}.")
         options = options.as_chain()
-    runtime.make_room()
+    runtime.make_room(options.shared_by(len(roots)).tree_size + 1)
     if call.statistics is not None:
         call.statistics.draft_kind = "tree" if ability.trees and options.beam_width > 1 else "chain"
         call.statistics.reason = ability.reason
@@ -424,11 +428,11 @@ def _read_path(
 ) -> None:
     """Hands the taps of a root and its accepted path to the drafter."""
     emitted = len(verdict.path) + 1
-    nodes = torch.tensor([0, *verdict.path], device=output.taps.device)
+    nodes = on_device([0, *verdict.path], output.taps.device)
     places = torch.arange(positions.roots[row], positions.roots[row] + emitted)
-    tokens = texts.rows[row].ids[0, -emitted:]
-    generator.read(output.taps[row, nodes], tokens, places, row)
-    generator.remember(tokens.tolist(), row)
+    tokens = texts.rows[row].emitted
+    generator.read(output.taps[row, nodes], torch.tensor(tokens), places, row)
+    generator.remember(tokens, row)
     positions.roots[row] += emitted
 
 

@@ -20,7 +20,7 @@ _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 
 @contextlib.contextmanager
 def grouped_attention(device: torch.device) -> Iterator[None]:
-    """Forwards inside, of this thread, do not repeat keys and values if they run on a CPU."""
+    """Forwards inside, of this thread, do not repeat keys and values if they run on a CPU; compiled ones still do."""
     token = _grouped.set(device.type == "cpu")
     try:
         yield
@@ -36,6 +36,8 @@ def install() -> None:
 
     @functools.wraps(original)
     def use_gqa_in_sdpa(*args: Any, **kwargs: Any) -> bool:
+        if torch.compiler.is_compiling():  # a context variable would break the graph in every layer
+            return original(*args, **kwargs)
         return _grouped.get() or original(*args, **kwargs)
 
     use_gqa_in_sdpa._hsdraft = _grouped  # type: ignore[attr-defined]

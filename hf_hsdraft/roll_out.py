@@ -113,23 +113,30 @@ class RollOut:
             taps, embeds, position_ids: as [`HSDrafter.forward`] takes them, of one text, in order.
             num_draft_steps: K.
         """
-        drafter, config, count = self._drafter, self._drafter.config, len(taps)
-        steps = max(num_draft_steps - 1, 0)
-        x = drafter.fuse_inputs(taps, embeds)
-        ahead = position_ids[-1:] + torch.arange(1, steps + 1, device=position_ids.device)
-        positions = torch.cat([position_ids, ahead])
-        cos, sin = rotary_embedding(positions, config.head_dim, config.rope_theta, x.dtype)
-        for layer in self._layers:
-            layer.reserve(self._length, len(positions))
-        for index, layer in enumerate(self._layers):
-            final = index == len(self._layers) - 1
-            x = layer(x, (cos[:count], sin[:count]), self._length, last_only=final)
-        self._length += count
+        drafter, count = self._drafter, len(taps)
+        x, (cos, sin) = self.read(taps, embeds, position_ids, ahead=max(num_draft_steps - 1, 0))
         states = [x]
-        for step in range(steps):
+        for step in range(num_draft_steps - 1):
             x = drafter.roll_proj(drafter.roll_norm(x))
             rope = cos[count + step, None], sin[count + step, None]
             for layer in self._layers:
                 x = layer(x, rope, self._length + step, last_only=True)
             states.append(x)
         return torch.cat(states[:num_draft_steps])
+
+    def read(
+        self, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, ahead: int
+    ) -> tuple[torch.Tensor, Rope]:
+        """Reads accepted positions: the output at the last one, `[1, D]`, and the rotary embedding of all and of
+        `ahead` further ones."""
+        config, count = self._drafter.config, len(taps)
+        x = self._drafter.fuse_inputs(taps, embeds)
+        further = position_ids[-1:] + torch.arange(1, ahead + 1, device=position_ids.device)
+        positions = torch.cat([position_ids, further])
+        cos, sin = rotary_embedding(positions, config.head_dim, config.rope_theta, x.dtype)
+        for index, layer in enumerate(self._layers):
+            layer.reserve(self._length, len(positions))
+            final = index == len(self._layers) - 1
+            x = layer(x, (cos[:count], sin[:count]), self._length, last_only=final)
+        self._length += count
+        return x, (cos, sin)

@@ -6,10 +6,13 @@ import inspect
 import sys
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache, StaticLayer
 from transformers.generation.utils import GenerationMixin
 
+from .static_cache import why_not_static
 from .tree_masks import MASKED_ATTENTION
+
+_TREE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}
 
 
 def text_config(target: Any) -> Any:
@@ -21,9 +24,11 @@ def why_refused(target: Any, cache: Any) -> str:
     """Why no draft can be verified by this target, as far as model and cache tell; empty if one may."""
     if type(target)._sample is not GenerationMixin._sample:
         return "it decodes in a way of its own, which a draft does not follow"
+    if type(cache) is StaticCache:
+        return why_not_static(cache)
     if not isinstance(cache, DynamicCache | EncoderDecoderCache):
         what = "there is no cache" if cache is None else f"its cache is a {type(cache).__name__}"
-        return f"{what}; only a DynamicCache can give back rejected tokens"
+        return f"{what}; only a DynamicCache or a StaticCache can give back rejected tokens"
     holder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not cache.is_croppable and type(holder) is not DynamicCache:
         return f"its cache, a {type(cache).__name__}, cannot be put back to the last accepted token"
@@ -42,7 +47,7 @@ def why_no_trees(target: Any, cache: Any) -> str:
     recurrent = sorted({type(layer).__name__ for layer in recurrent_layers(cache)})
     if recurrent:
         return f"the branches of a tree cannot share the states of its recurrent layers ({', '.join(recurrent)})"
-    kinds = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
+    kinds = sorted({type(layer).__name__ for layer in layers} - _TREE_LAYERS)
     if kinds:
         return f"the branches of a tree cannot be told apart in its cache layers ({', '.join(kinds)})"
     config = text_config(target)
@@ -62,7 +67,7 @@ def cache_layers(cache: Any) -> list[Any]:
 
 def recurrent_layers(cache: Any) -> list[Any]:
     """The layers that cannot drop their last tokens: a copy of them from before has to take their place."""
-    return [layer for layer in cache_layers(cache) if not layer.is_croppable]
+    return [layer for layer in cache_layers(cache) if not layer.is_croppable and type(layer) is not StaticLayer]
 
 
 def furthest_position(target: Any) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+import torch.nn.functional as F
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin, StaticCache
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
@@ -23,8 +25,9 @@ from transformers.generation.candidate_generator import (
 from .draft_tree import DraftTree
 from .grouped_attention import grouped_attention
 from .growing_cache import give_room_back, make_room
+from .static_cache import CompiledCalls, StaticSlots, move_slots
 from .target_limits import cache_layers, recurrent_layers, text_config, why_no_trees, why_refused
-from .tree_masks import TreeBatch, as_attention_takes_it, attention_kinds, tree_mask
+from .tree_masks import TreeBatch, as_attention_takes_it, attention_kinds, on_device, tree_mask
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ class TargetRuntime:
         self._entered: Mark | None = None  # where the cache stood before the round
         self._unread = 0  # accepted tokens that recurrent layers have been put back before
         self._mark: Mark | None = None  # before the drafts read last, where layers are recurrent
+        self._static: StaticSlots | None = None  # of a static cache
+        self._fixed = 0  # columns of every forward over trees there
+        self._compiled: CompiledCalls | None = None
         self.forwards = 0
         self.cached_before = 0  # slots the cache of the call came with
         if self._kwargs.get("past_key_values") is not None:
@@ -102,19 +108,24 @@ class TargetRuntime:
             ValueError: the target cannot take back what was rejected; the message says what is missing.
         """
         before = self._kwargs.get("past_key_values")
-        self.cached_before = 0 if before is None else before.get_seq_length()
+        self.cached_before = 0 if before is None else int(before.get_seq_length())
         outputs = self._raw = self.target._prefill(input_ids, generation_config, self._kwargs)
         self.forwards += 1
         self.cache = getattr(outputs, "past_key_values", None)
         self._refuse_unless_possible(self.cache)
+        if isinstance(self.cache, StaticCache):
+            self._static = StaticSlots(self.cache)
+        self._generation_config = generation_config
         # Not before: a window's layer would keep the whole prompt.
         for layer in cache_layers(self.cache):
             if layer.is_croppable and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
         self._recurrent = bool(recurrent_layers(self.cache))
-        self._prompt_slots = self.cache.get_seq_length()
+        self._prompt_slots = self.length
         held = {
-            layer.get_seq_length() for layer in cache_layers(self.cache) if getattr(layer, "keys", None) is not None
+            int(layer.get_seq_length())
+            for layer in cache_layers(self.cache)
+            if getattr(layer, "keys", None) is not None
         }
         if held - {self._prompt_slots}:
             raise ValueError(
@@ -175,10 +186,35 @@ class TargetRuntime:
             return str(error)
         return ""
 
-    def make_room(self) -> None:
-        """From here on the cache grows in place, where its layers can and attention takes views of any strides."""
-        if text_config(self.target)._attn_implementation in ("sdpa", "eager"):
+    def make_room(self, columns: int) -> None:
+        """From here on the cache grows in place, where its layers can and attention takes views of any strides.
+
+        A static one does not grow: there every forward over trees has as many columns, padding included, and is
+        compiled where `generate()` would compile its decoding step.
+
+        Args:
+            columns: of the greatest tree that will be drafted, the root's included.
+        """
+        if self._static is not None:
+            if self.trees:
+                self._fixed = columns
+                if self.target._valid_auto_compile_criteria(self._kwargs, self._generation_config):
+                    self._compiled = CompiledCalls(self.target, self._generation_config.compile_config)
+        elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             make_room(self._text_cache)
+
+    @property
+    def length(self) -> int:
+        """Slots that the cache has filled."""
+        return self.cache.get_seq_length() if self._static is None else self._static.filled
+
+    @property
+    def deepest(self) -> int:
+        """How deep a draft may be for the room that is left in the cache."""
+        if self._static is None:
+            return sys.maxsize
+        left = self._static.left - 1
+        return left if left + 1 >= self._fixed else 0
 
     @property
     def _text_cache(self) -> Any:
@@ -190,11 +226,13 @@ class TargetRuntime:
         Args:
             input_ids: `[B, length]`, the rows' texts up to and with the roots, left of them anything.
         """
+        self._raw = None  # a compiled forward writes there again
         self._columns = max(map(len, trees))
+        if self._static is not None and self._static.left >= self._fixed:
+            self._columns = max(self._columns, self._fixed)
         if self.trees and (self._columns > 1 or len(trees) > 1):
             self._read = self._columns
             self._raw = self._read_trees(trees)
-            self.forwards += 1
             return self._output(self._raw)
         if any(list(tree.parents) != list(range(-1, len(tree) - 1)) for tree in trees):
             raise ValueError("a tree that branches was drafted for a target that reads chains only")
@@ -217,14 +255,14 @@ class TargetRuntime:
                 are equally long.
         """
         if self.trees:
-            self._commit_trees(max(map(len, trees)), paths)
+            self._commit_trees(paths)
             return
-        length, size = max(_kept_of(path) for path in paths), max(map(len, trees))
+        length, size = max(_kept_of(path) for path in paths), self._columns
         self._kept = [slots + length for slots in self._kept]
         if length:
             self._kwargs = self._updated(self._raw, length)
         if self._mark is None:
-            self.cache.crop(-(size - length))
+            self._drop(size - length)
         elif length == size:
             self._unread = 0
         else:
@@ -264,7 +302,7 @@ class TargetRuntime:
             forgets = index in self._windows or isinstance(layer, LinearAttentionCacheLayerMixin)
             if (self._recurrent and not layer.is_croppable) or (before_commit and forgets):
                 copies[index] = copy.deepcopy(layer)
-        return Mark(self.cache.get_seq_length(), copies)
+        return Mark(self.length, copies)
 
     def restore(self, mark: Mark) -> None:
         """As `roll_back`, also after a commit, if the mark was made for that."""
@@ -274,6 +312,9 @@ class TargetRuntime:
 
     def roll_back(self, mark: Mark) -> None:
         """Puts the cache back to a mark, once; a forward may have stopped between two layers."""
+        if self._static is not None:
+            self._static.fill(mark.slots)
+            return
         layers = cache_layers(self.cache)
         for index, layer in enumerate(layers):
             if index in mark.copies:
@@ -293,10 +334,17 @@ class TargetRuntime:
         if self._unread:
             self._catch_up(input_ids[:, :-1])
         new_tokens = input_ids.shape[1] - self._prompt_length
-        surplus = self.cache.get_seq_length() - (self._prompt_slots + new_tokens - 1)
+        surplus = self.length - (self._prompt_slots + new_tokens - 1)
         if not self._recurrent:
-            self.cache.crop(-max(surplus, 0))
+            self._drop(max(surplus, 0))
         self._release()
+
+    def _drop(self, count: int) -> None:
+        """Takes the last `count` slots out of the cache."""
+        if self._static is None:
+            self.cache.crop(-count)
+        else:
+            self._static.fill(self._static.filled - count)
 
     def _release(self) -> None:
         """Makes the layers of the cache work as they did before the call."""
@@ -324,7 +372,7 @@ class TargetRuntime:
         for name in self._names(states, attentions):
             layers = self._raw[name]
             if name == self._states_key:
-                outputs[name] = tuple(layer[row : row + 1, path[-1] : path[-1] + 1] for layer in layers)
+                outputs[name] = tuple(layer[row : row + 1, path[-1] : path[-1] + 1].clone() for layer in layers)
             else:
                 weights = [layer[row : row + 1, :, path[-1] : path[-1] + 1] for layer in layers]
                 own = name != "cross_attentions"
@@ -343,34 +391,50 @@ class TargetRuntime:
         first = self._read - self._columns
         path = [*range(first), *path]
         # Slots of other rows' longer paths.
-        left_over = self.cache.get_seq_length() - self._read - (self._kept[row] - first)
+        left_over = self.length - self._read - (self._kept[row] - first)
         for index, layer in enumerate(weights):
-            cached = layer.shape[-1] - self._read
+            empty = 0 if self._static is None else layer.shape[-1] - self.length  # slots beyond the nodes
+            cached = layer.shape[-1] - empty - self._read
             text = torch.cat([layer[..., : cached - left_over], layer[..., [cached + node for node in path]]], dim=-1)
+            if self._static is not None:
+                text = F.pad(text, (0, layer.shape[-1] - text.shape[-1]))
             yield text[..., -self._windows[index] :] if index in self._windows else text
 
     def _read_trees(self, trees: Sequence[DraftTree]) -> Any:
         device = self.target.device
-        batch = TreeBatch.of(trees, device)
-        size = batch.tokens.shape[1]
-        kept = torch.tensor(self._kept, device=device)
+        batch, size, slots = TreeBatch.of(trees, device, self._columns), self._columns, self.length
+        kept = on_device(self._kept, device)
         assert self._last_positions is not None
         ahead = (kept - self._prompt_slots + 1)[:, None] + batch.depths
-        inputs = self._inputs(batch.tokens, size, mask=None, positions=self._last_positions[..., None] + ahead)
-        slots, layers = self.cache.get_seq_length(), cache_layers(self.cache)
+        layers, beyond = cache_layers(self.cache), 0 if self._static is None else self._static.left - size
         attention = text_config(self.target)._attn_implementation
         masks = {}
         for kind in self._kinds:
-            kv_length = layers[kind.layer].get_mask_sizes(size)[0]
-            mask = tree_mask(batch, kind, self._attended, kept, slots, kv_length)
-            masks[kind.name] = as_attention_takes_it(mask, attention, layers[kind.layer].keys.dtype)
-        inputs[self._mask_key] = masks if len(masks) > 1 else next(iter(masks.values()))
+            kv_length = layers[kind.layer].get_mask_sizes(size)[0] - beyond
+            seen = F.pad(tree_mask(batch, kind, self._attended, kept, slots, kv_length), (0, beyond))
+            masks[kind.name] = as_attention_takes_it(seen, attention, layers[kind.layer].keys.dtype)
+        mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
+        # For a static cache a causal one would be made here, and its length read back.
+        known = mask if self._static is not None and isinstance(mask, torch.Tensor) else None
+        inputs = self._inputs(batch.tokens, size, known, positions=self._last_positions[..., None] + ahead)
+        inputs[self._mask_key] = mask
         with grouped_attention(device):
-            return self.target(**inputs, return_dict=True)
+            return self._forward(inputs, size)
+
+    def _forward(self, inputs: dict[str, Any], size: int) -> Any:
+        """Outputs of the target for `size` columns, compiled where they are of a shape that comes again."""
+        self.forwards += 1
+        if self._compiled is not None and size in (1, self._fixed):
+            outputs = self._compiled.forward(inputs)
+        else:
+            outputs = self.target(**inputs, return_dict=True)
+        if self._static is not None:
+            self._static.filled += size
+        return outputs
 
     def _read_on(self, input_ids: torch.Tensor, size: int) -> Any:
         """Reads the last `size` tokens of each text `[B, length]` after what is cached."""
-        total = self.cache.get_seq_length() + size
+        total = self.length + size
         kwargs = dict(self._kwargs)
         for name in (self._position_key, *_TOKEN_TYPES):  # may have several axes, and reach further
             if kwargs.get(name) is not None:
@@ -378,9 +442,8 @@ class TargetRuntime:
         kwargs = _prepare_attention_mask(kwargs, total, self._is_encoder_decoder)
         kwargs = _prepare_token_type_ids(kwargs, total)
         kwargs = _prepare_position_ids(kwargs, total, self._is_encoder_decoder)
-        self.forwards += 1
         inputs = self._inputs(input_ids, size, kwargs.get(self._mask_key), None, kwargs)
-        outputs = self.target(**inputs, return_dict=True)
+        outputs = self._forward(inputs, size)
         if inputs.get("past_key_values") is None:  # a model that computes its cache anew where its frequencies change
             self.cache = outputs.past_key_values
             self.cache.activate_past_recording()
@@ -414,10 +477,11 @@ class TargetRuntime:
             inputs["logits_to_keep"] = size
         return inputs
 
-    def _commit_trees(self, size: int, paths: Sequence[Sequence[int] | None]) -> None:
-        total = self.cache.get_seq_length()
-        start = total - size
-        longest = max(_kept_of(path) for path in paths)
+    def _commit_trees(self, paths: Sequence[Sequence[int] | None]) -> None:
+        total = self.length
+        start = total - self._columns
+        # Of a compiled move there is one shape only.
+        longest = self._columns if self._compiled is not None else max(_kept_of(path) for path in paths)
         source, goal = [], []
         for kept, path in zip(self._kept, paths, strict=True):
             spare = [*range(start + _kept_of(path), start + longest)]  # moved onto themselves
@@ -426,22 +490,30 @@ class TargetRuntime:
         self._kept = [kept + _kept_of(path) for kept, path in zip(self._kept, paths, strict=True)]
         if source != goal:
             self._wait_for_offloading()
-            first = next(i for i in range(longest) if any(s[i] != g[i] for s, g in zip(source, goal, strict=True)))
-            device = self.target.device
-            picked = torch.tensor([row[first:] for row in source], device=device)
-            placed = torch.tensor([row[first:] for row in goal], device=device)
-            for layer in cache_layers(self.cache):
-                if getattr(layer, "keys", None) is None:
-                    continue
-                gone = total - layer.keys.shape[-2]  # a window's layer has dropped its first slots
-                _move(layer.keys, picked - gone, placed - gone)
-                _move(layer.values, picked - gone, placed - gone)
+            self._move(source, goal, total)
         growing = [kept for kept, path in zip(self._kept, paths, strict=True) if path is not None]
         # The layers of a window keep what the row that is furthest behind still sees.
         spread = max(self._kept) - min(growing, default=max(self._kept))
         for index, width in self._windows.items():
             cache_layers(self.cache)[index].sliding_window = width + spread
-        self.cache.crop(-(total - max(self._kept)))
+        self._drop(total - max(self._kept))
+
+    def _move(self, source: list[list[int]], goal: list[list[int]], total: int) -> None:
+        """Copies slots `source[row]` to slots `goal[row]` in every layer; the cache counts `total` of them."""
+        device = self.target.device
+        if self._static is not None and self._compiled is not None:
+            self._compiled.move(self._static.states, on_device(source, device), on_device(goal, device))
+            return
+        columns = range(len(source[0]))
+        first = next(i for i in columns if any(s[i] != g[i] for s, g in zip(source, goal, strict=True)))
+        picked = on_device([row[first:] for row in source], device)
+        placed = on_device([row[first:] for row in goal], device)
+        for layer in cache_layers(self.cache):
+            if getattr(layer, "keys", None) is None:
+                continue
+            # A window's layer has dropped its first slots, and a static one has empty ones behind.
+            gone = total - layer.keys.shape[-2] if self._static is None else 0
+            move_slots([layer.keys, layer.values], picked - gone, placed - gone)
 
     def _wait_for_offloading(self) -> None:
         """An offloaded cache fetches layers beside the computation; none may arrive after it was changed."""
@@ -478,13 +550,3 @@ class TargetRuntime:
 def _kept_of(path: Sequence[int] | None) -> int:
     """Tokens that a commit keeps: the root and its path, or nothing."""
     return 0 if path is None else 1 + len(path)
-
-
-def _move(states: torch.Tensor, source: torch.Tensor, goal: torch.Tensor) -> None:
-    """Copies slots `source` `[B, m]` of `states` `[B, heads, slots, size]` to slots `goal`, in place."""
-    source, goal = source.to(states.device), goal.to(states.device)
-    if len(states) == 1:
-        states[:, :, goal[0]] = states[:, :, source[0]]
-        return
-    rows = torch.arange(len(states), device=states.device)[:, None]
-    states[rows, :, goal] = states[rows, :, source]

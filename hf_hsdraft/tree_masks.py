@@ -70,6 +70,14 @@ def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKin
     return list(kinds.values())
 
 
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Nested `values` as a tensor on a device, without waiting for what the device still computes."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class TreeBatch:
     """Trees of a batch as one forward reads them, shorter ones filled up with copies of their root.
@@ -84,8 +92,9 @@ class TreeBatch:
     ancestors: torch.Tensor
 
     @classmethod
-    def of(cls, trees: Sequence[DraftTree], device: torch.device) -> TreeBatch:
-        size = max(map(len, trees))
+    def of(cls, trees: Sequence[DraftTree], device: torch.device, size: int = 0) -> TreeBatch:
+        """Trees with columns for at least `size` nodes."""
+        size = max(size, *map(len, trees))
         tokens, depths, ancestors = [], [], []
         for tree in trees:
             spare = size - len(tree)
@@ -93,11 +102,7 @@ class TreeBatch:
             depths.append([*tree.depths, *[0] * spare])
             alone = ([column == node for column in range(size)] for node in range(len(tree), size))
             ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
-        return cls(
-            torch.tensor(tokens, device=device),
-            torch.tensor(depths, device=device),
-            torch.tensor(ancestors, dtype=torch.bool, device=device),
-        )
+        return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
 
 
 def tree_mask(

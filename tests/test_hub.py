@@ -41,6 +41,7 @@ CODE = {
     "publication.py",
     "roll_out.py",
     "sampled_trees.py",
+    "static_cache.py",
     "target_limits.py",
     "target_match.py",
     "target_probe.py",

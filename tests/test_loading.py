@@ -103,7 +103,7 @@ def test_another_target_is_refused_before_any_forward(target, drafter, prompt, o
     ("kwargs", "expected"),
     [
         ({"use_cache": False}, "use_cache=False"),
-        ({"cache_implementation": "static"}, "StaticCache"),
+        ({"cache_implementation": "offloaded_static"}, "its static cache is offloaded"),
     ],
 )
 def test_calls_that_cannot_work_say_so_and_the_next_one_works(target, drafter, prompt, kwargs, expected):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .. import candidate_generator, decoded_texts, decoding, modeling_hsdraft, target_runtime
+from .. import candidate_generator, decoded_texts, decoding, expansion, modeling_hsdraft, roll_out, target_runtime
 from ..growing_cache import give_room_back
 from .calls import Settings, time_call
 from .machine import synchronise
@@ -32,9 +32,12 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("context update", modeling_hsdraft.HSDrafter, ("fuse_inputs",)),
     ("context update", modeling_hsdraft.HSDraftLayer, ("read",)),
     ("context update", candidate_generator.HSCandidateGenerator, ("read",)),
+    ("context update", roll_out.RollOut, ("read",)),
+    ("roll-out", roll_out.RollOut, ("__call__",)),
     ("roll-out", modeling_hsdraft.HSDrafter, ("forward",)),
     ("head", modeling_hsdraft.HSDrafter, ("logits",)),
-    ("injector", candidate_generator.Expansion, ("__call__",)),
+    ("injector", expansion.Expansion, ("__call__", "best")),
+    ("n-grams", candidate_generator.HSCandidateGenerator, ("_from_ngrams", "remember")),
     ("tree building", candidate_generator.HSCandidateGenerator, ("draft",)),
     ("mask", target_runtime, ("tree_mask", "as_attention_takes_it")),
     ("mask", target_runtime.TreeBatch, ("of",)),
@@ -47,6 +50,7 @@ PARTS = (
     "roll-out",
     "head",
     "injector",
+    "n-grams",
     "tree building",
     "mask",
     TARGET,

@@ -24,6 +24,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "ensemble": {"reuse": "ensemble"},
     "resample": {"reuse": "resample"},
     "ngrams": {"ngram_length": 4},
+    "cost": {"tree_sizing": "cost"},
 }
 _DRAFTED = re.compile(r"(default|chain|tree)(?:(?<!default)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
 _ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
@@ -157,6 +158,7 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
         options = {
             "reuse": "none",
             "ngram_length": 0,
+            "tree_sizing": "fixed",
             "beam_width": 1 if variant.kind == "chain" else max(config.beam_width, 2),
             "tree_size": variant.size or config.tree_size,
             "num_assistant_tokens": variant.depth or config.num_draft_steps,

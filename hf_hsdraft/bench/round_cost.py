@@ -1,0 +1,333 @@
+"""What a round costs, in decoding steps: a target of random weights in any shape, and acceptance forced to a pattern.
+
+    python -m hf_hsdraft.bench.round_cost --accept 0,2,1,3                  # an 8B-shaped target
+    python -m hf_hsdraft.bench.round_cost --accept 0,2,1,3 --tiny --dtype float32
+
+Time does not depend on what weights hold. So the share of tau that a trained drafter would turn into speed can be
+measured without one: target and drafter run as ever, only which nodes are accepted is decided here.
+
+- round: from one draft to the next, median; step: from one token of plain `generate()` to the next, median.
+- cost: a round over a step. speed-up: tokens a round over cost, what the pattern gains over plain decoding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LogitsProcessor, LogitsProcessorList
+
+from .. import decoding
+from ..candidate_generator import HSCandidateGenerator
+from ..configuration_hsdraft import HSDraftConfig
+from ..decoded_texts import DecodedTexts
+from ..draft_tree import DraftTree
+from ..modeling_hsdraft import HSDrafter
+from ..verification import ChooseToken
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a target, by the names of `LlamaConfig`; those of Llama-3.1-8B."""
+
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    intermediate_size: int = 14336
+    vocab_size: int = 128256
+
+
+TINY = Shape(64, 4, 4, 2, 128, 512)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        accepted: drafted tokens that are accepted, round by round, over and over.
+        draft_steps, tree_size, beam_width: shape of the draft.
+        prompt_length, rounds: tokens of the prompt, and rounds of one call.
+        backend, mode: of `torch.compile`; an empty backend compiles nothing.
+    """
+
+    accepted: tuple[int, ...]
+    draft_steps: int = 5
+    tree_size: int = 24
+    beam_width: int = 8
+    prompt_length: int = 512
+    rounds: int = 48
+    backend: str = "inductor"
+    mode: str = "reduce-overhead"
+
+    def __post_init__(self) -> None:
+        if not self.accepted or not 0 <= min(self.accepted) <= max(self.accepted) <= self.draft_steps:
+            raise ValueError(f"accept={self.accepted} is invalid: expected numbers from 0 to {self.draft_steps}")
+        if self.tree_size < max(self.accepted):
+            raise ValueError(f"tree_size={self.tree_size} is invalid: a path of {max(self.accepted)} has to fit in")
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round."""
+        return 1 + sum(self.accepted) / len(self.accepted)
+
+    @property
+    def new_tokens(self) -> int:
+        return int(self.rounds * self.tau) + 1
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """What was measured; times in milliseconds, medians.
+
+    Attributes:
+        compiled: whether steps and rounds in a static cache were.
+        step, round: in a static cache.
+        eager_step, eager_round: in a `DynamicCache`, never compiled.
+        draft, verify, commit: parts of a round in a static cache, means, each waited for by itself.
+        waits: times in such a round that the host waited for the device; `None` where there is no such device.
+        tau: tokens a round; cost: `round` over `step`.
+        speed_up: `tau` over `cost`; eager_speed_up: the same of the eager times.
+    """
+
+    compiled: bool
+    step: float
+    round: float
+    eager_step: float
+    eager_round: float
+    draft: float
+    verify: float
+    commit: float
+    waits: float | None
+    tau: float
+    cost: float
+    speed_up: float
+    eager_speed_up: float
+
+
+def random_pair(shape: Shape, plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[Any, HSDrafter]:
+    """A target and a drafter of random weights, made on the device."""
+    length = plan.prompt_length + plan.rounds * (plan.draft_steps + 1) + plan.tree_size + 2
+    config = LlamaConfig(**asdict(shape), max_position_embeddings=max(length, 1024), eos_token_id=None, pad_token_id=0)
+    with torch.device(device):
+        target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        drafter = HSDrafter(HSDraftConfig.for_target(target, num_draft_steps=plan.draft_steps)).to(dtype).eval()
+    options = drafter.generation_config
+    options.num_assistant_tokens, options.tree_size = plan.draft_steps, plan.tree_size
+    options.beam_width = plan.beam_width
+    return target, drafter
+
+
+def measure(target: Any, drafter: HSDrafter, plan: Plan) -> RoundCost:
+    """Times steps and rounds, eager and compiled, the same number of tokens each."""
+    calls = _calls(plan, target.device)
+    steps = {name: _time(target, plan, call, None) for name, call in calls.items()}
+    rounds = {name: _time(target, plan, call, drafter) for name, call in calls.items()}
+    last = [*calls][-1]
+    statistics = _decode(target, plan, calls[last], drafter, return_dict_in_generate=True)[0].statistics
+    parts = {
+        name: 1000 * getattr(statistics, f"{name}_seconds") / statistics.rounds
+        for name in ("draft", "verify", "commit")
+    }
+    cost = rounds[last] / steps[last]
+    return RoundCost(
+        compiled=last == "compiled",
+        step=steps[last],
+        round=rounds[last],
+        eager_step=steps["eager"],
+        eager_round=rounds["eager"],
+        **parts,
+        waits=_waits(target, drafter, plan, calls[last]),
+        tau=plan.tau,
+        cost=cost,
+        speed_up=plan.tau / cost,
+        eager_speed_up=plan.tau * steps["eager"] / rounds["eager"],
+    )
+
+
+def _calls(plan: Plan, device: torch.device) -> dict[str, dict[str, Any]]:
+    """What is compared, as arguments of `generate()`."""
+    static = {
+        "cache_implementation": "static",
+        # Of steps and rounds alike: one shape for both.
+        "max_cache_len": plan.prompt_length + plan.new_tokens + plan.tree_size + 1,
+    }
+    calls: dict[str, dict[str, Any]] = {"eager": {}}
+    if not plan.backend:
+        return calls | {"static": {**static, "disable_compile": True}}
+    config = CompileConfig(backend=plan.backend, mode=plan.mode)
+    config._compile_all_devices = device.type == "cpu"
+    return calls | {"compiled": {**static, "compile_config": config}}
+
+
+class _Stopwatch(LogitsProcessor):
+    """Notes when each token is chosen; plain decoding waits for the one before."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return scores
+
+
+def _decode(
+    target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None, **kwargs: Any
+) -> tuple[Any, list[float]]:
+    """What `generate()` returns, and when each step or round began."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, target.config.vocab_size, (1, plan.prompt_length), generator=generator).to(target.device)
+    settings = {"do_sample": False, "max_new_tokens": plan.new_tokens, **call, **kwargs}
+    if drafter is None:
+        watch = _Stopwatch()
+        return target.generate(ids, logits_processor=LogitsProcessorList([watch]), **settings), watch.times
+    with forced(plan.accepted) as times:
+        return target.generate(ids, assistant_model=drafter, **settings), times
+
+
+def _time(target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None) -> float:
+    """Milliseconds of a step or a round."""
+    _decode(target, plan, call, drafter)  # compiles
+    times = _decode(target, plan, call, drafter)[1]
+    # The first ones are not settled yet, and the last draft is cut short by the end of the text.
+    return median(1000 * (after - before) for before, after in itertools.pairwise(times[2:-1]))
+
+
+def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any]) -> float | None:
+    if target.device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            times = _decode(target, plan, call, drafter)[1]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in caught) / len(times)
+
+
+@contextmanager
+def forced(accepted: Sequence[int]) -> Iterator[list[float]]:
+    """Within, the rounds of this process accept as many drafted tokens as given; yields when each of them began.
+
+    Drafter, target and the rules of the text do all their work; then a path of that length takes the place of the
+    tree's own nodes, and the text follows it. For the time being no other thread should decode.
+    """
+    times: list[float] = []
+    path: list[int] = []  # nodes to accept in the round that is under way
+
+    class Generator(HSCandidateGenerator):
+        def draft(self, max_depths: Mapping[int, int] | None = None) -> list[DraftTree]:
+            length = accepted[len(times) % len(accepted)]
+            times.append(time.perf_counter())
+            [tree] = super().draft(max_depths)
+            length = min(length, *(max_depths or {}).values(), len(tree) - 1)
+            path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
+            return [_along(tree, path)]
+
+    class Texts(DecodedTexts):
+        def _chooser(self, index: int, tree: DraftTree, logits: torch.Tensor) -> ChooseToken:
+            own = super()._chooser(index, tree, logits)
+            children = tree.children()
+
+            def choose(node: int, tokens: list[int]) -> int:
+                token = own(node, tokens)
+                if len(tokens) < len(path):
+                    return tree.tokens[path[len(tokens)]]
+                while token in children[node]:
+                    token = (token + 1) % logits.shape[-1]
+                return token
+
+            return choose
+
+    before = decoding.HSCandidateGenerator, decoding.DecodedTexts
+    decoding.HSCandidateGenerator, decoding.DecodedTexts = Generator, Texts  # type: ignore[misc]
+    try:
+        yield times
+    finally:
+        decoding.HSCandidateGenerator, decoding.DecodedTexts = before  # type: ignore[misc]
+
+
+def _along(tree: DraftTree, path: Sequence[int]) -> DraftTree:
+    """A tree of the same size whose nodes `path` are one path, the others siblings of them.
+
+    As in drafted trees the path's nodes lie apart, so that a commit has to move them.
+    """
+    parents, depths, tip, depth = [-1], [0], 0, 0
+    for node in range(1, len(tree)):
+        parents.append(tip)
+        depths.append(depth + 1)
+        if node in path:
+            tip, depth = node, depth + 1
+    tokens = (tree.tokens[0], *range(1, len(tree)))
+    return DraftTree(tokens, tuple(parents), tuple(depths), tuple(-float(each) for each in depths))
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def round_cost(
+    accept: Annotated[str, typer.Option(help="Drafted tokens accepted, round by round.")] = "0,2,1,3",
+    tiny: Annotated[bool, typer.Option("--tiny", help="A shape for a CPU, in seconds.")] = False,
+    hidden_size: int = Shape.hidden_size,
+    num_hidden_layers: int = Shape.num_hidden_layers,
+    num_attention_heads: int = Shape.num_attention_heads,
+    num_key_value_heads: int = Shape.num_key_value_heads,
+    intermediate_size: int = Shape.intermediate_size,
+    vocab_size: int = Shape.vocab_size,
+    draft_steps: int = Plan.draft_steps,
+    tree_size: int = Plan.tree_size,
+    beam_width: int = Plan.beam_width,
+    prompt_length: int = Plan.prompt_length,
+    rounds: int = Plan.rounds,
+    device: Annotated[str, typer.Option(help="By default a GPU if there is one.")] = "",
+    dtype: str = "bfloat16",
+    backend: Annotated[str, typer.Option(help="Of torch.compile; empty for no compilation.")] = Plan.backend,
+    mode: str = Plan.mode,
+    out: Annotated[Path | None, typer.Option(help="Where the JSON goes too.")] = None,
+) -> None:
+    """What a round costs, in decoding steps, as JSON."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    shape = Shape(
+        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size, vocab_size
+    )
+    shape = TINY if tiny else shape
+    try:
+        accepted = tuple(int(part) for part in accept.split(","))
+        plan = Plan(accepted, draft_steps, tree_size, beam_width, prompt_length, rounds, backend, mode)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    target, drafter = random_pair(shape, plan, place, getattr(torch, dtype))
+    report = {
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "target": asdict(shape),
+        "plan": asdict(plan),
+        "milliseconds": asdict(measure(target, drafter, plan)),
+    }
+    text = json.dumps(report, indent=1)
+    if out is not None:
+        out.write_text(text + "\n")
+    typer.echo(text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command with the given arguments, by default those of the process."""
+    app(args=None if argv is None else list(argv), standalone_mode=argv is None)
+
+
+if __name__ == "__main__":
+    main()

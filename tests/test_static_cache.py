@@ -1,0 +1,390 @@
+"""Static caches: drafts in slots of a fixed size, one shape of forward, and what is compiled of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
+
+from hf_hsdraft.bench.round_cost import TINY, Plan, forced, main, random_pair
+from hf_hsdraft.bench.scripted import scripted
+from hf_hsdraft.decoded_texts import DecodedTexts
+from hf_hsdraft.draft_tree import DraftTree
+from hf_hsdraft.static_cache import StaticSlots, why_not_static
+from hf_hsdraft.target_runtime import TargetRuntime
+
+TREE_SIZE = 24  # no scripted tree of four levels is greater
+SETTINGS = ({"do_sample": False}, {"do_sample": True, "temperature": 1.5, "top_k": 20})
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return make_drafter(target, tree_size=TREE_SIZE)
+
+
+@pytest.fixture
+def prompts() -> dict[str, torch.Tensor]:
+    """A batch of three, padded at the left."""
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4], mask[2, :1] = 0, 0
+    return {"input_ids": torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(1)) * mask} | {
+        "attention_mask": mask
+    }
+
+
+def decode(target, ids, drafter=None, new_tokens=40, **kwargs):
+    torch.manual_seed(7)
+    inputs = ids if isinstance(ids, dict) else {"input_ids": ids}
+    if drafter is not None:
+        kwargs |= {"assistant_model": drafter, "return_dict_in_generate": True}
+    return target.generate(**inputs, max_new_tokens=new_tokens, **{"do_sample": False, **kwargs})
+
+
+class Graphs:
+    """A backend that runs what it is given, and keeps the shapes of its inputs."""
+
+    def __init__(self) -> None:
+        self.shapes: list[list[tuple[int, ...]]] = []
+
+    def config(self) -> CompileConfig:
+        def backend(graph, inputs, **kwargs):
+            assert not any(isinstance(one, int | torch.SymInt) for one in inputs), "a shape has become a variable"
+            self.shapes.append([tuple(one.shape) for one in inputs if isinstance(one, torch.Tensor)])
+            return graph.forward
+
+        config = CompileConfig(backend=backend)
+        config._compile_all_devices = True
+        return config
+
+    def count(self, columns: int) -> int:
+        """Graphs that read so many columns: their mask says so."""
+        return sum(any(len(s) == 4 and s[-2] == columns and s[1] == 1 for s in shapes) for shapes in self.shapes)
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_text_is_that_of_plain_decoding(drafter, prompt, settings, attention):
+    target = make_target(attention)
+    plain = decode(target, prompt, **settings)
+    assert decode(target, prompt, drafter, cache_implementation="static", **settings).sequences.equal(plain)
+    with scripted(plain[:, prompt.shape[1] :].tolist()):
+        output = decode(target, prompt, drafter, cache_implementation="static", **settings)
+    assert output.sequences.equal(plain)
+    assert output.statistics.tau > 1.8 and output.statistics.draft_kind == "tree"
+    assert int(output.past_key_values.get_seq_length()) == plain.shape[1] - 1
+
+
+def test_batches_with_padding(target, drafter, prompts):
+    plain = decode(target, prompts)
+    drafter = make_drafter(target, tree_size=5 * TREE_SIZE)
+    with scripted(plain[:, 9:].tolist()):
+        output = decode(target, prompts, drafter, cache_implementation="static")
+    assert output.sequences.equal(plain) and output.statistics.tau > 1.5
+    short = StaticCache(target.config, max_cache_len=plain.shape[1])
+    with pytest.raises(ValueError, match="max_cache_len=49; with a drafter this batch needs 75"):
+        decode(target, prompts, drafter, past_key_values=short)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 10, 60])
+def test_a_cache_of_the_callers_own_is_used_as_far_as_it_reaches(target, drafter, prompt, spare):
+    """The prompt's probe and each draft need room behind the text; without it, the text goes on token by token."""
+    plain = decode(target, prompt)
+    cache = StaticCache(target.config, max_cache_len=plain.shape[1] - 1 + spare)
+    with scripted(plain[:, prompt.shape[1] :].tolist()):
+        output = decode(target, prompt, drafter, past_key_values=cache)
+    assert output.past_key_values is cache and output.sequences.equal(plain)
+    assert (output.statistics.tau > 1.8) == (spare == 60)
+
+
+def test_hardly_any_room(target, drafter, prompt):
+    plain = decode(target, prompt, new_tokens=3)
+    cache = StaticCache(target.config, max_cache_len=prompt.shape[1] + 2)
+    assert decode(target, prompt, drafter, new_tokens=3, past_key_values=cache).sequences.equal(plain)
+
+
+def test_a_cache_goes_on_to_the_next_call(target, drafter, prompt):
+    cache = StaticCache(target.config, max_cache_len=200)
+    first = decode(target, prompt, drafter, past_key_values=cache).sequences
+    longer = torch.cat([first, prompt], dim=1)
+    plain = decode(target, longer)
+    with scripted(plain[:, longer.shape[1] :].tolist()):
+        second = decode(target, longer, drafter, past_key_values=cache).sequences
+    assert second.equal(plain)
+    assert decode(target, torch.cat([plain, prompt], dim=1), past_key_values=cache).equal(
+        decode(target, torch.cat([plain, prompt], dim=1))
+    )
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_forward_that_stops_halfway_leaves_the_cache_as_it_was(target, drafter, prompt, layer):
+    cache = StaticCache(target.config, max_cache_len=200)
+    calls = []
+
+    def interrupt(*args):
+        calls.append(args)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+
+    hook = target.model.layers[layer].self_attn.register_forward_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            decode(target, prompt, drafter, past_key_values=cache)
+    finally:
+        hook.remove()
+    lengths = {int(each.cumulative_length) for each in cache.layers}
+    assert len(lengths) == 1 and lengths.pop() >= prompt.shape[1]
+    plain = decode(target, prompt)
+    assert decode(target, plain, drafter, past_key_values=cache).sequences.equal(decode(target, plain))
+
+
+def test_hidden_states_and_attentions_are_those_of_plain_decoding(drafter, prompt):
+    target = make_target("eager")
+    wanted = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
+    plain = decode(target, prompt, **wanted)
+    with scripted(plain.sequences[:, prompt.shape[1] :].tolist()):
+        output = decode(target, prompt, drafter, cache_implementation="static", **wanted)
+    for expected, seen in zip(plain.hidden_states, output.hidden_states, strict=True):
+        torch.testing.assert_close(torch.stack(seen), torch.stack(expected), rtol=1e-3, atol=1e-4)
+    for expected, seen in zip(plain.attentions, output.attentions, strict=True):
+        for ours, theirs in zip(seen, expected, strict=True):
+            size = theirs.shape[-1]
+            torch.testing.assert_close(ours[..., :size], theirs, rtol=1e-3, atol=1e-4)
+            assert not ours[..., size:].any()
+
+
+def test_caches_that_overwrite_are_refused(drafter, prompt):
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "sliding_window": 8, "use_sliding_window": True}
+    windowed = AutoModelForCausalLM.from_config(Qwen2Config(**fields, max_window_layers=1, eos_token_id=None)).eval()
+    with pytest.raises(ValueError, match=r"StaticSlidingWindowLayer\) overwrite what is needed"):
+        decode(windowed, prompt, make_drafter(windowed), cache_implementation="static")
+    target = make_target()
+    assert "offloaded" in why_not_static(StaticCache(target.config, max_cache_len=8, offloading=True))
+
+
+def test_calls_keep_the_length_of_the_cache(prompt):
+    """A longer cache for drafts is not made longer still by the next call; plain decoding takes it too."""
+    target = make_target()
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    lengths = [
+        decode(target, prompt, drafter, tokens, cache_implementation="static").past_key_values.get_max_length()
+        for tokens in (40, 40, 20)
+    ]
+    needed = prompt.shape[1] + 40 - 1 + TREE_SIZE + 1
+    assert lengths == [needed + -needed % 8] * 3
+    plain = decode(target, prompt, cache_implementation="static", return_dict_in_generate=True)
+    assert plain.past_key_values.get_max_length() == lengths[0]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_verification_is_compiled_once(prompt, graphs, settings):
+    """One graph of the forward and one of the move, whatever the trees are; none of the prompt's forward."""
+    target = make_target()
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    plain = decode(target, prompt, new_tokens=60, **settings)
+    call = {"cache_implementation": "static", "compile_config": graphs.config(), **settings}
+    for seed in range(2):  # the second call compiles nothing
+        with scripted(plain[:, prompt.shape[1] :].tolist(), seed):
+            output = decode(target, prompt, drafter, 60, **call)
+        assert output.sequences.equal(plain) and output.statistics.tau > 1.8
+        assert len(graphs.shapes) == 2 and graphs.count(TREE_SIZE + 1) == 1
+    # Plain decoding has one graph of its own, and leaves ours as it is.
+    assert decode(target, prompt, new_tokens=60, **call).equal(plain)
+    assert len(graphs.shapes) == 3 and graphs.count(1) == 1
+    assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
+    assert len(graphs.shapes) == 3
+
+
+def test_a_full_cache_is_decoded_by_compiled_steps(prompt, graphs):
+    """Verification and single steps: two shapes, also if plain decoding was compiled before."""
+    target = make_target()
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    plain = decode(target, prompt)
+    config = graphs.config()
+    assert decode(target, prompt, cache_implementation="static", compile_config=config).equal(plain)
+    cache = StaticCache(target.config, max_cache_len=plain.shape[1] - 1)
+    with scripted(plain[:, prompt.shape[1] :].tolist()):
+        output = decode(target, prompt, drafter, past_key_values=cache, compile_config=config)
+    assert output.sequences.equal(plain)
+    assert graphs.count(TREE_SIZE + 1) == 1 and len(graphs.shapes) <= 4
+
+
+@pytest.mark.parametrize("other", [{"disable_compile": True}, {"cache_implementation": None}])
+def test_nothing_is_compiled_where_plain_decoding_compiles_nothing(target, drafter, prompt, graphs, other):
+    call = {"cache_implementation": "static", "compile_config": graphs.config(), **other}
+    assert decode(target, prompt, drafter, **call).sequences.equal(decode(target, prompt))
+    assert graphs.shapes == []
+
+
+def test_plain_compiled_decoding_keeps_one_graph(target, prompt, graphs):
+    """Our hook into sdpa reads a context variable, which a traced forward must not see."""
+    decode(target, prompt, cache_implementation="static", compile_config=graphs.config())
+    assert len(graphs.shapes) == 1
+
+
+READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__int__", "__bool__", "__float__", "__index__"}
+
+
+class HostReads(TorchFunctionMode):
+    """Counts what makes the host wait for a device: values read by Python, and tensors made there out of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
+        if name in READS:
+            self.seen[name] += 1
+        made_here = name in ("tensor", "new_tensor", "as_tensor") and (kwargs.get("device") or name == "new_tensor")
+        if made_here or (name == "to" and kwargs.get("device") == "cpu"):
+            self.seen[f"{name}, copied at once"] += 1
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(each, list) for each in index):
+                self.seen["index by a list"] += 1
+        return func(*args, **kwargs)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators whose result has a size or a value that the host has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            each is not None and each.dtype == torch.bool for each in args[1]
+        )
+        if by_mask or name in ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique_consecutive"):
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def host_reads() -> Iterator[Counter[str]]:
+    total: Counter[str] = Counter()
+    with Operators() as operators, HostReads() as reads:
+        yield total
+    total.update(operators.seen)
+    total.update(reads.seen)
+
+
+def test_a_counted_read_is_seen():
+    ones = torch.ones(3)
+    with host_reads() as seen:
+        ones.tolist(), bool(ones[0]), ones[ones > 0], int(ones.sum()), torch.tensor([1], device="cpu")
+    assert {"tolist", "__bool__", "__int__", "index", "tensor, copied at once"} <= set(seen)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
+    """Between a draft and its logits, and between the accepted path and the next draft, the host never waits.
+
+    Counted on the target's side, `verify` and `commit`: values that Python reads of tensors, operators whose result
+    depends on them in size, and tensors copied to the device in a way that waits for it.
+    """
+    inputs = {name: value[:rows] for name, value in prompts.items()}
+    generation_config = target.generation_config
+    kwargs = {"past_key_values": StaticCache(target.config, max_cache_len=200), "use_cache": True, **inputs}
+    kwargs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    ids = kwargs.pop("input_ids")
+    runtime = TargetRuntime(target, [1, 2], kwargs)
+    with torch.no_grad():
+        runtime.prefill(ids, generation_config)
+        assert not runtime.prepare_trees()
+        runtime.make_room(TREE_SIZE + 1)
+        tree = DraftTree((5, 6, 7, 8, 9), (-1, 0, 0, 2, 3), (0, 1, 1, 2, 3), (0.0,) * 5)
+        for path in ([2, 3], [], [1], [2, 3, 4]):
+            paths = [path, None, [1]][:rows]
+            with host_reads() as seen:
+                mark = runtime.mark()
+                runtime.verify([tree] * rows, ids)
+                runtime.commit([tree] * rows, paths)
+            assert not seen
+            assert runtime.length >= mark.slots + 1 + len(path)
+        with host_reads() as seen:
+            runtime.roll_back(mark)
+        assert not seen
+    assert int(runtime.cache.get_seq_length()) == runtime.length
+
+
+@pytest.mark.parametrize("eos", [None, 4])
+def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkeypatch, eos):
+    """Greedily: one read of the nodes' choices, of which the accepted path and the end of the text follow."""
+    target = make_target(eos_token_id=eos, pad_token_id=0)
+    seen = []
+
+    def counted(method):
+        def call(*args, **kwargs):
+            with host_reads() as reads:
+                result = method(*args, **kwargs)
+            seen.append((method.__name__, dict(reads)))
+            return result
+
+        return call
+
+    for name in ("walk", "emit", "last_token"):
+        monkeypatch.setattr(DecodedTexts, name, counted(getattr(DecodedTexts, name)))
+    drafter = make_drafter(target, tree_size=TREE_SIZE)
+    with forced([2, 0, 1]):
+        decode(target, prompt, drafter, 20, cache_implementation="static")
+    assert {name for name, _ in seen} == {"walk", "emit", "last_token"} and len(seen) > 9
+    assert all(reads == ({"tolist": 1} if name == "walk" else {}) for name, reads in seen)
+
+
+def test_slots_are_counted_without_the_device(target, prompt):
+    cache = StaticCache(target.config, max_cache_len=30)
+    target(prompt, past_key_values=cache)
+    slots = StaticSlots(cache)
+    slots.fill(5)
+    assert (slots.filled, slots.left, slots.size) == (5, 25, 30)
+    assert {int(layer.cumulative_length) for layer in cache.layers} == {5}
+    assert [tuple(each.shape[:3]) for each in slots.states] == [(1, 2, 30)] * 6
+
+
+def test_a_pattern_of_acceptance_is_forced(drafter, target, prompt):
+    """Whatever the drafter proposes; the tree keeps its size, and the paths are committed by moving their nodes."""
+    for call in ({}, {"cache_implementation": "static"}):
+        with forced([0, 3, 1]) as times:
+            output = decode(target, prompt, drafter, 31, **call)
+        statistics = output.statistics
+        assert statistics.accepted_lengths[:-1] == ([0, 3, 1] * 5)[: statistics.rounds - 1]
+        assert len(times) == statistics.rounds and statistics.drafted_nodes[3] == TREE_SIZE
+
+
+def test_the_cost_of_a_round_is_reported(tmp_path):
+    out = tmp_path / "cost.json"
+    sizes = ["--tiny", "--prompt-length", "16", "--rounds", "8", "--tree-size", "12", "--draft-steps", "3"]
+    main([*sizes, "--accept", "0,2,1,3", "--dtype", "float32", "--device", "cpu", "--backend", "", "--out", str(out)])
+    report = json.loads(out.read_text())
+    cost = report["milliseconds"]
+    assert report["device"] == "cpu" and report["target"]["hidden_size"] == TINY.hidden_size
+    assert cost["tau"] == 2.5 and not cost["compiled"] and cost["waits"] is None
+    assert cost["cost"] == pytest.approx(cost["round"] / cost["step"])
+    assert cost["speed_up"] == pytest.approx(2.5 * cost["step"] / cost["round"])
+    assert all(cost[name] > 0 for name in ("step", "round", "eager_step", "eager_round", "draft", "verify", "commit"))
+
+
+def test_a_plan_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="accept=\\(0, 6\\) is invalid: expected numbers from 0 to 5"):
+        Plan((0, 6))
+    target, drafter = random_pair(TINY, Plan((1,), draft_steps=2), torch.device("cpu"), torch.bfloat16)
+    assert {each.dtype for model in (target, drafter) for each in model.parameters()} == {torch.bfloat16}
