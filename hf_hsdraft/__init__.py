@@ -1,11 +1,13 @@
 """Hidden-state speculative decoding for transformers: the same text, fewer target forwards.
 
-Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`].
+Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`] or a
+[`CachebackDrafter`].
 """
 
 from transformers import AutoConfig, AutoModel
 
 from ._version import __version__
+from .cacheback import CachebackDrafter
 from .candidate_generator import HSCandidateGenerator
 from .configuration_hsdraft import HSDraftConfig
 from .decoding import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
@@ -18,6 +20,7 @@ AutoConfig.register(HSDraftConfig.model_type, HSDraftConfig)
 AutoModel.register(HSDraftConfig, HSDrafter)
 
 __all__ = [
+    "CachebackDrafter",
     "DraftStatistics",
     "DraftTree",
     "HSCandidateGenerator",

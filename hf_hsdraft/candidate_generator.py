@@ -6,11 +6,12 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .cacheback import CachebackDrafter
 from .draft_options import DraftOptions
 from .draft_tree import DraftTree, build_beam_trees, merge_trees
 from .expansion import Expansion
@@ -93,23 +94,25 @@ class HSCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        drafter: HSDrafter,
+        drafter: HSDrafter | CachebackDrafter,
         weights: TargetWeights,
         options: DraftOptions | None = None,
         batch_size: int = 1,
         pace: Pace | None = None,
     ) -> None:
-        self.drafter = drafter
+        self.trained = isinstance(drafter, HSDrafter)  # there is a network that reads the target's hidden states
+        self.drafter = cast(HSDrafter, drafter)  # what only such a one has is asked of no other
         self.weights = weights
         self.options = (options or DraftOptions.of(drafter)).shared_by(batch_size)
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self.drafted_depth = 0  # of the last round
         self._pace = pace
-        self._roll_out = RollOut(drafter) if batch_size == 1 else None
+        self._roll_out = RollOut(drafter) if batch_size == 1 and isinstance(drafter, HSDrafter) else None
         self._context: DraftContext | None = None  # of a batch
         self._started = False  # in transformers' own assisted decoding
         length = self.options.ngram_length
-        self._rows = [_Row(ngrams=NgramCache(length) if length else None) for _ in range(batch_size)]
+        frozen = drafter.frozen if isinstance(drafter, CachebackDrafter) else ()
+        self._rows = [_Row(ngrams=NgramCache(length, frozen) if length else None) for _ in range(batch_size)]
 
     def memory(self, length: int) -> DraftMemory:
         """What has been read of a single text of `length` tokens."""
@@ -146,10 +149,12 @@ class HSCandidateGenerator(CandidateGenerator):
             row: sequence of the batch.
             embeds: `[n, D]`, embeddings of the x_{i+1}, for prompts that were given so.
         """
+        self._rows[row].root = int(next_tokens[-1])
+        if not self.trained:
+            return
         device, dtype = self.drafter.device, self.drafter.dtype
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         self._rows[row].pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
-        self._rows[row].root = int(next_tokens[-1])
 
     def remember(self, tokens: Sequence[int], row: int = 0) -> None:
         """Enters further tokens of a text into its n-grams, those of the prompt and of earlier turns among them."""
@@ -171,7 +176,7 @@ class HSCandidateGenerator(CandidateGenerator):
         rows = [row for row, depth in wanted.items() if depth > 0]
         trees = {row: DraftTree.root(self._rows[row].root) for row in wanted}
         grown = {row: self._from_ngrams(row, wanted[row]) for row in rows}
-        depth = min(max(wanted.values(), default=0), self.options.depth)
+        depth = min(max(wanted.values(), default=0), self.options.depth) if self.trained else 0
         if rows and self._pace is not None:
             certain = sum(_first_probability(grown[row]) for row in rows) / len(rows)
             depth = min(depth, self._pace.depth(certain))
@@ -195,6 +200,8 @@ class HSCandidateGenerator(CandidateGenerator):
         if ngrams is None or ngrams.last != self._rows[row].root:  # nobody told them the text
             return DraftTree.root(self._rows[row].root)
         depth, threshold = min(depth, MOST_NGRAM_DEPTH), self.options.threshold
+        if not self.trained:
+            depth = min(depth, self.options.depth)
         if self.options.beam_width == 1:
             return ngrams.draft(min(size, depth), depth, width=1, threshold=threshold)
         return ngrams.draft(size, depth, threshold=threshold)

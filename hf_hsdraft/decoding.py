@@ -11,6 +11,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.utils import logging
 
+from .cacheback import CachebackDrafter
 from .candidate_generator import HSCandidateGenerator
 from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_options import DraftOptions
@@ -114,8 +115,15 @@ class _Clock:
             self._statistics.total_seconds = self._now() - self._begin
 
 
-def check_target(target: Any, drafter: HSDrafter) -> None:
+def check_target(target: Any, drafter: HSDrafter | CachebackDrafter) -> None:
     """Raises a ValueError that names the field if `drafter` was made for another target."""
+    if isinstance(drafter, CachebackDrafter):
+        if drafter.most_token >= text_config(target).vocab_size:
+            raise ValueError(
+                f"the texts of this CachebackDrafter hold token {drafter.most_token}, the target's vocabulary has only "
+                f"{text_config(target).vocab_size}: they have to be encoded by the target's tokenizer"
+            )
+        return
     config, wanted = text_config(target), drafter.config
     made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
     for name, expected in (
@@ -132,7 +140,12 @@ def check_target(target: Any, drafter: HSDrafter) -> None:
 
 
 def _check_call(
-    target: Any, drafter: HSDrafter, input_ids: torch.Tensor, processors: Any, synced_gpus: bool, kwargs: dict[str, Any]
+    target: Any,
+    drafter: HSDrafter | CachebackDrafter,
+    input_ids: torch.Tensor,
+    processors: Any,
+    synced_gpus: bool,
+    kwargs: dict[str, Any],
 ) -> None:
     """Everything known beforehand that would make the call fail or be wrong."""
     check_target(target, drafter)
@@ -151,7 +164,7 @@ def _check_call(
 
 def speculative_decoding(
     target: Any,
-    drafter: HSDrafter,
+    drafter: HSDrafter | CachebackDrafter,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -171,7 +184,8 @@ def speculative_decoding(
     """
     _check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
-    warn_of_mismatch(target, drafter, tokenizer)
+    if isinstance(drafter, HSDrafter):
+        warn_of_mismatch(target, drafter, tokenizer)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     runtime = TargetRuntime(target, drafter.config.target_tap_layers, model_kwargs)
@@ -206,7 +220,7 @@ class _Call:
     """The rounds of one call, from the prompts' forward to the last."""
 
     target: Any
-    drafter: HSDrafter
+    drafter: HSDrafter | CachebackDrafter
     weights: TargetWeights
     options: DraftOptions
     runtime: TargetRuntime
@@ -239,7 +253,7 @@ class _Call:
             done = not texts.active
         runtime.finish(texts.sequences())
         outlives = self.statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
-        if outlives and generator is not None and len(rows) == 1:
+        if outlives and generator is not None and generator.trained and len(rows) == 1:
             setattr(runtime.cache, _MEMORY, generator.memory(runtime.length + 1))
 
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
@@ -253,18 +267,15 @@ class _Call:
 
     def _pace(self, options: DraftOptions, position: int) -> Pace | None:
         """How much to draft, where that follows from costs: of this device, drafter, batch and length of text."""
-        options, config = options.shared_by(len(self.texts.rows)), self.drafter.config
+        options, depth = options.shared_by(len(self.texts.rows)), 0
         if options.tree_sizing == "fixed" or options.depth == 0:
             return None
-        width = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size, options.beam_width
-        kind = (
-            *kind_of_call(self.runtime),
-            *width,
-            self.drafter.dtype,
-            len(self.texts.rows),
-            (position >> 10).bit_length(),
-        )
-        return pace_for(self.target, kind, options.depth, options.tree_size, options.costs)
+        kind = *kind_of_call(self.runtime), options.beam_width, len(self.texts.rows), (position >> 10).bit_length()
+        if isinstance(self.drafter, HSDrafter):
+            config, depth = self.drafter.config, options.depth
+            sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size
+            kind = *kind, *sizes, self.drafter.dtype, self.drafter.device
+        return pace_for(self.target, kind, depth, options.tree_size, options.costs)
 
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
         runtime, texts, clock = self.runtime, self.texts, self.clock

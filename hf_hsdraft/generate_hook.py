@@ -8,6 +8,7 @@ from typing import Any
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
+from .cacheback import CachebackDrafter
 from .decoding import check_target, speculative_decoding
 from .grouped_attention import install as install_grouped_attention
 from .modeling_hsdraft import HSDrafter
@@ -39,7 +40,7 @@ def _hooked_decoding(original: Any) -> Any:
     @functools.wraps(original)
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         drafter = kwargs.get("assistant_model")
-        if not isinstance(drafter, HSDrafter):
+        if not isinstance(drafter, HSDrafter | CachebackDrafter):
             return original(self, *args, **kwargs)
         del kwargs["assistant_model"]
         for name in ("inputs_tensor", "assistant_tokenizer"):
@@ -58,7 +59,7 @@ def _hooked_validation(original: Any) -> Any:
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> Any:
         drafter = generation_mode_kwargs.get("assistant_model")
-        if isinstance(drafter, HSDrafter) and generation_mode == GenerationMode.ASSISTED_GENERATION:
+        if isinstance(drafter, HSDrafter | CachebackDrafter) and generation_mode == GenerationMode.ASSISTED_GENERATION:
             check_target(self, drafter)
             # Several sequences, stateful caches and other encoders are no matter of the mode but of the runtime.
             generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH

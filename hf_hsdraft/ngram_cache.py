@@ -66,10 +66,14 @@ class NgramCache:
 
     Args:
         length: of the longest leader, 1 or more.
+        frozen: tables of other texts, asked after the text's own for leaders of their length, and left unchanged.
     """
 
-    def __init__(self, length: int) -> None:
-        self._tables = [FollowerTable(size) for size in range(length, 0, -1)]  # the longest is asked first
+    def __init__(self, length: int, frozen: Sequence[FollowerTable] = ()) -> None:
+        self._own = [FollowerTable(size) for size in range(length, 0, -1)]
+        others = [FollowerTable(table.length, table.followers) for table in frozen]  # each text counts for itself
+        # The longest is asked first.
+        self._tables = sorted([*self._own, *others], key=lambda table: -table.length)
         self._tail: list[int] = []  # the last tokens of the text, at most `length`
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -83,7 +87,9 @@ class NgramCache:
                 leader = tuple(self._tail[-table.length :])
                 if not found:
                     found = self._count(table, leader, token)
-                table.enter(leader, token)
+            for table in self._own:
+                if len(self._tail) >= table.length:
+                    table.enter(tuple(self._tail[-table.length :]), token)
             self._tail = [*self._tail, token][-longest:]
 
     @property
@@ -151,3 +157,12 @@ class NgramCache:
             if left < _LEAST:
                 break
         return sorted(found.items(), key=lambda item: -item[1])
+
+
+def tables_of(texts: Iterable[Sequence[int]], length: int) -> list[FollowerTable]:
+    """The tables of some texts, for leaders of up to `length` tokens; none reaches from one text into the next."""
+    cache = NgramCache(length)
+    for text in texts:
+        cache._tail = []
+        cache.extend(text)
+    return cache._own

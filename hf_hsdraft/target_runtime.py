@@ -76,7 +76,7 @@ class TargetRuntime:
         prefix = "decoder_" if self._is_encoder_decoder else ""
         self._mask_key, self._position_key = f"{prefix}attention_mask", f"{prefix}position_ids"
         self._states_key = f"{prefix}hidden_states"
-        if not self._kwargs.get("output_hidden_states"):
+        if self._tap_layers and not self._kwargs.get("output_hidden_states"):
             self._kwargs["output_hidden_states"] = self._tap_layers
         self._kept: list[int] = []  # slots that hold the text of each row
         self._prompt_slots = self._prompt_length = 0
@@ -529,6 +529,8 @@ class TargetRuntime:
     def _output(self, outputs: Any, columns: int | None = None) -> TargetOutput:
         """Logits and taps of a forward, of its last `columns` only if given."""
         states, device = outputs.get(self._states_key), outputs.logits.device
+        if not self._tap_layers:
+            return _last(outputs.logits, outputs.logits[..., :0], columns)
         if states and len(states) <= self._tap_layers[-1]:
             raise ValueError(
                 f"{type(self.target).__name__} cannot be drafted for: the drafter reads hidden state "
@@ -542,9 +544,11 @@ class TargetRuntime:
                 f"position; found {found}."
             )
         taps = torch.cat([states[layer].to(device) for layer in self._tap_layers], dim=-1)
-        if columns is None:
-            return TargetOutput(outputs.logits, taps)
-        return TargetOutput(outputs.logits[:, -columns:], taps[:, -columns:])
+        return _last(outputs.logits, taps, columns)
+
+
+def _last(logits: torch.Tensor, taps: torch.Tensor, columns: int | None) -> TargetOutput:
+    return TargetOutput(logits, taps) if columns is None else TargetOutput(logits[:, -columns:], taps[:, -columns:])
 
 
 def _kept_of(path: Sequence[int] | None) -> int:

@@ -180,7 +180,8 @@ def test_what_is_not_installed_is_said_at_once(monkeypatch):
 def test_options_have_to_be_the_drafters(target, drafter):
     [system] = systems_of("tree7x3+assistant_confidence_threshold=0.25+verification=walk", target, drafter)
     assert system.options == {
-        "reuse": "none", "ngram_length": 0, "tree_sizing": "fixed", "beam_width": 5, "tree_size": 7, "num_assistant_tokens": 3,
+        "reuse": "none", "ngram_length": 0, "tree_sizing": "fixed", "beam_width": 5, "tree_size": 7,
+        "num_assistant_tokens": 3,
         "assistant_confidence_threshold": 0.25, "verification": "walk",
     }  # fmt: skip
     assert systems_of("default", target, drafter)[0].options == {}

@@ -21,6 +21,7 @@ TOKEN = "hf_NeverToBeSeenAnywhere"
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
+    "cacheback.py",
     "candidate_generator.py",
     "configuration_hsdraft.py",
     "decoded_texts.py",

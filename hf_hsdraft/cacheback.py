@@ -1,0 +1,80 @@
+"""A drafter without a network: n-grams of the running text, and of other texts if there are any (Cacheback)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .modeling_hsdraft import TargetWeights
+from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
+
+
+@dataclass(frozen=True)
+class CachebackConfig:
+    """What decoding asks a drafter's configuration for."""
+
+    num_draft_steps: int = MOST_NGRAM_DEPTH
+    target_tap_layers: tuple[int, ...] = ()
+
+
+class CachebackDrafter:
+    """Training-free drafting by n-grams, for any target ("Cacheback": tables of leaders and their followers).
+
+        out = model.generate(**inputs, assistant_model=CachebackDrafter())
+
+    Exact like every drafter here, and quick where a text repeats itself or its prompt: summaries, translations,
+    extraction, code. Elsewhere it hardly drafts and costs as little.
+
+    Args:
+        texts: token ids of texts like those to come; their n-grams fill a table that is asked where the running text
+            knows nothing, and is never changed.
+        ngram_length: tokens of the longest leader, 1 to 16.
+        options: further drafting options of `generation_config`, such as `tree_size`.
+
+    Raises:
+        ValueError: `ngram_length` is out of range, or an option is unknown.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
+        if not isinstance(ngram_length, int) or not 1 <= ngram_length <= MOST_LEADING:
+            raise ValueError(
+                f"ngram_length={ngram_length!r} is invalid: expected an integer from 1 to {MOST_LEADING}; without "
+                "n-grams there is nothing to draft"
+            )
+        self.config = CachebackConfig()
+        self.generation_config = self.default_generation_config()
+        self.generation_config.ngram_length = ngram_length
+        for name, value in options.items():
+            if name not in vars(self.generation_config):
+                raise ValueError(f"{name} is no drafting option: expected such as tree_size, tree_sizing")
+            setattr(self.generation_config, name, value)
+        self.frozen: list[FollowerTable] = tables_of(texts, ngram_length) if texts else []
+        self.most_token = max((max(text) for text in texts if text), default=-1)
+        from .generate_hook import install  # above this module
+
+        install()
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options; `beam_width=1` drafts a chain, the other options of a beam have no effect."""
+        return GenerationConfig(
+            num_assistant_tokens=MOST_NGRAM_DEPTH,
+            tree_size=24,
+            beam_width=24,
+            assistant_confidence_threshold=0.0,
+            reuse="none",
+            reuse_weight=0.0,
+            tree_builder="beam",
+            verification="walk",
+            ngram_length=4,
+            tree_sizing="cost",
+            node_cost=None,
+            depth_cost=None,
+        )
+
+    def borrow(self, embedding: Any, output_head: Any) -> TargetWeights:
+        """Nothing of the target is needed."""
+        return TargetWeights(embedding, None, torch.empty(0, dtype=torch.long))
