@@ -31,7 +31,9 @@ class _Row:
         root: the last accepted token.
         drafted: `[K, D]` of the last round, g_0 .. g_{K-1}.
         leftover: `[K', D]`, drafted states that still predict positions ahead.
+        logits, leftover_logits: `[K, V']` of those, by the head alone.
         leftover_path: tokens accepted since those were drafted, from their root on.
+        earlier_path: the same of `drafted`, if it was left over itself.
         ngrams: of the row's text.
         tree: what the drafter made of the last round, before anything joined it or was left out.
     """
@@ -40,7 +42,10 @@ class _Row:
     root: int = -1
     drafted: torch.Tensor | None = None
     leftover: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    leftover_logits: torch.Tensor | None = None
     leftover_path: list[int] = field(default_factory=list)
+    earlier_path: list[int] = field(default_factory=list)
     ngrams: NgramCache | None = None
     tree: DraftTree | None = None
 
@@ -180,8 +185,11 @@ class HSCandidateGenerator(CandidateGenerator):
         if rows and self._pace is not None:
             certain = sum(_first_probability(grown[row]) for row in rows) / len(rows)
             depth = min(depth, self._pace.depth(certain))
-        self.drafted_depth = depth
-        if depth:
+        reused = self._from_leftover(rows, depth) if depth else None
+        self.drafted_depth = 0 if reused is not None else depth
+        if reused is not None and self._pace is not None:
+            trees[rows[0]] = self._pace.scored(reused)
+        elif depth:
             hidden = self._rolled(rows, depth)
             for row, tree in zip(
                 rows, self._trees(rows, hidden, [min(wanted[row], depth) for row in rows]), strict=True
@@ -193,6 +201,25 @@ class HSCandidateGenerator(CandidateGenerator):
             if self._pace is not None:
                 trees[row] = self._pace.cut(trees[row])
         return list(trees.values())
+
+    def _from_leftover(self, rows: Sequence[int], depth: int) -> DraftTree | None:
+        """Reuse that saves time: a tree of drafted states that were not used up, instead of a roll-out.
+
+        Where they are as confident, as what a roll-out has been worth of late. They have not read the tokens since, the
+        injector has; what the trunk should read waits for the next roll-out.
+        """
+        state = self._rows[rows[0]]
+        if self.options.reuse != "skip" or state.leftover is None or self._pace is None or len(self._rows) > 1:
+            return None
+        assert state.leftover_logits is not None
+        confidence = state.leftover_logits.float().softmax(dim=-1).amax(dim=-1)
+        if float(confidence.cumprod(dim=0).sum()) < self._pace.worth():
+            return None
+        hidden, logits = state.leftover[None, :depth], state.leftover_logits[None, :depth]
+        expansion = self._expansion(hidden, logits, self._since(state))
+        [state.tree] = self._grow([state.root], expansion, [expansion.depth])
+        state.drafted, state.logits, state.earlier_path = state.leftover, state.leftover_logits, state.leftover_path
+        return state.tree
 
     def _from_ngrams(self, row: int, depth: int) -> DraftTree:
         """What the n-grams of a text propose, as a tree or, where only one path may be, as a chain."""
@@ -243,6 +270,8 @@ class HSCandidateGenerator(CandidateGenerator):
         for row in rows:
             self._rows[row].leftover = None
         reuse = self.options.reuse if any(leftover is not None for leftover in leftovers) else "none"
+        for row, row_logits in zip(rows, logits, strict=True):
+            self._rows[row].logits = row_logits
         if reuse == "ensemble":
             logits = logits.clone()
             for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
@@ -268,9 +297,11 @@ class HSCandidateGenerator(CandidateGenerator):
             self._pace.learn(state.tree, [*accepted, next_token])
         state.tree = None
         drafted, state.drafted, state.leftover = state.drafted, None, None
+        earlier, state.earlier_path = state.earlier_path, []
         if drafted is not None and self.options.reuse != "none" and len(drafted) > len(accepted) + 1:
             state.leftover = drafted[len(accepted) + 1 :]
-            state.leftover_path = [state.root, *accepted]
+            state.leftover_logits = None if state.logits is None else state.logits[len(accepted) + 1 :]
+            state.leftover_path = [*earlier, state.root, *accepted]
 
     def _ensemble(self, logits: torch.Tensor, leftover: torch.Tensor, state: _Row) -> None:
         """Reuse form A: the old round's logits join the new ones `[depth, V']` at the same absolute position."""

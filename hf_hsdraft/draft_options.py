@@ -14,7 +14,7 @@ from .pacing import Costs
 from .verification import VERIFICATIONS
 
 TREE_SIZINGS = ("cost", "fixed")
-REUSES = ("none", "ensemble", "resample")
+REUSES = ("none", "ensemble", "resample", "skip")
 TREE_BUILDERS = ("beam", "gumbel", "stochastic_beam")
 
 
@@ -26,7 +26,7 @@ class DraftOptions:
         depth: greatest depth of the tree, `num_assistant_tokens`.
         tree_size, beam_width: see `build_beam_trees`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
-        reuse: `"none"`, `"ensemble"` or `"resample"`.
+        reuse: `"none"`, `"ensemble"`, `"resample"` or `"skip"`.
         reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
         tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
         verification: `"walk"` or `"rejection"`.
@@ -123,6 +123,10 @@ class DraftOptions:
             raise ValueError(
                 "verification='rejection' is invalid with tree_builder='beam': its ratio holds for drawn nodes only, "
                 "the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
+            )
+        if reuse == "skip" and sizing == "fixed":
+            raise ValueError(
+                "reuse='skip' is invalid with tree_sizing='fixed': what a roll-out is worth is not known then"
             )
         if builder != "beam" and reuse != "none":
             raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")

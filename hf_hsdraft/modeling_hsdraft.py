@@ -261,7 +261,8 @@ class HSDrafter(PretrainedDrafter):
     - `num_assistant_tokens`: depth of the draft, at most `num_draft_steps`;
     - `tree_size`, `beam_width`: nodes in all and nodes expanded per depth; a width of 1 drafts a chain;
     - `assistant_confidence_threshold`: nodes whose path is less probable than this are not drafted (0 keeps all);
-    - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
+    - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"`, `"resample"`, or `"skip"`, which drafts from
+      them alone, without a roll-out, where they are confident enough (single texts);
     - `reuse_weight`: weight of the old logits in `"ensemble"`;
     - `ngram_length`: nodes out of the text itself join the tree, found by leaders of up to so many tokens; 0 for none;
     - `tree_sizing`: `"cost"` drafts and verifies what pays here, up to the sizes above, `"fixed"` always all of it;

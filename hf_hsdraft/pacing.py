@@ -195,9 +195,23 @@ class Pace:
         self._waited, self._pause = 0, min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
         return min(1, self._depth)
 
+    def worth(self) -> float:
+        """Tokens that a draft of the best depth gains of late, less what it costs; infinite while that is unknown."""
+        if self.costs is None:
+            return math.inf
+        gain, best = 0.0, 0.0
+        for depth, more in enumerate(self._gains, 1):
+            gain += more
+            best = max(best, gain - self.rate * self.costs.drafting(depth))
+        return best
+
+    def scored(self, tree: DraftTree) -> DraftTree:
+        """A drafted tree, scored by how probable its nodes are to be accepted."""
+        return self._calibration.applied(tree)
+
     def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
-        """A drafted tree, scored by how probable its nodes are to be accepted; what each depth adds is noted."""
-        tree = self._calibration.applied(tree)
+        """The same of a tree drafted to some depth just now; what each depth adds is noted."""
+        tree = self.scored(tree)
         if self.costs is None:
             return tree
         least = self.rate * self.costs.node

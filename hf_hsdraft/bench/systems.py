@@ -23,6 +23,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "none": {"reuse": "none"},
     "ensemble": {"reuse": "ensemble"},
     "resample": {"reuse": "resample"},
+    "skip": {"reuse": "skip", "tree_sizing": "cost"},
     "ngrams": {"ngram_length": 4},
     "cost": {"tree_sizing": "cost"},
 }
