@@ -25,6 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 console = Console()
+if not console.is_terminal:
+    console = Console(width=140)  # tables in a log file keep their columns
 
 
 class Dtype(str, Enum):
@@ -89,9 +91,9 @@ def bench(
     variants: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: default, chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample, +ngrams or "
-            "+option=value; lookup, static, cacheback, economize-lookup, economize-eagle3=FOLDER, "
-            "economize-hybrid=FOLDER."
+            help="Comma-separated: default, untrained, chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample, "
+            "+skip, +ngrams, +cost or +option=value; lookup, static, cacheback, economize-lookup, "
+            "economize-eagle3=FOLDER, economize-hybrid=FOLDER."
         ),
     ] = "tree,chain,lookup",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,

@@ -12,7 +12,6 @@ import torch
 from conftest import make_drafter, write_prompts
 from typer.testing import CliRunner
 
-import hf_hsdraft
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
@@ -156,7 +155,7 @@ def test_who_cannot_decode_is_left_out_but_none_of_ours(monkeypatch, target, dra
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("forest", "unknown variant 'forest': expected some of default, chain"),
+        ("forest", "unknown variant 'forest': expected some of default, untrained, chain"),
         ("default8", "unknown variant"),
         ("tree+leaves", r"\+leaves is none of"),
         ("tree+ensemble+resample", "sets reuse twice"),
@@ -193,10 +192,10 @@ def test_options_have_to_be_the_drafters(target, drafter):
     assert [system.name for system in two] == ["one: chain", "two: chain", "prompt lookup (transformers)"]
 
 
-def test_a_drafter_without_training_is_found_when_it_is_asked_for(monkeypatch, target, drafter, inputs):
-    monkeypatch.setattr(hf_hsdraft, "CachebackDrafter", lambda: drafter, raising=False)
-    [system] = systems_of("cacheback", target)
-    assert system.generate_kwargs == {"assistant_model": drafter} and system.may_be_left_out
+@pytest.mark.parametrize("name", ["cacheback", "untrained"])
+def test_drafters_without_training_are_made_when_they_are_asked_for(target, drafter, inputs, name):
+    [system] = systems_of(name, target, drafter)
+    assert system.drafter is not drafter
     measured = measure(target, [system], inputs[:1], Settings(6))
     assert summarise(measured.runs[system.name], measured.plain).identical == 1
     assert measured.runs[system.name][0].statistics.rounds > 0

@@ -19,6 +19,7 @@ from .summary import DEFINITIONS, Summary, by_category, round_costs, summarise
 from .sweeps import CONTEXT, MEANING, SweepPoint
 from .systems import PLAIN
 
+_SHOWN_DEPTHS = 8
 _COSTS = ("draft", "verify", "commit", "other")
 _EMPTY = "-"
 
@@ -160,6 +161,7 @@ def _main_table(result: BenchResult) -> Table:
 def _cost_table(result: BenchResult) -> Table | None:
     rows = result.drafted()
     depths = max((sum(key.startswith("depth_") for key in row) for row in rows.values()), default=0)
+    depths = min(depths, _SHOWN_DEPTHS)  # n-grams reach further; the JSON has all
     if not rows:
         return None
     table = Table("per round", *(f"{part} ms" for part in _COSTS), *(f"accept {d}" for d in range(1, depths + 1)))

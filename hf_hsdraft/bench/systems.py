@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..candidate_generator import DraftOptions
+import torch
+
+from ..cacheback import CachebackDrafter
+from ..draft_options import DraftOptions
 from ..modeling_hsdraft import HSDrafter
 from . import economize
 
 PLAIN = "plain"
 EXPECTED = (
-    "default, chain, tree, tree8 (nodes), tree8x3 (and depth), any of them +none, +ensemble, +resample, +ngrams or "
-    "+option=value; lookup, static, cacheback, economize-lookup, economize-eagle3=FOLDER, economize-hybrid=FOLDER"
+    "default, untrained, chain, tree, tree8 (nodes), tree8x3 (and depth), any of them +none, +ensemble, +resample, "
+    "+skip, +ngrams, +cost or +option=value; lookup, static, cacheback, economize-lookup, economize-eagle3=FOLDER, "
+    "economize-hybrid=FOLDER"
 )
 # Short names of drafting options. Any other option of `drafter.generation_config` is given as +name=value.
 SHORT: dict[str, dict[str, Any]] = {
@@ -27,7 +31,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "ngrams": {"ngram_length": 4},
     "cost": {"tree_sizing": "cost"},
 }
-_DRAFTED = re.compile(r"(default|chain|tree)(?:(?<!default)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
+_DRAFTED = re.compile(r"(default|untrained|chain|tree)(?:(?<!default)(?<!untrained)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
 _ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
 _FIXED = ("lookup", "static", "cacheback")
 _LOOKUP_TOKENS = 10  # transformers' own example
@@ -39,7 +43,8 @@ class Variant:
 
     Attributes:
         text: the name as given.
-        kind: `default`, `chain`, `tree`, `lookup`, `static`, `cacheback`, or one of `economize.KINDS`.
+        kind: `default`, `untrained` (the same with random weights), `chain`, `tree`, `lookup`, `static`, `cacheback`,
+            or one of `economize.KINDS`.
         size, depth: of `treeSIZExDEPTH`, if given.
         options: drafting options that were named.
         folder: of an economize drafter; cycle, confidence: how that drafts.
@@ -57,7 +62,7 @@ class Variant:
     @property
     def drafts(self) -> bool:
         """Whether it takes a trained drafter of ours."""
-        return self.kind in ("default", "chain", "tree")
+        return self.kind in ("default", "untrained", "chain", "tree")
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -68,8 +73,6 @@ class Variant:
             ImportError: it needs a package that is missing.
         """
         if text in _FIXED:
-            if text == "cacheback":
-                _cacheback()
             return cls(text, text)
         match = _DRAFTED.fullmatch(text)
         if match is not None:
@@ -154,7 +157,9 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
         ValueError: the drafter has no such option, or not that value of it.
     """
     options: dict[str, Any] = {}
-    if variant.kind != "default":
+    if variant.kind == "untrained":
+        drafter = _untrained(drafter)
+    elif variant.kind != "default":
         config = drafter.config
         options = {
             "reuse": "none",
@@ -181,6 +186,13 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
     return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike)
 
 
+def _untrained(drafter: HSDrafter) -> HSDrafter:
+    """A drafter of the same shape that knows nothing: what drafting costs where it is of no use."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return HSDrafter(drafter.config).to(drafter.device, drafter.dtype).eval()
+
+
 def with_options(drafter: Any, options: dict[str, Any]) -> None:
     """Gives a drafter a copy of its options with some of them changed."""
     drafter.generation_config = copy.deepcopy(drafter.generation_config)
@@ -197,7 +209,7 @@ def other_system(variant: Variant, target: Any) -> System:
     if variant.kind == "static":
         return System("plain, static cache", {"cache_implementation": "static"}, static=True)
     if variant.kind == "cacheback":
-        drafter = _cacheback()()
+        drafter = CachebackDrafter()
         return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
     shape = f"cycle {variant.cycle}" + ("" if variant.confidence is None else f", above {variant.confidence}")
     decode = economize.decoder(variant.kind, target, variant.folder, variant.cycle, variant.confidence)
@@ -225,15 +237,6 @@ def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, H
     if twice:
         raise ValueError(f"two variants come to the same row of the table: {', '.join(sorted(twice))}")
     return systems
-
-
-def _cacheback() -> Any:
-    import hf_hsdraft
-
-    found = getattr(hf_hsdraft, "CachebackDrafter", None)
-    if found is None:
-        raise ImportError("variant 'cacheback': this version of hf_hsdraft has no CachebackDrafter")
-    return found
 
 
 def _options(text: str, parts: Sequence[str]) -> dict[str, Any]:
