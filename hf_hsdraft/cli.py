@@ -68,7 +68,6 @@ def demo(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    tuned: Annotated[bool, typer.Option("--tune/--no-tune", help="First find the fastest draft shape here.")] = True,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -76,7 +75,7 @@ def demo(
     from .bench.demo import run_demo
 
     model, tokenizer, loaded = _load(target, drafter, dtype, device)
-    run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console, tuned)
+    run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console)
 
 
 @app.command()

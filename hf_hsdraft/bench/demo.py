@@ -12,9 +12,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_hsdraft import HSDrafter
 from .measure import DEFINITIONS, encode_prompt, first_divergence
-from .tune import tune
 
 _DRAFTED, _OWN = "green", "default"
+_WARM_UP = 24  # tokens
 
 
 class DraftColourStreamer(BaseStreamer):
@@ -50,26 +50,15 @@ class DraftColourStreamer(BaseStreamer):
 
 
 def run_demo(
-    target: Any, tokenizer: Any, drafter: HSDrafter, prompt: str, max_new_tokens: int, console: Console, tuned: bool
+    target: Any, tokenizer: Any, drafter: HSDrafter, prompt: str, max_new_tokens: int, console: Console
 ) -> None:
-    """Answers `prompt` with the drafter (streamed) and without it, and prints what the drafter gained.
-
-    Args:
-        tuned: choose the draft shape that is fastest on this machine first; otherwise the drafter's own options stand.
-    """
+    """Answers `prompt` with the drafter (streamed) and without it, and prints what the drafter gained."""
     inputs = encode_prompt(tokenizer, prompt, target.device)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    target.generate(**inputs, do_sample=False, max_new_tokens=2)  # first calls pay for lazy initialisation
-    target.generate(**inputs, do_sample=False, max_new_tokens=2, assistant_model=drafter)
-    if tuned:
-        with console.status("choosing the draft shape for this machine"):
-            shape = tune(target, tokenizer, drafter).best
-        console.print(
-            f"fastest here: {shape.tree_size} nodes a round, {shape.num_assistant_tokens} deep "
-            "(--no-tune for the drafter's own shape)\n",
-            style="dim",
-            highlight=False,
-        )
+    # First calls pay for lazy initialisation, and measure what forwards and drafts cost here.
+    with console.status("measuring what drafting costs on this machine"):
+        for assistant in (None, drafter):
+            target.generate(**inputs, do_sample=False, max_new_tokens=_WARM_UP, assistant_model=assistant)
     console.print(Text(prompt, style="bold"))
     console.print(f"[{_DRAFTED}]drafted and accepted[/], the target's own\n")
     streamer = DraftColourStreamer(tokenizer, console)
