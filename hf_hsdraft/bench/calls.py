@@ -22,8 +22,8 @@ class Settings:
 
     Attributes:
         max_new_tokens: at most, each prompt.
-        temperature: 0 decodes greedily; above it, tokens are drawn from the whole distribution at that temperature
-            (no top-k, no top-p), the same seed set before every call.
+        temperature: 0 decodes greedily; above it, tokens are drawn at that temperature as `generate()` draws them by
+            itself (transformers' own top-k of 50 among it), the same seed set before every call.
         max_cache_len: tokens that caches of a fixed length hold, so that all calls share one.
     """
 
@@ -37,7 +37,7 @@ class Settings:
         common: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "return_dict_in_generate": True}
         if self.temperature == 0:
             return {**common, "do_sample": False}
-        return {**common, "do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        return {**common, "do_sample": True, "temperature": self.temperature}
 
 
 @dataclass

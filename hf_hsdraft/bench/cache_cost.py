@@ -1,0 +1,117 @@
+"""What verification costs over a long context, with and without what we change about caches and attention.
+
+    python -m hf_hsdraft.bench.cache_cost --context-lengths 256,2048,8192
+
+Forwards over one token and over a chain of drafted tokens under an explicit mask, on the same text:
+
+- plain: transformers' `DynamicCache`, which concatenates; grouped keys and values repeated under a mask.
+- growing: the cache that grows in place (`growing_cache.py`).
+- growing, grouped: that, and keys that are read once for all heads that share them (`grouped_attention.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers.cache_utils import DynamicCache
+
+from ..grouped_attention import grouped_attention, install
+from ..growing_cache import make_room
+from ..target_loading import load_target
+
+WAYS = ("plain", "growing", "growing, grouped")
+_CHUNK = 1024  # tokens of the context that are read at once
+
+
+def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a forward over one token and over `nodes`, way by way, alternating."""
+    install()
+    cache = _filled(target, context)
+    growing = copy.deepcopy(cache)
+    make_room(growing)
+    caches = dict(zip(WAYS, (cache, growing, growing), strict=True))
+    times: dict[str, dict[str, list[float]]] = {way: {"one": [], "nodes": []} for way in WAYS}
+    for repeat in range(repeats + 2):  # the first two are warm-up
+        for way in WAYS:
+            for name, size in (("one", 1), ("nodes", nodes)):
+                seconds = _forward(target, caches[way], context, size, way == WAYS[-1])
+                if repeat > 1:
+                    times[way][name].append(1e3 * seconds)
+    return {way: {name: median(values) for name, values in row.items()} for way, row in times.items()}
+
+
+@torch.inference_mode()
+def _filled(target: Any, context: int) -> DynamicCache:
+    cache = DynamicCache(config=target.config)
+    tokens = _tokens(target, context)
+    for begin in range(0, context, _CHUNK):
+        target(tokens[:, begin : begin + _CHUNK], past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+@torch.inference_mode()
+def _forward(target: Any, cache: DynamicCache, context: int, size: int, grouped: bool) -> float:
+    kwargs: dict[str, Any] = {}
+    if size > 1:  # as a draft tree is read
+        own = torch.ones(size, size, dtype=torch.bool).tril()
+        seen = torch.cat([torch.ones(size, context, dtype=torch.bool), own], dim=1)
+        mask = torch.zeros_like(seen, dtype=target.dtype).masked_fill_(~seen, float("-inf"))
+        kwargs["attention_mask"] = mask[None, None].to(target.device)
+        kwargs["position_ids"] = torch.arange(context, context + size, device=target.device)[None]
+    tokens = _tokens(target, size)
+    _wait(target)
+    begin = time.perf_counter()
+    if grouped:
+        with grouped_attention(target.device):
+            target(tokens, past_key_values=cache, **kwargs)
+    else:
+        target(tokens, past_key_values=cache, **kwargs)
+    _wait(target)
+    seconds = time.perf_counter() - begin
+    cache.crop(-size)
+    return seconds
+
+
+def _tokens(target: Any, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(target.config.get_text_config().vocab_size, (1, count), generator=generator).to(target.device)
+
+
+def _wait(target: Any) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
+def main(
+    context_lengths: Annotated[str, typer.Option(help="Tokens in the cache.")] = "256,2048,8192",
+    nodes: Annotated[int, typer.Option(min=2, help="Of the verified draft, the root among them.")] = 25,
+    repeats: Annotated[int, typer.Option(min=1)] = 15,
+    target: Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    device: Annotated[str, typer.Option()] = "cpu",
+    out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Times forwards on a real target."""
+    lengths = [int(length) for length in context_lengths.split(",")]
+    model, _ = load_target(target, getattr(torch, dtype), device)
+    rows = {length: measure(model, length, nodes, repeats) for length in lengths}
+    for length, row in rows.items():
+        for way, times in row.items():
+            typer.echo(
+                f"{length:6d} tokens, {way:17s} one token {times['one']:7.1f} ms, {nodes} {times['nodes']:7.1f} ms"
+            )
+    if out is not None:
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(json.dumps({"nodes": nodes, "dtype": dtype, "milliseconds": rows}, indent=1) + "\n")
+        partial.replace(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
