@@ -94,7 +94,7 @@ def bench(
             "+skip, +ngrams, +cost or +option=value; lookup, static, cacheback, economize-lookup, "
             "economize-eagle3=FOLDER, economize-hybrid=FOLDER."
         ),
-    ] = "tree,chain,lookup",
+    ] = "default,chain,lookup",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For sampling: set before each call, one further each prompt.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="How often all prompts are decoded by every system.")] = 1,

@@ -70,15 +70,13 @@ class Expansion:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The `count` most probable children of each node: log-probabilities and tokens `[B, n, k]`, and states.
 
-        Below the first depth of a single text only the likely part of the vocabulary is looked at.
+        Of a single text only the likely part of the vocabulary is looked at.
         """
         code, states = self._code(level, tokens, states)
-        column = slice(level - 1, level)
-        if code is None:
-            ids, logits = self.weights.vocab_ids, self.logits[:, column]
-        else:
-            ids, rows, logits = self._likely
-            logits = logits[:, column] + F.linear(code, rows)
+        ids, rows, logits = self._likely
+        logits = logits[:, level - 1 : level]
+        if code is not None:
+            logits = logits + F.linear(code, rows)
         logits = logits.float() / self.temperature
         values, columns = logits.topk(min(count, logits.shape[-1]), dim=-1)
         return values - logits.logsumexp(dim=-1, keepdim=True), ids[columns], states

@@ -126,6 +126,7 @@ def random_pair(shape: Shape, plan: Plan, device: torch.device, dtype: torch.dty
     options = drafter.generation_config
     options.num_assistant_tokens, options.tree_size = plan.draft_steps, plan.tree_size
     options.beam_width = plan.beam_width
+    options.tree_sizing, options.ngram_length = "fixed", 0  # the pattern decides, not what is probable
     return target, drafter
 
 
