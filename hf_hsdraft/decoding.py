@@ -310,7 +310,7 @@ class _Call:
         if self.pace is not None and active:
             emitted = 1 + sum(len(verdict.path) for verdict in verdicts.values()) / len(active)
             nodes = max(map(len, trees)) - 1
-            self.pace.timed(nodes, emitted, verified - drafted, generator.drafted_depth, drafted - began)
+            self.pace.timed(nodes, emitted, verified - drafted, generator.drafted_depth, drafted - began, len(active))
         clock.stop("commit_seconds")
         if self.statistics is not None and active:
             self.statistics.target_forwards += runtime.forwards - before

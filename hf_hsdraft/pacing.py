@@ -18,12 +18,14 @@ from .draft_tree import DraftTree
 
 # Lower ends of the bins of an edge's log-probability.
 _BINS = (-0.05, -0.15, -0.35, -0.7, -1.1, -1.6, -2.3, -3.0, -4.0, -5.0, -6.5, -8.0)
-_PRIOR_TRIALS = 4.0  # tokens that the drafter's own word counts for
+_PRIOR_TRIALS = 4.0  # tokens that what is assumed of a bin counts for
+_PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, beside what came of them
+_PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 60.0  # that are remembered of a bin
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
 _TRIALS = 3  # of each size, until costs are known
 _FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 32  # rounds without a draft, before it is tried again
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
 
 
 @dataclass(frozen=True)
@@ -95,23 +97,33 @@ class CostTrial:
 
 @dataclass
 class Calibration:
-    """How often a drafted token is right, by the probability that the drafter gives it after its parent."""
+    """How often a drafted token is right, by the probability that the drafter gives it after its parent.
 
-    trials: list[float] = field(default_factory=lambda: [_PRIOR_TRIALS] * (len(_BINS) + 1))
-    hits: list[float] = field(
-        default_factory=lambda: [_PRIOR_TRIALS * math.exp(low) for low in (*_BINS, _BINS[-1] - 1.5)]
-    )
+    Attributes:
+        trials, hits: tokens that were compared and that were right, by bins of that probability.
+        expected, right: the same over all bins, with the probabilities summed instead of the tokens counted: what is
+            assumed of a bin as long as little of it was seen.
+    """
+
+    trials: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
+    hits: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
+    expected: float = _PRIOR_EXPECTED
+    right: float = _PRIOR_EXPECTED
 
     def probability(self, log_prob: float) -> float:
         place = _bin(log_prob)
-        return self.hits[place] / self.trials[place]
+        assumed = min(math.exp(log_prob) * self.right / self.expected, 1.0)
+        return (self.hits[place] + _PRIOR_TRIALS * assumed) / (self.trials[place] + _PRIOR_TRIALS)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
         """Compares a tree with the tokens that were emitted after its root."""
         children, node = tree.children(), 0
         for token in tokens:
             for child in children[node].values():
-                place = _bin(tree.scores[child] - tree.scores[node])
+                log_prob = tree.scores[child] - tree.scores[node]
+                place = _bin(log_prob)
+                self.expected += math.exp(log_prob)
+                self.right += tree.tokens[child] == token
                 if self.trials[place] >= _MOST_TRIALS:  # texts change
                     self.trials[place], self.hits[place] = self.trials[place] / 2, self.hits[place] / 2
                 self.trials[place] += 1.0
@@ -119,6 +131,8 @@ class Calibration:
             if token not in children[node]:
                 break
             node = children[node][token]
+        if self.expected > _MOST_TRIALS:
+            self.expected, self.right = self.expected / 2, self.right / 2
 
     def applied(self, tree: DraftTree) -> DraftTree:
         """The same tree, scored by how probable it is that its nodes are accepted."""
@@ -158,14 +172,21 @@ class Pace:
         self._depth, self._tree_size = depth, tree_size
         self._calibration = Calibration()
         # Of the tokens that each depth of a draft adds, less what verifying its nodes costs: a running mean.
-        self._gains = [0.5**d for d in range(1, depth + 1)]
+        self._gains = [0.5 * 0.4**d for d in range(depth)]
         self._tokens, self._time = 2.0, 1.4  # emitted in a round and its time, running means
-        self._pause, self._waited = 0, 0
+        self._pause = self._waited = self._drafts = 0
+        # Drafted tokens that were accepted of late, and that had been expected: in this tree, and in those before it.
+        self._accepted, self._expected, self._promised = 0.0, 0.0, 0.0
 
     @property
     def measures(self) -> bool:
         """Whether rounds have to be timed."""
         return self._trial is not None
+
+    @property
+    def _trust(self) -> float:
+        """What an expected token has been worth of late."""
+        return min((self._accepted + _PRIOR_ACCEPTED) / (self._expected + _PRIOR_ACCEPTED), 1.5)
 
     @property
     def rate(self) -> float:
@@ -183,7 +204,7 @@ class Pace:
         assert self.costs is not None
         gain, best, chosen = 0.0, 0.0, 0
         for depth, more in enumerate(self._gains, 1):
-            gain += (1.0 - certain) * more
+            gain += (1.0 - certain) * more * self._trust
             worth = gain - self.rate * self.costs.drafting(depth)
             if worth > best:
                 best, chosen = worth, depth
@@ -192,6 +213,7 @@ class Pace:
         self._waited += 1
         if self._waited <= self._pause:
             return 0
+        self._accepted, self._expected = self._accepted / 2, self._expected / 2
         self._waited, self._pause = 0, min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
         return min(1, self._depth)
 
@@ -201,7 +223,7 @@ class Pace:
             return math.inf
         gain, best = 0.0, 0.0
         for depth, more in enumerate(self._gains, 1):
-            gain += more
+            gain += more * self._trust
             best = max(best, gain - self.rate * self.costs.drafting(depth))
         return best
 
@@ -218,9 +240,11 @@ class Pace:
         gains = [0.0] * depth
         for level, score in zip(tree.depths[1:], tree.scores[1:], strict=True):
             gains[level - 1] += max(math.exp(score) - least, 0.0)
+        self._drafts += 1
+        weight = max(1.0 - _FADING, 1.0 / (self._drafts + 1))  # of the first few their mean
         for level in range(len(self._gains)):
             if level < depth:
-                self._gains[level] += (1.0 - _FADING) * (gains[level] - self._gains[level])
+                self._gains[level] += weight * (gains[level] - self._gains[level])
             elif level > 0:  # not drafted: as the last one that was, on in the same ratio
                 ratio = self._gains[level - 1] / self._gains[level - 2] if level > 1 and self._gains[level - 2] else 0.5
                 self._gains[level] = self._gains[level - 1] * min(ratio, 0.95)
@@ -234,20 +258,26 @@ class Pace:
             size = self._trial.next_size()
             return tree if size is None else tree.first(size)
         assert self.costs is not None
-        least = math.log(max(self.rate * self.costs.node, 1e-9))
+        least = math.log(max(self.rate * self.costs.node / self._trust, 1e-9))
         kept = tree.above(least)
-        worth = kept.expected_length() - self.rate * self.costs.verifying(len(kept) - 1)
-        return kept if worth > 0.0 else tree.first(0)
+        expected = kept.expected_length()
+        if expected * self._trust <= self.rate * self.costs.verifying(len(kept) - 1):
+            return tree.first(0)
+        self._promised += expected
+        return kept
 
     def learn(self, tree: DraftTree | None, tokens: Sequence[int]) -> None:
         """Takes what was emitted after the root of an uncut draft, as the drafter scored it."""
         if tree is not None:
             self._calibration.learn(tree, tokens)
 
-    def timed(self, nodes: int, emitted: float, forward_seconds: float, depth: int, draft_seconds: float) -> None:
+    def timed(
+        self, nodes: int, emitted: float, forward_seconds: float, depth: int, draft_seconds: float, rows: int = 1
+    ) -> None:
         """Takes how a round went.
 
         Args:
+            rows: that were drafted for.
             nodes: verified in the largest tree; emitted: tokens a row, on average.
             depth: that was drafted.
         """
@@ -259,6 +289,10 @@ class Pace:
                     self._on_known(self.costs)
             return
         assert self.costs is not None
+        if nodes:
+            self._accepted = _FADING * self._accepted + emitted - 1.0
+            self._expected = _FADING * self._expected + self._promised / max(rows, 1)
+        self._promised = 0.0
         time = 1.0 + self.costs.verifying(nodes) + self.costs.drafting(depth)
         self._tokens += (1.0 - _FADING) * (emitted - self._tokens)
         self._time += (1.0 - _FADING) * (time - self._time)
