@@ -12,6 +12,16 @@ from transformers import GenerationConfig
 from .modeling_hsdraft import TargetWeights
 from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
 
+_OPTIONS = (
+    "assistant_confidence_threshold",
+    "beam_width",
+    "depth_cost",
+    "node_cost",
+    "num_assistant_tokens",
+    "tree_size",
+    "tree_sizing",
+)
+
 
 @dataclass(frozen=True)
 class CachebackConfig:
@@ -33,7 +43,8 @@ class CachebackDrafter:
         texts: token ids of texts like those to come; their n-grams fill a table that is asked where the running text
             knows nothing, and is never changed.
         ngram_length: tokens of the longest leader, 1 to 16.
-        options: further drafting options of `generation_config`, such as `tree_size`.
+        options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`, `node_cost` and
+            `depth_cost`, `assistant_confidence_threshold`.
 
     Raises:
         ValueError: `ngram_length` is out of range, or an option is unknown.
@@ -49,11 +60,12 @@ class CachebackDrafter:
         self.generation_config = self.default_generation_config()
         self.generation_config.ngram_length = ngram_length
         for name, value in options.items():
-            if name not in vars(self.generation_config):
-                raise ValueError(f"{name} is no drafting option: expected such as tree_size, tree_sizing")
+            if name not in _OPTIONS:
+                raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
             setattr(self.generation_config, name, value)
-        self.frozen: list[FollowerTable] = tables_of(texts, ngram_length) if texts else []
-        self.most_token = max((max(text) for text in texts if text), default=-1)
+        known = [[int(token) for token in text] for text in texts]
+        self.frozen: list[FollowerTable] = tables_of(known, ngram_length) if known else []
+        self.most_token = max((max(text) for text in known if text), default=-1)
         from .generate_hook import install  # above this module
 
         install()
@@ -77,4 +89,4 @@ class CachebackDrafter:
 
     def borrow(self, embedding: Any, output_head: Any) -> TargetWeights:
         """Nothing of the target is needed."""
-        return TargetWeights(embedding, None, torch.empty(0, dtype=torch.long))
+        return TargetWeights(embedding, None, torch.empty(0, dtype=torch.long), embedding.weight.shape[0])

@@ -21,6 +21,8 @@ from .pacing import Pace
 from .roll_out import RollOut
 from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
 
+_MOST_PENDING = 64  # rounds whose taps may wait for the next draft
+
 
 @dataclass
 class _Row:
@@ -117,7 +119,9 @@ class HSCandidateGenerator(CandidateGenerator):
         self._started = False  # in transformers' own assisted decoding
         length = self.options.ngram_length
         frozen = drafter.frozen if isinstance(drafter, CachebackDrafter) else ()
-        self._rows = [_Row(ngrams=NgramCache(length, frozen) if length else None) for _ in range(batch_size)]
+        self._rows = [
+            _Row(ngrams=NgramCache(length, frozen, weights.vocab_size) if length else None) for _ in range(batch_size)
+        ]
 
     def memory(self, length: int) -> DraftMemory:
         """What has been read of a single text of `length` tokens."""
@@ -159,7 +163,12 @@ class HSCandidateGenerator(CandidateGenerator):
             return
         device, dtype = self.drafter.device, self.drafter.dtype
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
-        self._rows[row].pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
+        pending = self._rows[row].pending
+        pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
+        if self._roll_out is not None and len(pending) > _MOST_PENDING:  # nothing was drafted for long
+            taps, embeds, positions = (torch.cat(column) for column in zip(*pending[:-1], strict=True))
+            self._roll_out.read(taps, embeds, positions, ahead=0)
+            del pending[:-1]
 
     def remember(self, tokens: Sequence[int], row: int = 0) -> None:
         """Enters further tokens of a text into its n-grams, those of the prompt and of earlier turns among them."""
@@ -229,6 +238,8 @@ class HSCandidateGenerator(CandidateGenerator):
         depth, threshold = min(depth, MOST_NGRAM_DEPTH), self.options.threshold
         if not self.trained:
             depth = min(depth, self.options.depth)
+        if self.options.depth == 0:  # nothing is to be drafted at all, as near the last position of a target
+            return DraftTree.root(self._rows[row].root)
         if self.options.beam_width == 1:
             return ngrams.draft(min(size, depth), depth, width=1, threshold=threshold)
         return ngrams.draft(size, depth, threshold=threshold)
@@ -369,6 +380,8 @@ class HSCandidateGenerator(CandidateGenerator):
             ids `[1, length + drafted]` and `None`: without draft logits the target's own choices are compared, which is
             exact both greedily and sampling.
         """
+        if not self.trained:
+            raise ValueError("a CachebackDrafter drafts through generate(assistant_model=...) only")
         if is_first_iteration:
             return input_ids, None
         states = model_outputs.hidden_states

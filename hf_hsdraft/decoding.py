@@ -28,6 +28,7 @@ from .verification import Verdict
 
 logger = logging.get_logger(__name__)
 
+_MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
 
 
@@ -229,6 +230,7 @@ class _Call:
     statistics: DraftStatistics | None
     clock: _Clock
     pace: Pace | None = None
+    closed: set[int] = field(default_factory=set)  # rows whose last token has been read
 
     def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
         runtime, texts, rows = self.runtime, self.texts, range(len(input_ids))
@@ -244,7 +246,7 @@ class _Call:
         if texts.active or self.synced_gpus:
             positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
             generator = self._generator(output, positions)
-            _read_prompts(generator, texts, output, positions, inputs_embeds)
+            _read_prompts(generator, texts, output, positions, runtime.attended, inputs_embeds)
         texts.stream()
         done = not texts.active
         while self.target._has_unfinished_sequences(done, self.synced_gpus, device=input_ids.device):
@@ -300,7 +302,7 @@ class _Call:
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
             texts.stream()
-        runtime.commit(trees, [verdicts[row].path if row in verdicts else None for row in range(len(trees))])
+            runtime.commit(trees, [self._path(row, verdicts) for row in range(len(trees))])
         for row, verdict in verdicts.items():
             generator.settle([trees[row].tokens[node] for node in verdict.path], row, verdict.next_token)
             _read_path(generator, texts, output, positions, row, verdict)
@@ -317,6 +319,15 @@ class _Call:
             self.statistics.row_forwards += len(active) * (runtime.forwards - before)
             self.statistics.accepted_lengths += [verdicts[row].num_drafted for row in active]
             self.statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
+
+    def _path(self, row: int, verdicts: dict[int, Verdict]) -> list[int] | None:
+        """What is kept of a row's tree; of one that has ended its root, once: plain decoding reads its end too."""
+        if row in verdicts:
+            return verdicts[row].path
+        if row in self.closed:
+            return None
+        self.closed.add(row)
+        return []
 
     def _depths(self, active: list[int], roots: list[int]) -> dict[int, int]:
         """How deep to draft: no node beyond a text's greatest length, a forward's reach, or the cache's room."""
@@ -408,15 +419,16 @@ def _read_prompts(
     texts: DecodedTexts,
     output: TargetOutput,
     positions: _Positions,
+    attended: torch.Tensor | None,
     inputs_embeds: torch.Tensor | None,
 ) -> None:
     """Hands the prompts' taps to the drafter, each with the token that follows."""
     count = output.taps.shape[1]
     for row, text in enumerate(texts.rows):
-        known = text.ids[0]
-        if len(known) == count + 1:  # nothing was cached before: what is padding is known
-            known = known[-count:][positions.real[row].to(known.device)]
-        generator.remember(known.tolist(), row)
+        known = text.ids[0, :-1]
+        if attended is not None and len(known) == attended.shape[1]:  # what is padding is known
+            known = known[attended[row].to(known.device)]
+        generator.remember([*known[-_MOST_REMEMBERED:].tolist(), texts.last_token(row)], row)
         real = positions.real[row].nonzero().flatten()
         taps, places = output.taps[row, real.to(output.taps.device)], positions.prompt[row, real]
         embeds = None

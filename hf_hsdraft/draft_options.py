@@ -23,7 +23,7 @@ class DraftOptions:
     """Drafting options of one call, read from `drafter.generation_config`.
 
     Attributes:
-        depth: greatest depth of the tree, `num_assistant_tokens`.
+        depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
         tree_size, beam_width: see `build_beam_trees`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
         reuse: `"none"`, `"ensemble"`, `"resample"` or `"skip"`.

@@ -36,7 +36,9 @@ class GrowingLayer(DynamicLayer):
         plain = DynamicLayer()
         plain.__dict__.update({name: value for name, value in vars(self).items() if name != "_rooms"})
         if plain.is_initialized:
-            plain.keys, plain.values = self.keys.contiguous(), self.values.contiguous()
+            plain.keys, plain.values = (
+                states.clone(memory_format=torch.contiguous_format) for states in (self.keys, self.values)
+            )
         return plain
 
     def update(

@@ -35,11 +35,13 @@ class TargetWeights:
         embed: maps token ids `[...]` to the target's input embeddings `[..., D]`.
         head: `[V', D]`, the target's output rows of the draft vocabulary; `None` if the drafter trained its own.
         vocab_ids: `[V']`, int64, the token id of each row.
+        vocab_size: ids the target can read; others stand in texts for what is no token.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     head: torch.Tensor | None
     vocab_ids: torch.Tensor
+    vocab_size: int = 0
 
 
 @dataclass
@@ -420,7 +422,7 @@ class HSDrafter(PretrainedDrafter):
             tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
             return embedding(tokens).detach().to(device, self.dtype)  # the target is never trained
 
-        return TargetWeights(embed, head, vocab_ids)
+        return TargetWeights(embed, head, vocab_ids, embedding.weight.shape[0])
 
 
 def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:

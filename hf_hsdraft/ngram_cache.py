@@ -67,9 +67,11 @@ class NgramCache:
     Args:
         length: of the longest leader, 1 or more.
         frozen: tables of other texts, asked after the text's own for leaders of their length, and left unchanged.
+        vocab_size: ids from there on, as from below 0, are no tokens; no n-gram reaches over one. 0 for no limit.
     """
 
-    def __init__(self, length: int, frozen: Sequence[FollowerTable] = ()) -> None:
+    def __init__(self, length: int, frozen: Sequence[FollowerTable] = (), vocab_size: int = 0) -> None:
+        self._vocab_size = vocab_size
         self._own = [FollowerTable(size) for size in range(length, 0, -1)]
         others = [FollowerTable(table.length, table.followers) for table in frozen]  # each text counts for itself
         # The longest is asked first.
@@ -80,6 +82,9 @@ class NgramCache:
         """Enters further tokens of the text."""
         longest = self._tables[0].length
         for token in tokens:
+            if token < 0 or 0 < self._vocab_size <= token:
+                self._tail = []
+                continue
             found = False
             for table in self._tables:
                 if len(self._tail) < table.length:

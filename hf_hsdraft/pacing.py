@@ -23,7 +23,7 @@ _PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, besid
 _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 60.0  # that are remembered of a bin
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
-_TRIALS = 3  # of each size, until costs are known
+_TRIALS, _MOST_ROUNDS = 9, 60  # rounds until costs are known, or are assumed
 _FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
 
@@ -54,45 +54,59 @@ class Costs:
         return self.draft + self.depth * depth if depth else 0.0
 
 
+_ASSUMED = Costs(tree=0.05, node=0.01, draft=0.1, depth=0.05)  # where a trial found out nothing
+
+
 @dataclass
 class CostTrial:
     """Finds the costs out: the first rounds verify trees of three sizes in turn, and the least times count.
 
     Attributes:
-        sizes: nodes of the trees that are timed; 0 is a plain step.
-        depth: of the drafts that are timed.
+        sizes: nodes of the trees that are asked for; 0 is a plain step. There may be fewer nodes to verify.
+        depth: of the drafts that are asked for; 0 if there is nothing that drafts.
+        rounds: timed so far.
+        forwards: for each size the nodes and seconds of the quickest forward.
+        draft: depth and seconds of the quickest of the deepest drafts.
     """
 
     sizes: tuple[int, int, int]
     depth: int
-    forwards: dict[int, list[float]] = field(default_factory=dict)
-    drafts: list[float] = field(default_factory=list)
+    rounds: int = 0
+    forwards: dict[int, tuple[int, float]] = field(default_factory=dict)
+    draft: tuple[int, float] = (0, 0.0)
 
     @classmethod
     def of(cls, tree_size: int, depth: int) -> CostTrial:
         return cls((tree_size, 0, max(tree_size // 3, 1)), depth)
 
     def next_size(self) -> int | None:
-        """Nodes of the tree to verify in the next round; `None` when all is known."""
-        counts = {size: len(self.forwards.get(size, ())) for size in self.sizes}
-        size = min(self.sizes, key=lambda each: counts[each])
-        return size if counts[size] < _TRIALS else None
+        """Nodes of the tree to verify in the next round, at most; `None` when all is known that can be."""
+        known = any(nodes for nodes, _ in self.forwards.values()) and (self.draft[0] > 0 or self.depth == 0)
+        if self.rounds >= (_TRIALS if known else _MOST_ROUNDS):
+            return None
+        return self.sizes[self.rounds % len(self.sizes)]
 
     def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
-        if nodes in self.sizes:
-            self.forwards.setdefault(nodes, []).append(forward_seconds)
-        if depth == self.depth:
-            self.drafts.append(draft_seconds)
+        """Takes a round that verified `nodes` after a draft of some depth."""
+        size = self.next_size()
+        self.rounds += 1
+        if size is not None and forward_seconds < self.forwards.get(size, (0, math.inf))[1]:
+            self.forwards[size] = nodes, forward_seconds
+        if depth > self.draft[0] or (depth == self.draft[0] > 0 and draft_seconds < self.draft[1]):
+            self.draft = depth, draft_seconds
 
     def costs(self) -> Costs:
         """Two digits of each: what is finer is noise, and would make trees differ from run to run."""
-        most, none, some = (min(self.forwards[size]) for size in self.sizes)
-        spread = max(self.sizes[0] - self.sizes[2], 1)
-        node = max((most - some) / spread, 0.0) if self.sizes[0] > self.sizes[2] else 0.0
-        tree = max(some - node * self.sizes[2] - none, 0.0)
-        draft = min(self.drafts, default=0.0)
-        values = (tree, node, _FIXED_PART * draft, (1 - _FIXED_PART) * draft / max(self.depth, 1))
-        return Costs(*(float(f"{value / none:.2g}") for value in values))
+        plain = [seconds for nodes, seconds in self.forwards.values() if nodes == 0]
+        trees = sorted(entry for entry in self.forwards.values() if entry[0] > 0)
+        if not plain or not trees or min(plain) <= 0.0:
+            return _ASSUMED
+        one, (few, few_seconds), (many, many_seconds) = min(plain), trees[0], trees[-1]
+        node = max(many_seconds - few_seconds, 0.0) / (many - few) if many > few else max(few_seconds - one, 0.0) / few
+        tree = max(few_seconds - node * few - one, 0.0)
+        depth, draft = self.draft
+        values = (tree, node, _FIXED_PART * draft, (1 - _FIXED_PART) * draft / max(depth, 1))
+        return Costs(*(float(f"{value / one:.2g}") for value in values))
 
 
 @dataclass
@@ -200,7 +214,7 @@ class Pace:
             certain: probability that the next token is among those that are proposed without a draft.
         """
         if self._trial is not None:
-            return self._depth if self._trial.next_size() == self._tree_size else 0
+            return self._depth if self._trial.next_size() else 0
         assert self.costs is not None
         gain, best, chosen = 0.0, 0.0, 0
         for depth, more in enumerate(self._gains, 1):

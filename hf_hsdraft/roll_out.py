@@ -7,10 +7,12 @@ here, the context grows in place, and drafted positions stand behind it for as l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from .modeling_hsdraft import DraftContext, HSDraftAttention, HSDrafter, HSDraftLayer, Rope, rotary_embedding, rotate
 
@@ -22,13 +24,14 @@ class _Layer:
     """One trunk layer, its products joined, and what it holds of the text.
 
     Attributes:
-        attention_weight: `[q + k + v, D]`; mlp_weight: `[2 I, D]`, gate and up.
+        attention_weight: `[q + k + v, D]`; mlp_weight: `[2 I, D]`, gate and up. `None` if the products are more than
+            a weight each, as adapters make them.
         keys, values: `[kv_heads, capacity, head_dim]`.
     """
 
     layer: HSDraftLayer
-    attention_weight: torch.Tensor
-    mlp_weight: torch.Tensor
+    attention_weight: torch.Tensor | None
+    mlp_weight: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -36,8 +39,8 @@ class _Layer:
     def of(cls, layer: HSDraftLayer) -> _Layer:
         attention, weight = layer.attention, layer.attention.q_proj.weight
         room = weight.new_empty(attention.kv_heads, 0, attention.head_dim)
-        joined = torch.cat([weight, attention.k_proj.weight, attention.v_proj.weight])
-        return cls(layer, joined, torch.cat([layer.gate_proj.weight, layer.up_proj.weight]), room, room)
+        products = [attention.q_proj, attention.k_proj, attention.v_proj], [layer.gate_proj, layer.up_proj]
+        return cls(layer, _joined(products[0]), _joined(products[1]), room, room)
 
     def reserve(self, held: int, more: int) -> None:
         """Makes room for `more` positions after the `held` ones."""
@@ -53,14 +56,23 @@ class _Layer:
         """Reads `x` `[n, D]` at positions `place` .. `place + n - 1`; gives all outputs, or that of the last only."""
         layer, attention = self.layer, self.layer.attention
         end = place + len(x)
-        states = F.linear(layer.input_norm(x), self.attention_weight).view(len(x), -1, attention.head_dim)
+        hidden = layer.input_norm(x)
+        if self.attention_weight is None:
+            states = torch.cat([attention.q_proj(hidden), attention.k_proj(hidden), attention.v_proj(hidden)], dim=-1)
+        else:
+            states = F.linear(hidden, self.attention_weight)
+        states = states.view(len(x), -1, attention.head_dim)
         heads, kv_heads = attention.kv_heads * attention.groups, attention.kv_heads
         rotated = rotate(states[:, : heads + kv_heads], (rope[0][:, None], rope[1][:, None]))
         self.keys[:, place:end] = rotated[:, heads:].transpose(0, 1)
         self.values[:, place:end] = states[:, heads + kv_heads :].transpose(0, 1)
         rows = slice(len(x) - 1, None) if last_only else slice(None)
         x = x[rows] + self._mixed(rotated[rows, :heads], place, end, attention)
-        gate, value = F.linear(layer.mlp_norm(x), self.mlp_weight).chunk(2, dim=-1)
+        hidden = layer.mlp_norm(x)
+        if self.mlp_weight is None:
+            gate, value = layer.gate_proj(hidden), layer.up_proj(hidden)
+        else:
+            gate, value = F.linear(hidden, self.mlp_weight).chunk(2, dim=-1)
         return x + layer.down_proj(F.silu(gate) * value)
 
     def _mixed(self, queries: torch.Tensor, place: int, end: int, attention: HSDraftAttention) -> torch.Tensor:
@@ -78,6 +90,13 @@ class _Layer:
             )
             mixed = mixed.transpose(1, 2)
         return attention.o_proj(mixed.reshape(rows, -1))
+
+
+def _joined(products: Sequence[nn.Module]) -> torch.Tensor | None:
+    """Their weights as one, if they are plain products."""
+    if any(type(product) is not nn.Linear for product in products):
+        return None
+    return torch.cat([product.weight for product in products])  # type: ignore[misc]
 
 
 class RollOut:

@@ -228,7 +228,8 @@ class TargetRuntime:
         """
         self._raw = None  # a compiled forward writes there again
         self._columns = max(map(len, trees))
-        if self._static is not None and self._static.left >= self._fixed:
+        plain_step = len(trees) == 1 and self._columns == 1  # as plain decoding takes it, whose forward is compiled too
+        if self._static is not None and self._static.left >= self._fixed and not plain_step:
             self._columns = max(self._columns, self._fixed)
         if self.trees and (self._columns > 1 or len(trees) > 1):
             self._read = self._columns

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import VOCAB, make_target
+from conftest import VOCAB, make_drafter, make_target
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from hf_hsdraft import CachebackDrafter
 
 REPEATING = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8, 9, 8]])
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}
+
+
+def test_padding_and_ids_that_are_no_tokens_are_not_drafted(target):
+    """Placeholders stand beside `inputs_embeds`; nothing of them may reach the target's embedding."""
+    ids = torch.tensor([[VOCAB + 5, VOCAB + 5, 7, VOCAB + 5, VOCAB + 5, 7, VOCAB + 5, VOCAB + 5, 7]])
+    embeds = target.get_input_embeddings()(ids.clamp(max=VOCAB - 1))
+    call = {"inputs_embeds": embeds, "max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(ids, **call)
+    assert target.generate(ids, **call, assistant_model=CachebackDrafter(**FREE)).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_room_for_a_tree_is_no_error(rows):
+    """So close to the last position nothing is drafted, n-grams neither, however much the prompt repeats."""
+    target = make_target(max_position_embeddings=64, rope_parameters=None)
+    ids = torch.tensor([[5, 6, 7, 5, 8, 7, 5, 6, 9]]).repeat(rows, 7)[:, :62]
+    plain = target.generate(ids, max_new_tokens=2, do_sample=False)
+    for drafter in (CachebackDrafter(**FREE), make_drafter(target)):
+        assert (
+            target.generate(ids, max_new_tokens=2, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+        )
 
 
 @pytest.mark.parametrize("options", [FREE, {**FREE, "beam_width": 1}, {"tree_sizing": "fixed"}, {}])
@@ -79,8 +100,9 @@ def test_encoder_decoders_too():
 def test_wrong_arguments_are_refused_before_any_work(target, prompt):
     with pytest.raises(ValueError, match="ngram_length=0"):
         CachebackDrafter(ngram_length=0)
-    with pytest.raises(ValueError, match="tree_sise"):
-        CachebackDrafter(tree_sise=3)
+    for unknown in ({"tree_sise": 3}, {"temperature": 0.3}, {"tree_builder": "gumbel"}):
+        with pytest.raises(ValueError, match=next(iter(unknown))):
+            CachebackDrafter(**unknown)
     with pytest.raises(ValueError, match=f"token {VOCAB}"):
         target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(texts=[[1, VOCAB, 2]]))
     with pytest.raises(ValueError, match="tree_size"):

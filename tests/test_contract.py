@@ -479,3 +479,21 @@ def test_time_may_run_out_in_the_middle_of_a_path(target, drafter):
             texts.append(target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW, **kwargs).tolist())
         assert clock.asked == 10
     assert texts[0] == texts[1] and len(texts[0][0]) == 22
+
+
+def test_the_cache_of_a_row_that_ended_holds_its_end(chatty):
+    """Keys of every row up to the token that ended it are those of plain decoding."""
+    found = 0
+    for seed in range(12):
+        ids = torch.randint(5, VOCAB, (3, 9), generator=torch.Generator().manual_seed(seed))
+        call = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+        plain = chatty.generate(ids, **call)
+        drafted = chatty.generate(ids, **call, assistant_model=make_drafter(chatty))
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        for row, text in enumerate(plain.sequences.tolist()):
+            length = text.index(4, 9) + 1 if 4 in text[9:] else len(text) - 1
+            found += length < len(text) - 1
+            for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+                held = min(length, theirs.keys.shape[2])
+                torch.testing.assert_close(ours.keys[row, :, :held], theirs.keys[row, :, :held], atol=1e-4, rtol=1e-4)
+    assert found > 3

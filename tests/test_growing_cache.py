@@ -80,9 +80,10 @@ def test_offloaded_caches_stay_as_they_are():
     assert type(cache.layers[0]) is DynamicLayer
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_callers_cache_comes_back_plain_and_small(prompt, attention):
-    target = make_target(attention)
+def test_the_callers_cache_comes_back_plain_and_small(prompt, attention, kv_heads):
+    target = make_target(attention, num_key_value_heads=kv_heads)
     output = target.generate(
         prompt, max_new_tokens=12, assistant_model=make_drafter(target), return_dict_in_generate=True
     )

@@ -11,7 +11,7 @@ from conftest import make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft import decoding
+from hf_hsdraft import decoding, pacing
 from hf_hsdraft.draft_tree import DraftTree
 from hf_hsdraft.pacing import Calibration, Costs, CostTrial, Pace
 
@@ -137,11 +137,54 @@ def test_costs_are_found_from_the_first_rounds_and_kept_for_later_calls():
     while (size := trial.next_size()) is not None:
         seen.append(size)
         noise = 0.5 if len(seen) == 4 else 0.0  # something else ran
-        trial.add(size, 0.040 + (0.002 + 0.0004 * size if size else 0.0) + noise, 6 if size == 24 else 0, 0.012)
+        trial.add(size, 0.040 + (0.002 + 0.0004 * size if size else 0.0) + noise, 6 if size else 0, 0.012)
     assert sorted(set(seen)) == [0, 8, 24] and len(seen) == 9
     costs = trial.costs()
     assert costs.tree == pytest.approx(0.05, rel=0.05) and costs.node == pytest.approx(0.01, rel=0.05)
     assert costs.drafting(6) == pytest.approx(0.3, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9])
+def test_a_coarse_clock_makes_no_trial_fail_or_endless(seconds):
+    for nodes in (0, 2):
+        trial = CostTrial.of(24, 6)
+        while trial.next_size() is not None:
+            trial.add(min(nodes, trial.next_size()), seconds, 0, seconds)
+        assert trial.rounds <= 60 and 0 <= trial.costs().node < 100
+
+
+OPTIONS = [
+    {},
+    {"ngram_length": 0},
+    {"assistant_confidence_threshold": 0.3},
+    {"beam_width": 1},
+    {"beam_width": 1, "tree_size": 16, "ngram_length": 0},
+    {"tree_size": 60},
+    {"tree_size": 1},
+    {"num_assistant_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_trial_ends(prompt, options, rows):
+    target = make_target()
+    drafter = make_drafter(target)
+    for name, value in {"node_cost": None, "depth_cost": None, **options}.items():
+        setattr(drafter.generation_config, name, value)
+    target.generate(prompt.repeat(rows, 1), max_new_tokens=70, do_sample=False, assistant_model=drafter)
+    [(costs, trial)] = pacing._known[target].values()
+    assert trial is None and costs is not None and costs.depth > 0
+
+
+def test_short_calls_find_out_what_drafts_cost(prompt):
+    target = make_target()
+    drafter = make_drafter(target)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
+    for _ in range(12):
+        target.generate(prompt, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    [(costs, _)] = pacing._known[target].values()
+    assert costs is not None and costs.depth > 0
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
