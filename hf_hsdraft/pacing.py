@@ -3,7 +3,7 @@
 Time is counted in forwards of the target on one token. A draft of depth K costs a part of one, a verified node a
 hundredth or less, and every accepted token saves one. Three things are learnt: what forwards and drafts cost, from the
 first rounds; how often a drafted token of some probability is right; and how many a round yields. None of it changes
-what is emitted, and whoever gives the costs gets the same trees in every run.
+the distribution of what is emitted, and whoever gives the costs gets the same trees in every run.
 """
 
 from __future__ import annotations
