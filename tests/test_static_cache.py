@@ -193,7 +193,7 @@ def test_calls_keep_the_length_of_the_cache(prompt):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_verification_is_compiled_once(prompt, graphs, settings):
-    """One graph of the forward and one of the move, whatever the trees are; none of the prompt's forward."""
+    """One graph of the forward and one of the move, whatever the trees are, and one of a round that drafts nothing."""
     target = make_target()
     drafter = make_drafter(target, tree_size=TREE_SIZE)
     plain = decode(target, prompt, new_tokens=60, **settings)
@@ -202,12 +202,13 @@ def test_verification_is_compiled_once(prompt, graphs, settings):
         with scripted(plain[:, prompt.shape[1] :].tolist(), seed):
             output = decode(target, prompt, drafter, 60, **call)
         assert output.sequences.equal(plain) and output.statistics.tau > 1.8
-        assert len(graphs.shapes) == 2 and graphs.count(TREE_SIZE + 1) == 1
-    # Plain decoding has one graph of its own, and leaves ours as it is.
+        assert graphs.count(TREE_SIZE + 1) == 1 and len(graphs.shapes) == 2 + graphs.count(1) <= 3
+    # Plain decoding's step leaves ours as they are.
     assert decode(target, prompt, new_tokens=60, **call).equal(plain)
-    assert len(graphs.shapes) == 3 and graphs.count(1) == 1
+    assert graphs.count(TREE_SIZE + 1) == 1 and len(graphs.shapes) == 2 + graphs.count(1) <= 4
+    graphs_of_both = len(graphs.shapes)
     assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
-    assert len(graphs.shapes) == 3
+    assert len(graphs.shapes) == graphs_of_both
 
 
 def test_a_full_cache_is_decoded_by_compiled_steps(prompt, graphs):
