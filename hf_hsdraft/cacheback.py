@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from .configuration_hsdraft import default_options
 from .modeling_hsdraft import TargetWeights
 from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
 
@@ -72,20 +73,7 @@ class CachebackDrafter:
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options; `beam_width=1` drafts a chain, the other options of a beam have no effect."""
-        return GenerationConfig(
-            num_assistant_tokens=MOST_NGRAM_DEPTH,
-            tree_size=24,
-            beam_width=24,
-            assistant_confidence_threshold=0.0,
-            reuse="none",
-            reuse_weight=0.0,
-            tree_builder="beam",
-            verification="walk",
-            ngram_length=4,
-            tree_sizing="cost",
-            node_cost=None,
-            depth_cost=None,
-        )
+        return default_options(MOST_NGRAM_DEPTH, tree_size=24, beam_width=24)
 
     def borrow(self, embedding: Any, output_head: Any) -> TargetWeights:
         """Nothing of the target is needed."""

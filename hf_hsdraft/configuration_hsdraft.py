@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -343,6 +343,24 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"weights_digest={_short(digests)} is invalid: expected SHA-256 digests by names of files of weights"
             )
+
+
+def default_options(num_assistant_tokens: int, tree_size: int, beam_width: int) -> GenerationConfig:
+    """The drafting options there are, as they stand where nobody says otherwise."""
+    return GenerationConfig(
+        num_assistant_tokens=num_assistant_tokens,
+        tree_size=tree_size,
+        beam_width=beam_width,
+        assistant_confidence_threshold=0.0,
+        reuse="none",
+        reuse_weight=0.4,
+        tree_builder="beam",
+        verification="walk",
+        ngram_length=4,
+        tree_sizing="cost",
+        node_cost=None,
+        depth_cost=None,
+    )
 
 
 def public_name(name: str) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput, is_accelerate_available
 
-from .configuration_hsdraft import HSDraftConfig
+from .configuration_hsdraft import HSDraftConfig, default_options
 from .pretrained_drafter import PretrainedDrafter
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -303,20 +303,8 @@ class HSDrafter(PretrainedDrafter):
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""
-        return GenerationConfig(
-            num_assistant_tokens=self.config.num_draft_steps,
-            tree_size=self.config.tree_size,
-            beam_width=self.config.beam_width,
-            assistant_confidence_threshold=0.0,
-            reuse="none",
-            reuse_weight=0.4,
-            tree_builder="beam",
-            verification="walk",
-            ngram_length=4,
-            tree_sizing="cost",
-            node_cost=None,
-            depth_cost=None,
-        )
+        config = self.config
+        return default_options(config.num_draft_steps, config.tree_size, config.beam_width)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
