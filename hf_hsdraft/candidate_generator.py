@@ -20,6 +20,7 @@ from .ngram_cache import MOST_NGRAM_DEPTH, NgramCache
 from .pacing import Pace
 from .roll_out import RollOut
 from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
+from .working_weights import WorkingWeights, working_weights
 
 _MOST_PENDING = 64  # rounds whose taps may wait for the next draft
 
@@ -114,7 +115,13 @@ class HSCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self.drafted_depth = 0  # of the last round
         self._pace = pace
-        self._roll_out = RollOut(drafter) if batch_size == 1 and isinstance(drafter, HSDrafter) else None
+        self._working: WorkingWeights | None = None
+        self._roll_out: RollOut | None = None
+        if isinstance(drafter, HSDrafter):
+            self._device, self._dtype = drafter.device, drafter.dtype
+            self._working = working_weights(drafter, weights)
+            if batch_size == 1:
+                self._roll_out = RollOut(self._working, drafter.config, drafter.device, drafter.dtype)
         self._context: DraftContext | None = None  # of a batch
         self._started = False  # in transformers' own assisted decoding
         length = self.options.ngram_length
@@ -136,7 +143,7 @@ class HSCandidateGenerator(CandidateGenerator):
         if memory is None or memory.drafter() is not self.drafter or memory.length != cached + 1:
             return
         states = [state for part in memory.pending for state in part[:2]]
-        if all(state.device == self.drafter.device and state.dtype == self.drafter.dtype for state in states):
+        if all(state.device == self._device and state.dtype == self._dtype for state in states):
             assert self._roll_out is not None
             self._roll_out.resume(memory.context)
             self._rows[0].pending.extend(memory.pending)
@@ -161,7 +168,7 @@ class HSCandidateGenerator(CandidateGenerator):
         self._rows[row].root = int(next_tokens[-1])
         if not self.trained:
             return
-        device, dtype = self.drafter.device, self.drafter.dtype
+        device, dtype = self._device, self._dtype
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
@@ -275,7 +282,8 @@ class HSCandidateGenerator(CandidateGenerator):
         return hidden
 
     def _trees(self, rows: Sequence[int], hidden: torch.Tensor, depths: Sequence[int]) -> list[DraftTree]:
-        logits = self.drafter.logits(hidden, self.weights)
+        assert self._working is not None
+        logits = self._working.logits(hidden)
         roots = [self._rows[row].root for row in rows]
         leftovers = [self._rows[row].leftover for row in rows]
         for row in rows:
@@ -316,10 +324,12 @@ class HSCandidateGenerator(CandidateGenerator):
 
     def _ensemble(self, logits: torch.Tensor, leftover: torch.Tensor, state: _Row) -> None:
         """Reuse form A: the old round's logits join the new ones `[depth, V']` at the same absolute position."""
-        old = self.drafter.logits(leftover, self.weights)
+        assert self._working is not None
+        injector, old = self._working.injector, self._working.logits(leftover)
         # The new state at the first depth has read the root's token; the old one is told it by the injector.
         path = self._advance(torch.tensor([state.root], device=logits.device), self._path_state(state))
-        old = torch.cat([old[:1] + self.drafter.injector(leftover[:1], path), old[1:]])
+        told = injector.up(injector.code(injector.project(leftover[:1]), path))
+        old = torch.cat([old[:1] + told, old[1:]])
         weight = self.options.reuse_weight
         logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)
 
@@ -327,7 +337,7 @@ class HSCandidateGenerator(CandidateGenerator):
         """The injector's state after the tokens accepted since the leftover states were drafted."""
         path = None
         for token in state.leftover_path:
-            path = self._advance(torch.tensor([token], device=self.drafter.device), path)
+            path = self._advance(torch.tensor([token], device=self._device), path)
         return path
 
     def _since(self, state: _Row) -> torch.Tensor | None:
@@ -338,7 +348,8 @@ class HSCandidateGenerator(CandidateGenerator):
         self, hidden: torch.Tensor, logits: torch.Tensor | None, since: torch.Tensor | None = None
     ) -> Expansion:
         temperature = 1.0 if self.options.tree_builder == "beam" else self.options.temperature
-        return Expansion.of(self.drafter, self.weights, hidden, logits, since, temperature)
+        assert self._working is not None
+        return Expansion.of(self._working, self.weights, hidden, logits, since, temperature)
 
     def _grow(self, roots: Sequence[int], expansion: Expansion, depths: Sequence[int]) -> list[DraftTree]:
         options, ids = self.options, self.weights.vocab_ids
@@ -361,7 +372,8 @@ class HSCandidateGenerator(CandidateGenerator):
         )
 
     def _advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self.drafter.injector.advance(self.weights.embed(tokens), states)
+        assert self._working is not None
+        return self._working.injector.advance(self.weights.embed(tokens), states)
 
     # transformers' contract, for its own `_assisted_decoding`: a chain, verified against the target's own choices.
 

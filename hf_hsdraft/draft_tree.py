@@ -88,8 +88,12 @@ class DraftTree:
 # children, [B, n, V'], and the states after reading the parents' tokens. States are None at the root.
 Expand = Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
-# The same of the k most probable children only, the best first: log-probabilities and tokens [B, n, k], and the states.
-BestChildren = Callable[[int, torch.Tensor, torch.Tensor | None, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# Maps the same and the nodes' scores [B, n] to the k most probable children of all the nodes, the best first: their
+# scores [B, k], tokens [B, k] and parents [B, k], as columns of the nodes, and the nodes' states.
+BestChildren = Callable[
+    [int, torch.Tensor, torch.Tensor | None, torch.Tensor, int],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+]
 
 
 def best_children(expand: Expand, vocab_ids: torch.Tensor) -> BestChildren:
@@ -100,11 +104,12 @@ def best_children(expand: Expand, vocab_ids: torch.Tensor) -> BestChildren:
     """
 
     def best(
-        level: int, tokens: torch.Tensor, states: torch.Tensor | None, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         log_probs, states = expand(level, tokens, states)
-        scores, columns = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
-        return scores, vocab_ids[columns], states
+        totals = (scores[..., None] + log_probs).flatten(1)
+        values, places = totals.topk(min(count, totals.shape[1]))
+        return values, vocab_ids[places % len(vocab_ids)], places // len(vocab_ids), states
 
     return best
 
@@ -134,39 +139,25 @@ def build_beam_trees(
         threshold: paths less probable than this are left out, 0 to 1.
         max_depths: greatest depth of each sequence, where some should end before `depth`.
     """
-    tokens = root_tokens[:, None]
-    batch = torch.arange(len(tokens), device=tokens.device)[:, None]
-    scores = torch.zeros_like(tokens, dtype=torch.float32)
+    nodes = root_tokens[:, None]
+    batch = torch.arange(len(nodes), device=nodes.device)[:, None]
+    scores = torch.zeros_like(nodes, dtype=torch.float32)
     states: torch.Tensor | None = None
-    all_tokens, all_scores, all_parents, all_depths = [], [], [], []
-    beam = torch.zeros_like(tokens)  # index of each beam node among all candidates, plus one
+    levels = []
+    beam = torch.zeros_like(nodes)  # index of each beam node among all candidates, plus one
     count = 0
     for level in range(1, depth + 1):
-        log_probs, children, states = best(level, tokens, states, 1 if beam_width == 1 else tree_size)
-        branching = log_probs.shape[-1]
-        candidate_scores = (scores[:, :, None] + log_probs).flatten(1)
-        candidate_tokens = children.flatten(1)
-        all_tokens.append(candidate_tokens)
-        all_scores.append(candidate_scores)
-        all_parents.append(beam.repeat_interleave(branching, dim=1))
-        all_depths.append(torch.full_like(candidate_tokens, level))
+        # No more than that many can stay of a level; the first of them are the next beam.
+        scores, tokens, parents, states = best(level, nodes, states, scores, 1 if beam_width == 1 else tree_size)
+        levels.append((tokens, beam.gather(1, parents), torch.full_like(tokens, level), scores))
         if level == depth:
             break
-        scores, chosen = candidate_scores.topk(min(beam_width, candidate_scores.shape[1]))
-        tokens = candidate_tokens.gather(1, chosen)
-        beam = chosen + 1 + count
-        states = states[batch, chosen // branching]
-        count += candidate_scores.shape[1]
-    return _best_nodes(
-        root_tokens.tolist(),
-        torch.cat(all_tokens, dim=1),
-        torch.cat(all_parents, dim=1),
-        torch.cat(all_depths, dim=1),
-        torch.cat(all_scores, dim=1),
-        tree_size,
-        threshold,
-        max_depths,
-    )
+        width, found = min(beam_width, tokens.shape[1]), tokens.shape[1]
+        nodes, scores, states = tokens[:, :width], scores[:, :width], states[batch, parents[:, :width]]
+        beam = torch.arange(count + 1, count + width + 1, device=nodes.device).expand_as(nodes)
+        count += found
+    tokens, parents, depths, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
+    return _best_nodes(root_tokens.tolist(), tokens, parents, depths, scores, tree_size, threshold, max_depths)
 
 
 def _best_nodes(

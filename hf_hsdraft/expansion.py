@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
-from .modeling_hsdraft import HSDrafter, TargetWeights
+from .modeling_hsdraft import TargetWeights
+from .working_weights import Product, Transform, WorkingWeights
 
-MOST_COLUMNS = 1024  # of the draft vocabulary that are looked at below the first depth of a beam
+MOST_COLUMNS = 512  # of the draft vocabulary that are looked at below the first depth of a beam
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Expansion:
         temperature: of the distributions given.
     """
 
-    drafter: HSDrafter
+    working: WorkingWeights
     weights: TargetWeights
     logits: torch.Tensor
     projected: torch.Tensor
@@ -35,7 +35,7 @@ class Expansion:
     @classmethod
     def of(
         cls,
-        drafter: HSDrafter,
+        working: WorkingWeights,
         weights: TargetWeights,
         hidden: torch.Tensor,
         logits: torch.Tensor | None = None,
@@ -43,8 +43,8 @@ class Expansion:
         temperature: float = 1.0,
     ) -> Expansion:
         """Of drafted states `[B, depth, D]`; `logits` where they are not what the head alone makes of them."""
-        logits = drafter.logits(hidden, weights) if logits is None else logits
-        return cls(drafter, weights, logits, drafter.injector.project(hidden), since, temperature)
+        logits = working.logits(hidden) if logits is None else logits
+        return cls(working, weights, logits, working.injector.project(hidden), since, temperature)
 
     @property
     def depth(self) -> int:
@@ -61,44 +61,47 @@ class Expansion:
         code, states = self._code(level, tokens, states)
         logits = self.logits[:, level - 1 : level]
         if code is not None:
-            logits = logits + self.drafter.injector.up(code)
-        logits = logits.float()
-        return (logits if self.temperature == 1.0 else logits / self.temperature).log_softmax(dim=-1), states
+            logits = logits + self.working.injector.up(code)
+        return self._log_probs(logits), states
 
     def best(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The `count` most probable children of each node: log-probabilities and tokens `[B, n, k]`, and states.
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The `count` most probable children of all the nodes, see `BestChildren`.
 
         Of a single text only the likely part of the vocabulary is looked at.
         """
         code, states = self._code(level, tokens, states)
-        ids, rows, logits = self._likely
+        ids, up, logits = self._likely
         logits = logits[:, level - 1 : level]
         if code is not None:
-            logits = logits + F.linear(code, rows)
-        logits = logits.float() / self.temperature
-        values, columns = logits.topk(min(count, logits.shape[-1]), dim=-1)
-        return values - logits.logsumexp(dim=-1, keepdim=True), ids[columns], states
+            logits = logits + up(code)
+        totals = self._log_probs(logits) + scores[..., None]
+        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
+        return values, ids[places % len(ids)], places // len(ids), states
+
+    def _log_probs(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if self.temperature == 1.0 else logits.float() / self.temperature
+        return logits.log_softmax(dim=-1, dtype=torch.float32)
 
     @cached_property
-    def _likely(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens `[C]`, the injector's rows for them and their logits `[B, depth, C]`.
+    def _likely(self) -> tuple[torch.Tensor, Transform, torch.Tensor]:
+        """Tokens `[C]`, the injector's last product for them, and their logits `[B, depth, C]`.
 
         For a single text the tokens that are likely at any depth before the path's tokens are known: those seldom lift
         one from further below, and most of the work of a level is left out. Texts of a batch share no such part.
         """
-        ids, rows = self.weights.vocab_ids, self.drafter.injector.up.weight
-        if len(self.logits) > 1 or len(ids) < 2 * MOST_COLUMNS:
-            return ids, rows, self.logits
+        ids, up = self.weights.vocab_ids, self.working.injector.up
+        if len(self.logits) > 1 or len(ids) < 2 * MOST_COLUMNS or not isinstance(up, Product):
+            return ids, up, self.logits
         columns = self.logits[0].amax(dim=0).topk(MOST_COLUMNS, sorted=False).indices
-        return ids[columns], rows[columns], self.logits[..., columns]
+        return ids[columns], up.of(columns), self.logits.index_select(-1, columns)
 
     def _code(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The injector's code `[B, n, rank]`, if there is anything to inject at this level, and its new states."""
-        injector = self.drafter.injector
+        injector = self.working.injector
         states = injector.advance(self.weights.embed(tokens), self.since if level == 1 else states)
         if level == 1 and self.since is None:
             return None, states

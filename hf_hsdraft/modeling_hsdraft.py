@@ -84,10 +84,15 @@ class HSDraftRMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-def rotary_embedding(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
+def rotary_frequencies(config: HSDraftConfig, device: torch.device) -> torch.Tensor:
+    """`[head_dim / 2]`, float32."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    return config.rope_theta**-exponents
+
+
+def rotary_embedding(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rope:
     """Cosines and sines `[..., head_dim]` of integer `positions` `[...]`."""
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[..., None].float() * theta**-exponents
+    angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -353,7 +358,8 @@ class HSDrafter(PretrainedDrafter):
         every = torch.arange(x.shape[0], device=x.device)
         last_only = starts is None
         starts = every[-1:] if starts is None else starts
-        rope = rotary_embedding(position_ids, self.config.head_dim, self.config.rope_theta, x.dtype)
+        frequencies = rotary_frequencies(self.config, x.device)
+        rope = rotary_embedding(position_ids, frequencies, x.dtype)
         layers: list[KeyValues] = []
         # The last position of a single document sees everything: no mask, as in every decoding round.
         mask = None if last_only and document_ids is None else _causal_mask(starts, every, document_ids, past)
@@ -372,7 +378,7 @@ class HSDrafter(PretrainedDrafter):
         rolled = x.shape[0] if num_rolled is None else num_rolled
         mask = None if mask is None else mask[:rolled]
         offsets = position_ids[starts[:rolled], None] + torch.arange(1, steps, device=x.device)
-        cos, sin = rotary_embedding(offsets, self.config.head_dim, self.config.rope_theta, x.dtype)
+        cos, sin = rotary_embedding(offsets, frequencies, x.dtype)
         own: list[KeyValues | None] = [None] * len(trunk)
         for step in range(steps - 1):
             x = self.roll_proj(self.roll_norm(states[-1][:rolled]))
@@ -404,38 +410,62 @@ class HSDrafter(PretrainedDrafter):
         head = None
         if self.lm_head is None:
             head = _output_rows(output_head, embedding, vocab_ids).to(device, self.dtype)
-        place = embedding.weight.device
+        table, dtype = embedding.weight.detach(), self.dtype  # the target is never trained
+        place = table.device
+        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+        if plain and not embedding._forward_hooks and "forward" not in vars(embedding):
+
+            def look_up(tokens: torch.Tensor) -> torch.Tensor:
+                return F.embedding(tokens, table)
+
+        else:
+
+            def look_up(tokens: torch.Tensor) -> torch.Tensor:
+                return embedding(tokens).detach()
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
             tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
-            return embedding(tokens).detach().to(device, self.dtype)  # the target is never trained
+            return look_up(tokens).to(device, dtype)
 
-        return TargetWeights(embed, head, vocab_ids, embedding.weight.shape[0])
+        return TargetWeights(embed, head, vocab_ids, len(table))
 
 
 def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
     """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
-    weight = getattr(output_head, "weight", None)
+    weight: Any = getattr(output_head, "weight", None)
     if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
         from accelerate.utils import align_module_device
 
         with align_module_device(output_head):
             return _output_rows(output_head, embedding, vocab_ids)
-    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
-        return weight.detach()[vocab_ids.to(weight.device)]
-    # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
-    kept = _rows_of_packed.get(output_head)
-    if kept is None or not torch.equal(kept[0], vocab_ids):
-        size, place = embedding.weight.shape[1], embedding.weight
-        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
-        with torch.no_grad():
-            columns = output_head(inputs)[:, vocab_ids.to(place.device)]
-        kept = vocab_ids, (columns[:-1] - columns[-1:]).T.contiguous()
-        _rows_of_packed[output_head] = kept
-    return kept[1]
+    plain = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point()
+    version = (weight.data_ptr(), 0 if weight.is_inference() else weight._version) if plain else (0, 0)
+    kept = _kept_rows.get(output_head)
+    if kept is None or kept[0] != version or not torch.equal(kept[1], vocab_ids):
+        rows = _rows_of(weight, vocab_ids) if plain else _multiplied_rows(output_head, embedding, vocab_ids)
+        kept = _kept_rows[output_head] = version, vocab_ids, rows
+    return kept[2]
 
 
-_rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
+def _rows_of(weight: torch.Tensor, vocab_ids: torch.Tensor) -> torch.Tensor:
+    if torch.equal(vocab_ids, torch.arange(len(weight), device=vocab_ids.device)):
+        return weight.detach()
+    return weight.detach()[vocab_ids.to(weight.device)]
+
+
+def _multiplied_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
+    """The same of packed weights: they are of no form known here, but they multiply."""
+    size, place = embedding.weight.shape[1], embedding.weight
+    inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
+    with torch.no_grad():
+        columns = output_head(inputs)[:, vocab_ids.to(place.device)]
+    return (columns[:-1] - columns[-1:]).T.contiguous()
+
+
+# Of each output layer, so that calls do not gather them again: what they are of, and the rows.
+_kept_rows: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], torch.Tensor, torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _causal_mask(

@@ -27,6 +27,7 @@ from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, check_points, padded_batches
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
 from hf_hsdraft.cli import app
 from hf_hsdraft.hub.measured import enter_benchmarks
+from hf_hsdraft.working_weights import WorkingWeights
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
 
@@ -147,7 +148,7 @@ def test_who_cannot_decode_is_left_out_but_none_of_ours(monkeypatch, target, dra
     others = [System("broken", decode=broken), *systems_of("chain", target, drafter)]
     measured = measure(target, others, inputs[:1], Settings(4))
     assert measured.left_out == {"broken": "RuntimeError: no kernel"} and set(measured.runs) == {PLAIN, "chain"}
-    monkeypatch.setattr(HSDrafter, "logits", broken)
+    monkeypatch.setattr(WorkingWeights, "logits", broken)
     with pytest.raises(RuntimeError, match="no kernel"):
         measure(target, others, inputs[:1], Settings(4))
 

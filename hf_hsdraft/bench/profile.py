@@ -17,7 +17,16 @@ from typing import Any
 
 import torch
 
-from .. import candidate_generator, decoded_texts, decoding, expansion, modeling_hsdraft, roll_out, target_runtime
+from .. import (
+    candidate_generator,
+    decoded_texts,
+    decoding,
+    expansion,
+    modeling_hsdraft,
+    roll_out,
+    target_runtime,
+    working_weights,
+)
 from ..growing_cache import give_room_back
 from .calls import Settings, time_call
 from .machine import synchronise
@@ -30,12 +39,13 @@ TARGET, PYTHON = "target forward", "Python"
 # is that part's. What is left of a round is Python.
 TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("context update", modeling_hsdraft.HSDrafter, ("fuse_inputs",)),
+    ("context update", working_weights.WorkingWeights, ("fuse_inputs",)),
     ("context update", modeling_hsdraft.HSDraftLayer, ("read",)),
     ("context update", candidate_generator.HSCandidateGenerator, ("read",)),
     ("context update", roll_out.RollOut, ("read",)),
     ("roll-out", roll_out.RollOut, ("__call__",)),
     ("roll-out", modeling_hsdraft.HSDrafter, ("forward",)),
-    ("head", modeling_hsdraft.HSDrafter, ("logits",)),
+    ("head", working_weights.WorkingWeights, ("logits",)),
     ("injector", expansion.Expansion, ("__call__", "best")),
     ("n-grams", candidate_generator.HSCandidateGenerator, ("_from_ngrams", "remember")),
     ("tree building", candidate_generator.HSCandidateGenerator, ("draft",)),
