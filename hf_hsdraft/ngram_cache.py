@@ -19,7 +19,7 @@ from .draft_tree import DraftTree
 MOST_LEADING = 16  # tokens of a leader
 MOST_NGRAM_DEPTH = 24  # of a draft; nothing is right for longer often enough
 _MOST_LEADERS, _MOST_FOLLOWERS = 2**17, 8
-_PRIOR_WEIGHT = 4.0  # tokens that the assumptions below count for
+_PRIOR_WEIGHT = 8.0  # tokens that the assumptions below count for
 _PRIOR_RIGHT = 0.2, 0.45, 0.65, 0.75  # the latest follower is the next token, after leaders of 1, 2, ... tokens
 _LEAST = 1e-3  # a path less probable than this is not worth a node
 

@@ -18,10 +18,10 @@ from .draft_tree import DraftTree
 
 # Lower ends of the bins of an edge's log-probability.
 _BINS = (-0.05, -0.15, -0.35, -0.7, -1.1, -1.6, -2.3, -3.0, -4.0, -5.0, -6.5, -8.0)
-_PRIOR_TRIALS = 4.0  # tokens that what is assumed of a bin counts for
+_PRIOR_TRIALS = 64.0  # tokens that what is assumed of a bin counts for: drafters know well how sure they are
 _PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, beside what came of them
 _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
-_MOST_TRIALS = 60.0  # that are remembered of a bin
+_MOST_TRIALS = 200.0  # that are remembered of a bin
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
 _TRIALS, _MOST_ROUNDS = 9, 60  # rounds until costs are known, or are assumed
 _FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
