@@ -75,6 +75,6 @@ class CachebackDrafter:
         """The drafting options; `beam_width=1` drafts a chain, the other options of a beam have no effect."""
         return default_options(MOST_NGRAM_DEPTH, tree_size=24, beam_width=24)
 
-    def borrow(self, embedding: Any, output_head: Any) -> TargetWeights:
+    def borrow(self, embedding: Any, output_head: Any, with_head: bool = True) -> TargetWeights:
         """Nothing of the target is needed."""
         return TargetWeights(embedding, None, torch.empty(0, dtype=torch.long), embedding.weight.shape[0])

@@ -20,7 +20,7 @@ from .ngram_cache import MOST_NGRAM_DEPTH, NgramCache
 from .pacing import Pace
 from .roll_out import RollOut
 from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
-from .working_weights import WorkingWeights, working_weights
+from .working_weights import WorkingWeights
 
 _MOST_PENDING = 64  # rounds whose taps may wait for the next draft
 
@@ -96,6 +96,7 @@ class HSCandidateGenerator(CandidateGenerator):
         options: `drafter.generation_config`'s by default.
         batch_size: sequences in the batch.
         pace: how much of that to do, round by round; all by default.
+        working: what decoding multiplies by; made of drafter and weights by default.
     """
 
     requires_model_outputs = True
@@ -107,6 +108,7 @@ class HSCandidateGenerator(CandidateGenerator):
         options: DraftOptions | None = None,
         batch_size: int = 1,
         pace: Pace | None = None,
+        working: WorkingWeights | None = None,
     ) -> None:
         self.trained = isinstance(drafter, HSDrafter)  # there is a network that reads the target's hidden states
         self.drafter = cast(HSDrafter, drafter)  # what only such a one has is asked of no other
@@ -115,13 +117,12 @@ class HSCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self.drafted_depth = 0  # of the last round
         self._pace = pace
-        self._working: WorkingWeights | None = None
-        self._roll_out: RollOut | None = None
+        self._working, self._roll_out = working, None
         if isinstance(drafter, HSDrafter):
             self._device, self._dtype = drafter.device, drafter.dtype
-            self._working = working_weights(drafter, weights)
+            self._working = working or WorkingWeights.of(drafter, weights.head)
             if batch_size == 1:
-                self._roll_out = RollOut(self._working, drafter.config, drafter.device, drafter.dtype)
+                self._roll_out = RollOut(self._working, drafter.config, self._device, self._dtype)
         self._context: DraftContext | None = None  # of a batch
         self._started = False  # in transformers' own assisted decoding
         length = self.options.ngram_length
@@ -328,8 +329,7 @@ class HSCandidateGenerator(CandidateGenerator):
         injector, old = self._working.injector, self._working.logits(leftover)
         # The new state at the first depth has read the root's token; the old one is told it by the injector.
         path = self._advance(torch.tensor([state.root], device=logits.device), self._path_state(state))
-        told = injector.up(injector.code(injector.project(leftover[:1]), path))
-        old = torch.cat([old[:1] + told, old[1:]])
+        old = torch.cat([old[:1] + injector(leftover[:1], path), old[1:]])
         weight = self.options.reuse_weight
         logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)
 

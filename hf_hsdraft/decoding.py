@@ -25,6 +25,7 @@ from .target_probe import PROBE_DEPTH, kind_of_call, known_ability, tried_abilit
 from .target_runtime import TargetOutput, TargetRuntime
 from .tree_masks import on_device
 from .verification import Verdict
+from .working_weights import WorkingWeights, working_weights
 
 logger = logging.get_logger(__name__)
 
@@ -193,7 +194,9 @@ def speculative_decoding(
     statistics = DraftStatistics() if generation_config.return_dict_in_generate else None
     clock = _Clock(statistics, target.device)
     clock.start()
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    modules = target.get_input_embeddings(), target.get_output_embeddings()
+    weights = drafter.borrow(*modules, with_head=False)
+    working = working_weights(drafter, *modules) if isinstance(drafter, HSDrafter) else None
     texts = DecodedTexts(
         input_ids,
         generation_config,
@@ -205,7 +208,7 @@ def speculative_decoding(
     )
     clock.stop("draft_seconds")
     with runtime.released_on_error():
-        call = _Call(target, drafter, weights, options, runtime, texts, synced_gpus, statistics, clock)
+        call = _Call(target, drafter, weights, working, options, runtime, texts, synced_gpus, statistics, clock)
         call.run(input_ids, generation_config, model_kwargs.get("inputs_embeds"))
     texts.end_stream()
     if statistics is None:
@@ -223,6 +226,7 @@ class _Call:
     target: Any
     drafter: HSDrafter | CachebackDrafter
     weights: TargetWeights
+    working: WorkingWeights | None
     options: DraftOptions
     runtime: TargetRuntime
     texts: DecodedTexts
@@ -262,7 +266,7 @@ class _Call:
         options = _as_the_target_can(self, output, positions.roots)
         rows = len(self.texts.rows)
         self.pace = self._pace(options, max(positions.roots))
-        generator = HSCandidateGenerator(self.drafter, self.weights, options, batch_size=rows, pace=self.pace)
+        generator = HSCandidateGenerator(self.drafter, self.weights, options, rows, self.pace, self.working)
         if rows == 1:
             generator.resume(getattr(self.runtime.cache, _MEMORY, None), self.runtime.cached_before)
         return generator

@@ -18,6 +18,7 @@ class Expansion:
     """Token information for the drafts of a batch: called by a tree builder, level by level.
 
     Attributes:
+        working, weights: of the drafter and of its target.
         logits: `[B, depth, V']`, what the head makes of the drafted states.
         projected: `[B, depth, ...]`, what the injector makes of them.
         since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted

@@ -1,7 +1,8 @@
 """The drafter: a trunk that rolls hidden states forward, an injector for token information, a compressed head.
 
 Nothing here has a batch axis. Training packs several documents into one row and rolls many chains at once; decoding is
-the case of one document and one chain. Both run the same `forward`, so training and inference cannot drift apart.
+the case of one document and one chain. Decoding multiplies by `WorkingWeights` of the same parameters, for a single
+text in the order of `RollOut`; `hsdraft check` compares what comes of it with training.
 
 Letters in the shapes: T context positions, P positions already cached, S chains, K draft steps, D hidden size,
 V' draft vocabulary, N nodes.
@@ -33,7 +34,8 @@ class TargetWeights:
 
     Attributes:
         embed: maps token ids `[...]` to the target's input embeddings `[..., D]`.
-        head: `[V', D]`, the target's output rows of the draft vocabulary; `None` if the drafter trained its own.
+        head: `[V', D]`, the target's output rows of the draft vocabulary; `None` if the drafter trained its own, or if
+            they were left out.
         vocab_ids: `[V']`, int64, the token id of each row.
         vocab_size: ids the target can read; others stand in texts for what is no token.
     """
@@ -403,17 +405,20 @@ class HSDrafter(PretrainedDrafter):
         ids = self.config.draft_vocab_ids
         return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
 
-    def borrow(self, embedding: nn.Embedding, output_head: nn.Linear) -> TargetWeights:
-        """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary."""
+    def borrow(self, embedding: nn.Embedding, output_head: nn.Linear, with_head: bool = True) -> TargetWeights:
+        """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary.
+
+        Args:
+            with_head: `False` leaves the rows out, which are copied.
+        """
         device = self.device
         vocab_ids = self.draft_vocab_ids().to(device)
         head = None
-        if self.lm_head is None:
+        if self.lm_head is None and with_head:
             head = _output_rows(output_head, embedding, vocab_ids).to(device, self.dtype)
         table, dtype = embedding.weight.detach(), self.dtype  # the target is never trained
         place = table.device
-        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        if plain and not embedding._forward_hooks and "forward" not in vars(embedding):
+        if type(embedding) is nn.Embedding and embedding.max_norm is None and is_unhooked(embedding):
 
             def look_up(tokens: torch.Tensor) -> torch.Tensor:
                 return F.embedding(tokens, table)
@@ -432,40 +437,32 @@ class HSDrafter(PretrainedDrafter):
 
 def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
     """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
-    weight: Any = getattr(output_head, "weight", None)
+    weight = getattr(output_head, "weight", None)
     if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
         from accelerate.utils import align_module_device
 
         with align_module_device(output_head):
             return _output_rows(output_head, embedding, vocab_ids)
-    plain = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point()
-    version = (weight.data_ptr(), 0 if weight.is_inference() else weight._version) if plain else (0, 0)
-    kept = _kept_rows.get(output_head)
-    if kept is None or kept[0] != version or not torch.equal(kept[1], vocab_ids):
-        rows = _rows_of(weight, vocab_ids) if plain else _multiplied_rows(output_head, embedding, vocab_ids)
-        kept = _kept_rows[output_head] = version, vocab_ids, rows
-    return kept[2]
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
+        return weight.detach()[vocab_ids.to(weight.device)]
+    # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
+    kept = _rows_of_packed.get(output_head)
+    if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
+        size, place = embedding.weight.shape[1], embedding.weight
+        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
+        with torch.no_grad():
+            columns = output_head(inputs)[:, vocab_ids.to(place.device)]
+        kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
+        _rows_of_packed[output_head] = kept
+    return kept[1]
 
 
-def _rows_of(weight: torch.Tensor, vocab_ids: torch.Tensor) -> torch.Tensor:
-    if torch.equal(vocab_ids, torch.arange(len(weight), device=vocab_ids.device)):
-        return weight.detach()
-    return weight.detach()[vocab_ids.to(weight.device)]
+_rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
-def _multiplied_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
-    """The same of packed weights: they are of no form known here, but they multiply."""
-    size, place = embedding.weight.shape[1], embedding.weight
-    inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
-    with torch.no_grad():
-        columns = output_head(inputs)[:, vocab_ids.to(place.device)]
-    return (columns[:-1] - columns[-1:]).T.contiguous()
-
-
-# Of each output layer, so that calls do not gather them again: what they are of, and the rows.
-_kept_rows: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], torch.Tensor, torch.Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether calling a module runs its class's forward alone, on weights that are where it is."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _causal_mask(

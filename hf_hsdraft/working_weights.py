@@ -7,21 +7,37 @@ by the time the target has run. So what can be one product is one here, of few b
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .modeling_hsdraft import HSDrafter, HSDraftLayer, HSDraftRMSNorm, LowRankInjector, PathInjector, TargetWeights
+from .modeling_hsdraft import HSDrafter, HSDraftLayer, HSDraftRMSNorm, LowRankInjector, PathInjector, is_unhooked
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
 
 
-_FEW_ROWS = 8  # as many as a draft multiplies at once, a beam's nodes at the most
+_FEW_ROWS = 8  # what a default beam multiplies at once
+_ROWS_AT_ONCE = 4096  # of a weight that is brought to 8 bits
+
+_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
+
+
+@contextlib.contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Within, drafts are made with the weights as they are, for comparisons with training."""
+    token = _rounding.set(False)
+    try:
+        yield
+    finally:
+        _rounding.reset(token)
 
 
 class Product:
@@ -45,7 +61,7 @@ class Product:
         return y if self._bias is None else y + self._bias
 
     def of(self, outputs: torch.Tensor) -> Transform:
-        """Some of the outputs, `[n]`, int64, without their bias; for few rows."""
+        """Some of the outputs, `[n]`, int64, without their bias; for any rows, as they are few where this is asked."""
         if self._small is None:
             weight = self._weight.index_select(0, outputs)
             return lambda x: F.linear(x, weight)
@@ -67,10 +83,17 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     There is one for bfloat16 and vectors of these widths; it does not check that the inputs fill whole vectors.
     """
     quick = weight.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    if not quick or sys.platform == "win32" or weight.dtype != torch.bfloat16 or weight.shape[1] % 64:
+    if not (quick and _rounding.get()) or sys.platform == "win32":
         return None
-    scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=torch.finfo(torch.bfloat16).tiny)
-    return (weight / scales[:, None]).round().to(torch.int8), scales.to(weight.dtype)
+    if weight.dtype != torch.bfloat16 or weight.shape[1] % 64:
+        return None
+    least = torch.finfo(torch.bfloat16).tiny
+    scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(torch.bfloat16)
+    small = torch.empty_like(weight, dtype=torch.int8)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):  # in float32, a whole head would be large
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        small[rows] = (weight[rows].float() / scales[rows, None].float()).round_()
+    return small, scales
 
 
 class Norm:
@@ -84,32 +107,31 @@ class Norm:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is its weight and no more: no adapter, nothing that fetches it from elsewhere."""
-    return type(module) is nn.Linear and not module._forward_hooks and "forward" not in vars(module)
+    """Whether a product or a norm is its weight and no more: no adapter, nothing that makes or fetches the weight."""
+    return type(module) in (nn.Linear, HSDraftRMSNorm) and is_unhooked(module)
 
 
 def joined(*modules: nn.Module) -> Transform:
     """What the modules make of the same input, side by side."""
-    if len(modules) > 1 and not all(map(is_plain, modules)):
-        return lambda x: torch.cat([module(x) for module in modules], dim=-1)
-    if not is_plain(modules[0]):
-        return modules[0]
-    weights = [module.weight for module in modules]
-    biases = [module.bias for module in modules]
-    return Product(
-        weights[0] if len(weights) == 1 else torch.cat(weights),  # type: ignore[arg-type]
-        None if biases[0] is None else torch.cat(biases),  # type: ignore[arg-type]
-    )
+    if not all(map(is_plain, modules)):
+        return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
+    if len(modules) == 1:
+        return Product(modules[0].weight, modules[0].bias)  # type: ignore[arg-type]
+    return Product(torch.cat([module.weight for module in modules]))  # type: ignore[misc]
+
+
+def normed(module: nn.Module, dtype: torch.dtype) -> Transform:
+    return Norm(module, dtype) if is_plain(module) else module  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """Those of one trunk layer: q, k and v are one product, gate and up another."""
 
-    input_norm: Norm
+    input_norm: Transform
     qkv: Transform
     output: Transform
-    mlp_norm: Norm
+    mlp_norm: Transform
     gate_up: Transform
     down: Transform
 
@@ -117,71 +139,38 @@ class LayerWeights:
     def of(cls, layer: HSDraftLayer, dtype: torch.dtype) -> LayerWeights:
         attention = layer.attention
         return cls(
-            Norm(layer.input_norm, dtype),
+            normed(layer.input_norm, dtype),
             joined(attention.q_proj, attention.k_proj, attention.v_proj),
             joined(attention.o_proj),
-            Norm(layer.mlp_norm, dtype),
+            normed(layer.mlp_norm, dtype),
             joined(layer.gate_proj, layer.up_proj),
             joined(layer.down_proj),
         )
 
 
-class JoinedPathInjector:
-    """A `PathInjector` in fewer products: what it makes of a token, and of a path, is needed twice, and made at once.
+class WorkingInjector:
+    """An injector's rules with these products and norms."""
 
-    Its state is the path's, beside what the next token's update and this token's code need of it.
-    """
-
-    def __init__(self, injector: PathInjector, dtype: torch.dtype) -> None:
-        self._size = size = injector.token_proj.weight.shape[0]
-        self._norm = Norm(injector.token_norm, dtype)
-        token = injector.token_proj.weight.float()
-        update, state = injector.update.weight.float(), injector.state_proj.weight.float()
-        bias = torch.cat([injector.update.bias.float(), state.new_zeros(len(state))])
-        of_token = torch.cat([update[:, :size] @ token, state[:, :size] @ token])
-        of_path = torch.cat([torch.eye(size, device=state.device), update[:, size:], state[:, size:]])
-        self._of_token, self._of_path = Product(of_token.to(dtype), bias.to(dtype)), Product(of_path.to(dtype))
-        self.project = joined(injector.hidden_proj)
-        self._down, self.up = joined(injector.down), joined(injector.up)
+    def __init__(self, injector: LowRankInjector | PathInjector, dtype: torch.dtype) -> None:
+        self._rules: Any = type(injector)
+        for name, part in injector.named_children():
+            is_norm = isinstance(part, HSDraftRMSNorm) or name.endswith("norm")
+            setattr(self, name, normed(part, dtype) if is_norm else joined(part))
 
     def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        size = self._size
-        token = self._of_token(self._norm(embeds))
-        update = token[..., : 2 * size]
-        if states is not None:
-            update = update + states[..., size : 3 * size]
-        gate, candidate = update.chunk(2, dim=-1)
-        gate, candidate = gate.sigmoid(), candidate.tanh()
-        states = self._of_path(gate * candidate if states is None else torch.lerp(states[..., :size], candidate, gate))
-        states[..., 3 * size :] += token[..., 2 * size :]
-        return states
+        return self._rules.advance(self, embeds, states)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._rules.project(self, hidden)
 
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        gate, value = (projected + states[..., 3 * self._size :]).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * value)
+        return self._rules.code(self, projected, states)
 
+    def up(self, code: torch.Tensor) -> torch.Tensor:  # set above
+        raise NotImplementedError
 
-class JoinedLowRankInjector:
-    """A `LowRankInjector` with these products."""
-
-    def __init__(self, injector: LowRankInjector, dtype: torch.dtype) -> None:
-        self._norm = Norm(injector.norm, dtype)
-        self._down, self.up = joined(injector.down), joined(injector.up)
-        self.project, self.code = injector.project, injector.code
-
-    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self._down(self._norm(embeds))
-
-
-Injector = LowRankInjector | PathInjector | JoinedPathInjector | JoinedLowRankInjector
-
-
-def _joined_injector(injector: LowRankInjector | PathInjector, dtype: torch.dtype) -> Injector:
-    """As it is, if any of its products is more than a weight."""
-    if not all(map(is_plain, (part for part in injector.children() if not isinstance(part, HSDraftRMSNorm)))):
-        return injector
-    joined_as = JoinedPathInjector if isinstance(injector, PathInjector) else JoinedLowRankInjector
-    return joined_as(injector, dtype)  # type: ignore[arg-type]
+    def __call__(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return self.up(self.code(self.project(hidden), states))
 
 
 @dataclass(frozen=True)
@@ -189,90 +178,86 @@ class WorkingWeights:
     """All of a drafter that decoding multiplies by.
 
     Attributes:
-        fuse: of normed hidden states and embedding, side by side, their norms' weights in it.
-        sources, eps: how many stand side by side, and of their norms.
+        fuse_inputs: trunk inputs `[n, D]`, as `HSDrafter.fuse_inputs` makes them.
         roll_norm, roll: from a drafted state to the next input.
         norm, head: from drafted states to draft logits.
     """
 
-    fuse: Transform
-    sources: int
-    eps: float
-    roll_norm: Norm
+    fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    roll_norm: Transform
     roll: Transform
     layers: tuple[LayerWeights, ...]
-    norm: Norm
+    norm: Transform
     head: Transform
-    injector: Injector
+    injector: WorkingInjector
 
     @classmethod
-    def of(cls, drafter: HSDrafter, weights: TargetWeights) -> WorkingWeights:
-        dtype, norms = drafter.dtype, [*drafter.tap_norms, drafter.token_norm]
-        scale = torch.cat([norm.weight for norm in norms])
-        if is_plain(drafter.fuse):
-            fuse: Transform = Product((drafter.fuse.weight.float() * scale.float()).to(dtype))
-        else:
-            fuse = _scaled(drafter.fuse, scale.detach().to(dtype))
-        if drafter.lm_head is None:
-            assert weights.head is not None
+    def of(cls, drafter: HSDrafter, head: torch.Tensor | None) -> WorkingWeights:
+        """
+        Args:
+            head: `TargetWeights.head`.
+        """
+        dtype = drafter.dtype
+        assert head is not None or drafter.lm_head is not None
         return cls(
-            fuse,
-            len(norms),
-            drafter.token_norm.eps,
-            Norm(drafter.roll_norm, dtype),
+            _fusing(drafter),
+            normed(drafter.roll_norm, dtype),
             joined(drafter.roll_proj),
             tuple(LayerWeights.of(layer, dtype) for layer in drafter.layers),  # type: ignore[arg-type]
-            Norm(drafter.norm, dtype),
-            joined(drafter.lm_head) if drafter.lm_head is not None else Product(weights.head),  # type: ignore[arg-type]
-            _joined_injector(drafter.injector, dtype),
+            normed(drafter.norm, dtype),
+            Product(head) if drafter.lm_head is None else joined(drafter.lm_head),  # type: ignore[arg-type]
+            WorkingInjector(drafter.injector, dtype),
         )
-
-    def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """Trunk inputs `[n, D]`, as `HSDrafter.fuse_inputs` makes them."""
-        parts = torch.cat([taps, embeds], dim=-1).view(len(taps), self.sources, -1)
-        return self.fuse(F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Draft logits `[..., V']` of drafted states `[..., D]`, before any token information."""
         return self.head(self.norm(hidden))
 
 
-def _scaled(module: Transform, scale: torch.Tensor) -> Transform:
-    return lambda x: module(x * scale)
+def _fusing(drafter: HSDrafter) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`HSDrafter.fuse_inputs` with one norm for all that stands side by side, their weights in the product's."""
+    norms = [*drafter.tap_norms, drafter.token_norm]
+    if not all(map(is_plain, [*norms, drafter.fuse])):
+        return drafter.fuse_inputs
+    scale = torch.cat([norm.weight for norm in norms])
+    fuse, eps = Product((drafter.fuse.weight.float() * scale.float()).to(drafter.dtype)), drafter.token_norm.eps
+
+    def fuse_inputs(taps: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        parts = torch.cat([taps, embeds], dim=-1).view(len(taps), len(norms), -1)
+        return fuse(F.rms_norm(parts, parts.shape[-1:], None, eps).flatten(1))
+
+    return fuse_inputs
 
 
-_kept: weakref.WeakKeyDictionary[HSDrafter, tuple[_State, WorkingWeights]] = weakref.WeakKeyDictionary()
+# Of each output layer and each drafter, so that it ends with either: what the weights were like, and what they became.
+_Kept = weakref.WeakKeyDictionary[HSDrafter, tuple[torch.Tensor, tuple[Any, ...], WorkingWeights]]
+_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
-@torch.no_grad()
-def working_weights(drafter: HSDrafter, weights: TargetWeights) -> WorkingWeights:
-    """Those of a drafter with what it borrows; kept until either changes."""
-    tensors = [*drafter.parameters(), *([] if weights.head is None else [weights.head])]
-    plain = tuple(map(is_plain, drafter.modules()))
-    kept = _kept.get(drafter)
-    if kept is None or not kept[0].holds(tensors, plain):
-        kept = _kept[drafter] = _State.of(tensors, plain), WorkingWeights.of(drafter, weights)
-    return kept[1]
+def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn.Linear) -> WorkingWeights:
+    """Those of a drafter with the head of a target; kept until either changes.
+
+    What is not kept: drafters with adapters or hooks, and heads that are packed or elsewhere.
+    """
+    tensors = [*drafter.parameters(), output_head.weight]
+    known = all(tensor.device.type != "meta" and tensor.is_floating_point() for tensor in tensors)
+    products = [module for module in drafter.modules() if isinstance(getattr(module, "weight", None), torch.Tensor)]
+    # What is made in here outlives the call, and may be read where gradients are wanted.
+    with torch.inference_mode(False), torch.no_grad():
+        if not known or type(output_head) is not nn.Linear or not all(map(is_plain, products)):
+            return WorkingWeights.of(drafter, drafter.borrow(embedding, output_head).head)
+        form = (_rounding.get(), *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+        values = _sample(tensors)
+        of_head = _kept.setdefault(output_head, weakref.WeakKeyDictionary())
+        kept = of_head.get(drafter)
+        if kept is None or kept[1] != form or not torch.equal(kept[0], values):
+            weights = WorkingWeights.of(drafter, drafter.borrow(embedding, output_head).head)
+            kept = of_head[drafter] = values, form, weights
+        return kept[2]
 
 
-@dataclass(frozen=True)
-class _State:
-    """Which tensors there were, how often they had been written to, and which modules were plain."""
-
-    tensors: tuple[weakref.ref[torch.Tensor], ...]
-    versions: tuple[tuple[int, int], ...]
-    plain: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], plain: tuple[bool, ...]) -> _State:
-        return cls(tuple(map(weakref.ref, tensors)), _versions(tensors), plain)
-
-    def holds(self, tensors: Sequence[torch.Tensor], plain: tuple[bool, ...]) -> bool:
-        same = len(tensors) == len(self.tensors) and all(
-            ref() is tensor for ref, tensor in zip(self.tensors, tensors, strict=True)
-        )
-        return same and plain == self.plain and _versions(tensors) == self.versions
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Some values of each: training, merging and loading change all of them, whatever way they write."""
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    parts = [part[:: len(part) // 32 + 1].to(tensors[0].device, torch.float32) for part in parts]
+    return torch.cat(parts).cpu()

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import HSCandidateGenerator, HSDrafter, working_weights
+from hf_hsdraft import HSCandidateGenerator, HSDrafter
 
 NEW = 48
 
@@ -297,9 +297,8 @@ def test_a_bfloat16_target_parts_only_at_ties(prompt, trained):
 @torch.no_grad()
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 @pytest.mark.parametrize("injector", ["path", "low_rank"])
-def test_leftover_states_go_on_predicting_their_positions(target, injector, accepted, monkeypatch):
+def test_leftover_states_go_on_predicting_their_positions(target, injector, accepted):
     """Reuse, by brute force: resampling after a tokens is depth a + 1 of the old chain, told the accepted tokens."""
-    monkeypatch.setattr(working_weights, "_in_8_bits", lambda weight: None)  # the network is compared to its digits
     drafter = options(make_drafter(target, injector=injector), reuse="resample", tree_size=500, beam_width=VOCAB)
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(9))

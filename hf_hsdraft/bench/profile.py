@@ -39,7 +39,6 @@ TARGET, PYTHON = "target forward", "Python"
 # is that part's. What is left of a round is Python.
 TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("context update", modeling_hsdraft.HSDrafter, ("fuse_inputs",)),
-    ("context update", working_weights.WorkingWeights, ("fuse_inputs",)),
     ("context update", modeling_hsdraft.HSDraftLayer, ("read",)),
     ("context update", candidate_generator.HSCandidateGenerator, ("read",)),
     ("context update", roll_out.RollOut, ("read",)),

@@ -21,6 +21,7 @@ from ..draft_tree import DraftTree
 from ..expansion import Expansion
 from ..modeling_hsdraft import HSDrafter
 from ..target_runtime import TargetOutput, TargetRuntime
+from ..working_weights import in_full_precision
 from .conversations import TokenizedConversation
 from .features import read_features
 from .loss import ChainLabels, Chains, Pack, chain_states, draft_logits, true_labels, unroll
@@ -141,7 +142,7 @@ def _compare_text(
     plain.generation_config = copy.deepcopy(drafter.generation_config)
     plain.generation_config.reuse, plain.generation_config.ngram_length = "none", 0
     plain.generation_config.tree_sizing = "fixed"
-    with _observed(drafts, verified):
+    with in_full_precision(), _observed(drafts, verified):  # what training computes, not what is close to it
         text = target.generate(
             prompt.to(target.device),
             attention_mask=torch.ones_like(prompt).to(target.device),
