@@ -1,8 +1,8 @@
 """The drafter: a trunk that rolls hidden states forward, an injector for token information, a compressed head.
 
 Nothing here has a batch axis. Training packs several documents into one row and rolls many chains at once; decoding is
-the case of one document and one chain. Decoding multiplies by `WorkingWeights` of the same parameters, for a single
-text in the order of `RollOut`; `hsdraft check` compares what comes of it with training.
+the case of one document and one chain. Decoding a single text takes another way through the same parameters, `RollOut`
+by `WorkingWeights`; `hsdraft check` compares what comes of it, but for the rounding to 8 bits, with training.
 
 Letters in the shapes: T context positions, P positions already cached, S chains, K draft steps, D hidden size,
 V' draft vocabulary, N nodes.
@@ -444,13 +444,15 @@ def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: tor
         with align_module_device(output_head):
             return _output_rows(output_head, embedding, vocab_ids)
     if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
+        if torch.equal(vocab_ids, torch.arange(len(weight), device=vocab_ids.device)):
+            return weight.detach()
         return weight.detach()[vocab_ids.to(weight.device)]
     # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
     kept = _rows_of_packed.get(output_head)
     if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
         size, place = embedding.weight.shape[1], embedding.weight
         inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             columns = output_head(inputs)[:, vocab_ids.to(place.device)]
         kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
         _rows_of_packed[output_head] = kept

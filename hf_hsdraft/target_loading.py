@@ -178,4 +178,4 @@ def _dequantise(source: Path, folder: Path, dtype: torch.dtype) -> None:
 def default_drafter(target_name: str | None) -> str | None:
     """The drafter that belongs to the default target, if this is a checkout of the repository."""
     folder = Path(__file__).resolve().parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
-    return str(folder) if target_name is None and (folder / "config.json").exists() else None
+    return str(folder) if target_name in (None, DEFAULT_TARGET) and (folder / "config.json").exists() else None

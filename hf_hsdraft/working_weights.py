@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .modeling_hsdraft import HSDrafter, HSDraftLayer, HSDraftRMSNorm, LowRankInjector, PathInjector, is_unhooked
+from .modeling_hsdraft import (
+    HSDraftAttention,
+    HSDrafter,
+    HSDraftLayer,
+    HSDraftRMSNorm,
+    LowRankInjector,
+    PathInjector,
+    is_unhooked,
+)
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
 
@@ -111,12 +119,16 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, HSDraftRMSNorm) and is_unhooked(module)
 
 
+def _are_weights(modules: Sequence[nn.Module]) -> bool:
+    return all(is_plain(module) and getattr(module, "bias", None) is None for module in modules)
+
+
 def joined(*modules: nn.Module) -> Transform:
     """What the modules make of the same input, side by side."""
-    if not all(map(is_plain, modules)):
-        return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
     if len(modules) == 1:
-        return Product(modules[0].weight, modules[0].bias)  # type: ignore[arg-type]
+        return Product(modules[0].weight, modules[0].bias) if is_plain(modules[0]) else modules[0]  # type: ignore[arg-type]
+    if not _are_weights(modules):
+        return lambda x: torch.cat([module(x) for module in modules], dim=-1)
     return Product(torch.cat([module.weight for module in modules]))  # type: ignore[misc]
 
 
@@ -151,6 +163,8 @@ class LayerWeights:
 class WorkingInjector:
     """An injector's rules with these products and norms."""
 
+    up: Transform
+
     def __init__(self, injector: LowRankInjector | PathInjector, dtype: torch.dtype) -> None:
         self._rules: Any = type(injector)
         for name, part in injector.named_children():
@@ -165,9 +179,6 @@ class WorkingInjector:
 
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self._rules.code(self, projected, states)
-
-    def up(self, code: torch.Tensor) -> torch.Tensor:  # set above
-        raise NotImplementedError
 
     def __call__(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self.up(self.code(self.project(hidden), states))
@@ -217,7 +228,7 @@ class WorkingWeights:
 def _fusing(drafter: HSDrafter) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """`HSDrafter.fuse_inputs` with one norm for all that stands side by side, their weights in the product's."""
     norms = [*drafter.tap_norms, drafter.token_norm]
-    if not all(map(is_plain, [*norms, drafter.fuse])):
+    if not _are_weights([*norms, drafter.fuse]):
         return drafter.fuse_inputs
     scale = torch.cat([norm.weight for norm in norms])
     fuse, eps = Product((drafter.fuse.weight.float() * scale.float()).to(drafter.dtype)), drafter.token_norm.eps
@@ -237,18 +248,19 @@ _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn.Linear) -> WorkingWeights:
     """Those of a drafter with the head of a target; kept until either changes.
 
-    What is not kept: drafters with adapters or hooks, and heads that are packed or elsewhere.
+    What is not kept: of drafters with adapters or hooks, and of heads that are packed or offloaded.
     """
-    tensors = [*drafter.parameters(), output_head.weight]
-    known = all(tensor.device.type != "meta" and tensor.is_floating_point() for tensor in tensors)
-    products = [module for module in drafter.modules() if isinstance(getattr(module, "weight", None), torch.Tensor)]
     # What is made in here outlives the call, and may be read where gradients are wanted.
     with torch.inference_mode(False), torch.no_grad():
-        if not known or type(output_head) is not nn.Linear or not all(map(is_plain, products)):
+        head = drafter.lm_head if drafter.lm_head is not None else output_head
+        tensors = [getattr(head, "weight", None), *drafter.parameters()]
+        if not all(map(_can_be_sampled, tensors)) or not _is_as_built(drafter):
             return WorkingWeights.of(drafter, drafter.borrow(embedding, output_head).head)
-        form = (_rounding.get(), *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+        ids = drafter.config.draft_vocab_ids
+        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        form = (_rounding.get(), ids if ids is None else tuple(ids), shapes)
         values = _sample(tensors)
-        of_head = _kept.setdefault(output_head, weakref.WeakKeyDictionary())
+        of_head = _kept.setdefault(head, weakref.WeakKeyDictionary())
         kept = of_head.get(drafter)
         if kept is None or kept[1] != form or not torch.equal(kept[0], values):
             weights = WorkingWeights.of(drafter, drafter.borrow(embedding, output_head).head)
@@ -256,8 +268,29 @@ def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn
         return kept[2]
 
 
+# What a drafter is built of; anything else in its place may change without its parameters.
+_PARTS = (
+    nn.ModuleList,
+    HSDraftLayer,
+    HSDraftAttention,
+    LowRankInjector,
+    PathInjector,
+    nn.Linear,
+    HSDraftRMSNorm,
+)
+
+
+def _is_as_built(drafter: HSDrafter) -> bool:
+    return all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
+
+
+def _can_be_sampled(tensor: Any) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type != "meta"
+    return plain and tensor.is_floating_point() and tensor.is_contiguous()
+
+
 def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Some values of each: training, merging and loading change all of them, whatever way they write."""
+    """Some values of each: training, merging and loading change practically all of them, whatever way they write."""
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     parts = [part[:: len(part) // 32 + 1].to(tensors[0].device, torch.float32) for part in parts]
     return torch.cat(parts).cpu()

@@ -237,24 +237,30 @@ def test_dispatched_and_offloaded_targets(tmp_path):
 class PackedLinear(torch.nn.Module):
     """As quantisation libraries make them: integers and scales, no weight that could be read as one."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, linear: torch.nn.Linear, name: str) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127, False)
-        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
+        packed = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
+        setattr(self, name, packed)
+        self.name = name
+
+    def unpacked(self):
+        return getattr(self, self.name).to(self.scale.dtype) * self.scale
 
     def forward(self, x):
-        return x @ (self.weight.to(x.dtype) * self.scale).T
+        return x @ self.unpacked().T
 
 
-def test_quantised_targets():
+@pytest.mark.parametrize("name", ["weight", "qweight"])
+def test_quantised_targets(name):
     """The text is the quantised target's; the drafter gets at its output rows too, packed as they are."""
     target = make_target()
     for layer in target.model.layers:
-        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj)
-    target.lm_head = PackedLinear(target.lm_head)
+        layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj, name)
+    target.lm_head = PackedLinear(target.lm_head, name)
     drafter = make_drafter(target, draft_vocab_size=40)
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    expected = (target.lm_head.weight * target.lm_head.scale)[weights.vocab_ids]
+    expected = target.lm_head.unpacked()[weights.vocab_ids]
     torch.testing.assert_close(weights.head, expected, atol=1e-5, rtol=1e-5)
     for rows in (1, 2):
         inputs = batch_of(rows)

@@ -43,7 +43,9 @@ HAS_KERNEL = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and s
 @torch.no_grad()
 @pytest.mark.parametrize("head", ["target", "trained"])
 @pytest.mark.parametrize("injector", ["path", "low_rank"])
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(
+    "rounded", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_KERNEL, reason="no kernel for 8 bits"))]
+)
 def test_the_network_is_the_drafters(injector, head, rounded):
     """To the last digit in float32, and in half precision but for what 8 bits leave out."""
     dtype = torch.bfloat16 if rounded else torch.float32
@@ -51,7 +53,7 @@ def test_the_network_is_the_drafters(injector, head, rounded):
     drafter = drafter_of(target, injector, head=head, **WIDE).to(dtype)
     weights, config = borrowed(drafter, target), drafter.config
     working = WorkingWeights.of(drafter, weights.head)
-    if rounded and HAS_KERNEL:
+    if rounded:
         layer = working.layers[0]
         products = [working.roll, layer.qkv, layer.output, layer.gate_up, layer.down, working.injector.up]
         assert all(product._small is not None for product in products)
@@ -94,8 +96,8 @@ def test_few_rows_are_close_and_many_are_exact(dtype, inputs):
 
 @torch.no_grad()
 def test_they_are_kept_until_something_changes(target):
-    """However it is written: by optimizers that keep no count, by merges into `.data`, by a module put in place."""
-    target, drafter = copy.deepcopy(target), drafter_of(target, head="target")
+    """However it is written: by optimizers that keep no count, by merges into `.data`, by another vocabulary."""
+    target, drafter = copy.deepcopy(target), drafter_of(target, draft_vocab_size=40, draft_vocab_ids=list(range(40)))
     x = torch.randn(16, drafter.config.hidden_size)
 
     def current() -> WorkingWeights:
@@ -112,7 +114,7 @@ def test_they_are_kept_until_something_changes(target):
     found.append(current())
     target.get_output_embeddings().weight.data.mul_(3.0)
     found.append(current())
-    drafter.load_state_dict(drafter_of(target).state_dict())
+    drafter.load_state_dict(drafter_of(target, draft_vocab_size=40, draft_vocab_ids=list(range(40))).state_dict())
     found.append(current())
     with torch.enable_grad():
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1, fused=True)
@@ -121,17 +123,26 @@ def test_they_are_kept_until_something_changes(target):
     found.append(current())
     with in_full_precision():
         found.append(current())
+    other = list(drafter.config.draft_vocab_ids)
+    drafter.config.draft_vocab_ids = [other[1], other[0], *other[2:]]
+    found.append(current())
     assert len(set(map(id, found))) == len(found)
 
 
-def test_they_end_with_the_target(target):
-    drafter = drafter_of(target)
-    mine = copy.deepcopy(target)
-    kept = weakref.ref(working_weights(drafter, *modules_of(mine)))
+@pytest.mark.parametrize("which", ["target", "drafter"])
+def test_they_end_with_either_model(target, which):
+    models = {"target": copy.deepcopy(target), "drafter": drafter_of(target)}
+    kept = weakref.ref(working_weights(models["drafter"], *modules_of(models["target"])))
     assert kept() is not None
-    del mine
+    del models[which]
     gc.collect()
     assert kept() is None
+
+
+def test_a_drafter_with_its_own_head_asks_for_no_other(target):
+    drafter = drafter_of(target, head="trained")
+    found = working_weights(drafter, target.get_input_embeddings(), None)
+    assert found is working_weights(drafter, target.get_input_embeddings(), None)
 
 
 def test_what_inference_mode_made_can_be_trained_on(target):
