@@ -49,6 +49,7 @@ CODE = {
     "target_runtime.py",
     "tree_masks.py",
     "verification.py",
+    "working_weights.py",
 }
 REPOSITORY = CODE | {
     ".gitattributes",
