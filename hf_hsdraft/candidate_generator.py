@@ -15,6 +15,7 @@ from .cacheback import CachebackDrafter
 from .draft_options import DraftOptions
 from .draft_tree import DraftTree, build_beam_trees, merge_trees
 from .expansion import Expansion
+from .foresight import Foresight
 from .modeling_hsdraft import DraftContext, HSDrafter, TargetWeights
 from .ngram_cache import MOST_NGRAM_DEPTH, NgramCache
 from .pacing import Pace
@@ -97,6 +98,7 @@ class HSCandidateGenerator(CandidateGenerator):
         batch_size: sequences in the batch.
         pace: how much of that to do, round by round; all by default.
         working: what decoding multiplies by; made of drafter and weights by default.
+        foresight: of the target's draws; beams go by it, drawn trees must not.
     """
 
     requires_model_outputs = True
@@ -109,6 +111,7 @@ class HSCandidateGenerator(CandidateGenerator):
         batch_size: int = 1,
         pace: Pace | None = None,
         working: WorkingWeights | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
         self.trained = isinstance(drafter, HSDrafter)  # there is a network that reads the target's hidden states
         self.drafter = cast(HSDrafter, drafter)  # what only such a one has is asked of no other
@@ -117,6 +120,7 @@ class HSCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self.drafted_depth = 0  # of the last round
         self._pace = pace
+        self._foresight = foresight if self.options.tree_builder == "beam" else None
         self._working, self._roll_out = working, None
         if isinstance(drafter, HSDrafter):
             self._device, self._dtype = drafter.device, drafter.dtype
@@ -198,6 +202,8 @@ class HSCandidateGenerator(CandidateGenerator):
         rows = [row for row, depth in wanted.items() if depth > 0]
         trees = {row: DraftTree.root(self._rows[row].root) for row in wanted}
         grown = {row: self._from_ngrams(row, wanted[row]) for row in rows}
+        if self._foresight is not None:
+            grown = {row: self._foresight.scored(tree, row) for row, tree in grown.items()}
         depth = min(max(wanted.values(), default=0), self.options.depth) if self.trained else 0
         if rows and self._pace is not None:
             certain = sum(_first_probability(grown[row]) for row in rows) / len(rows)
@@ -233,7 +239,7 @@ class HSCandidateGenerator(CandidateGenerator):
         if float(confidence.cumprod(dim=0).sum()) < self._pace.worth():
             return None
         hidden, logits = state.leftover[None, :depth], state.leftover_logits[None, :depth]
-        expansion = self._expansion(hidden, logits, self._since(state))
+        expansion = self._expansion(rows, hidden, logits, self._since(state))
         [state.tree] = self._grow([state.root], expansion, [expansion.depth])
         state.drafted, state.logits, state.earlier_path = state.leftover, state.leftover_logits, state.leftover_path
         return state.tree
@@ -297,11 +303,12 @@ class HSCandidateGenerator(CandidateGenerator):
             for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
                 if leftover is not None:
                     self._ensemble(logits[index], leftover[: logits.shape[1]], self._rows[row])
-        trees = self._grow(roots, self._expansion(hidden, logits), depths)
+        trees = self._grow(roots, self._expansion(rows, hidden, logits), depths)
         if reuse == "resample":
             for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
                 if leftover is not None:
-                    expansion = self._expansion(leftover[None, : depths[index]], None, self._since(self._rows[row]))
+                    hidden, since = leftover[None, : depths[index]], self._since(self._rows[row])
+                    expansion = self._expansion([row], hidden, None, since)
                     [resampled] = self._grow([roots[index]], expansion, [expansion.depth])
                     trees[index] = merge_trees(trees[index], resampled, self.options.tree_size)
         return trees
@@ -345,11 +352,18 @@ class HSCandidateGenerator(CandidateGenerator):
         return None if path is None else path[None]
 
     def _expansion(
-        self, hidden: torch.Tensor, logits: torch.Tensor | None, since: torch.Tensor | None = None
+        self,
+        rows: Sequence[int],
+        hidden: torch.Tensor,
+        logits: torch.Tensor | None,
+        since: torch.Tensor | None = None,
     ) -> Expansion:
         temperature = 1.0 if self.options.tree_builder == "beam" else self.options.temperature
         assert self._working is not None
-        return Expansion.of(self._working, self.weights, hidden, logits, since, temperature)
+        race = None
+        if self._foresight is not None:
+            race = self._foresight.race(rows, hidden.shape[1], self.weights.vocab_ids)
+        return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race)
 
     def _grow(self, roots: Sequence[int], expansion: Expansion, depths: Sequence[int]) -> list[DraftTree]:
         options, ids = self.options, self.weights.vocab_ids

@@ -15,15 +15,18 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .draft_tree import DraftTree
+from .foresight import Draws, Foresight
 from .tree_masks import on_device
-from .verification import ChooseToken, Verdict, greedy_choice, own_choice, rejection_choice, walk
+from .verification import ChooseToken, Verdict, draw_token, greedy_choice, own_choice, rejection_choice, walk
 
 # Processors of the library that treat each row by itself. Any other one is shown a whole batch, as it would be by plain
 # decoding, so that it may tell rows apart by their number.
 _ROW_BY_ROW = tuple(
     getattr(logits_process, f"{name}LogitsProcessor", None) or getattr(logits_process, f"{name}LogitsWarper")
     for name in ("NoRepeatNGram", "NoBadWords", "SequenceBias", "MinLength", "SuppressTokens")
-) + tuple(
+)
+# Of those the ones that look at nothing but the scores.
+_WARPERS = tuple(
     getattr(logits_process, f"{name}LogitsWarper")
     for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
 )
@@ -107,7 +110,8 @@ class DecodedTexts:
                 f"{', '.join(shared)} keeps a state that the rows of a batch share, and they draft at their own pace; "
                 "call generate() for each prompt, or leave assistant_model out"
             )
-        self._by_rows = len(self.rows) == 1 or all(type(one) in _ROW_BY_ROW for one in logits_processor)
+        self._by_rows = len(self.rows) == 1 or all(type(one) in (*_ROW_BY_ROW, *_WARPERS) for one in logits_processor)
+        self._draws: list[Draws] | None = None
 
     @property
     def active(self) -> list[int]:
@@ -136,6 +140,20 @@ class DecodedTexts:
         length = max(row.ids.shape[1] for row in self.rows)
         return torch.cat([torch.nn.functional.pad(row.ids, (length - row.ids.shape[1], 0)) for row in self.rows])
 
+    def foresee(self, vocab_size: int) -> Foresight | None:
+        """Lets drafts know of the draws to come; of no use, and `None`, where nothing is drawn or not by the target.
+
+        Called before the first draw.
+
+        Args:
+            vocab_size: of the target's logits.
+        """
+        if self._config.do_sample and not self._reject:
+            self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
+        if self._draws is None:
+            return None
+        return Foresight(self._draws, [one for one in self._process if type(one) in _WARPERS])
+
     def walk(self, index: int, tree: DraftTree, logits: torch.Tensor) -> Verdict:
         """What of a row's tree is accepted, by the target's `logits` `[nodes, V]`."""
         row = self.rows[index]
@@ -147,6 +165,8 @@ class DecodedTexts:
         row = self.rows[index]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         row.emitted = tokens
+        if self._draws is not None:
+            self._draws[index].settle(len(tokens))
         row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device, row.ids.dtype)], dim=-1)
         del row.visited[len(tokens) :]  # of a verdict that was cut
         row.scores, row.logits = self._with_visited(row)
@@ -230,7 +250,9 @@ class DecodedTexts:
 
         if self._reject:
             return rejection_choice(scores_at, tree, self._vocab_ids)
-        return own_choice(scores_at, self._config.do_sample)
+        if not self._config.do_sample:
+            return own_choice(scores_at, None)
+        return own_choice(scores_at, draw_token if self._draws is None else self._draws[index])
 
     def _processed(self, index: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._by_rows:

@@ -16,6 +16,7 @@ from .candidate_generator import HSCandidateGenerator
 from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_options import DraftOptions
 from .draft_tree import DraftTree
+from .foresight import Foresight
 from .modeling_hsdraft import HSDrafter, TargetWeights
 from .pacing import Pace, pace_for
 from .static_cache import with_draft_room
@@ -234,6 +235,7 @@ class _Call:
     statistics: DraftStatistics | None
     clock: _Clock
     pace: Pace | None = None
+    foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
 
     def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
@@ -241,6 +243,7 @@ class _Call:
         output = runtime.prefill(input_ids, generation_config)
         self.clock.stop("prefill_seconds")
         recorder = _Recorder(runtime, generation_config)
+        self.foresight = texts.foresee(output.logits.shape[-1])
         for row in rows:
             tree = DraftTree.root(-1)
             texts.emit(row, tree, texts.walk(row, tree, output.logits[row, -1:]), recorder.prompt(row))
@@ -266,7 +269,9 @@ class _Call:
         options = _as_the_target_can(self, output, positions.roots)
         rows = len(self.texts.rows)
         self.pace = self._pace(options, max(positions.roots))
-        generator = HSCandidateGenerator(self.drafter, self.weights, options, rows, self.pace, self.working)
+        generator = HSCandidateGenerator(
+            self.drafter, self.weights, options, rows, self.pace, self.working, self.foresight
+        )
         if rows == 1:
             generator.resume(getattr(self.runtime.cache, _MEMORY, None), self.runtime.cached_before)
         return generator
@@ -277,6 +282,7 @@ class _Call:
         if options.tree_sizing == "fixed" or options.depth == 0:
             return None
         kind = *kind_of_call(self.runtime), options.beam_width, len(self.texts.rows), (position >> 10).bit_length()
+        kind = *kind, self.foresight is not None  # draws take time
         if isinstance(self.drafter, HSDrafter):
             config, depth = self.drafter.config, options.depth
             sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from .foresight import Race
 from .modeling_hsdraft import TargetWeights
 from .working_weights import Product, Transform, WorkingWeights
 
@@ -24,6 +25,7 @@ class Expansion:
         since: `[B, 1, S]`, for leftover states (reuse form B) the injector's state before the root: they were drafted
             without the root's token, so it is injected at the first depth too.
         temperature: of the distributions given.
+        race: where the target's draws are foreseen; probabilities are those of winning it then.
     """
 
     working: WorkingWeights
@@ -32,6 +34,7 @@ class Expansion:
     projected: torch.Tensor
     since: torch.Tensor | None = None
     temperature: float = 1.0
+    race: Race | None = None
 
     @classmethod
     def of(
@@ -42,10 +45,11 @@ class Expansion:
         logits: torch.Tensor | None = None,
         since: torch.Tensor | None = None,
         temperature: float = 1.0,
+        race: Race | None = None,
     ) -> Expansion:
         """Of drafted states `[B, depth, D]`; `logits` where they are not what the head alone makes of them."""
         logits = working.logits(hidden) if logits is None else logits
-        return cls(working, weights, logits, working.injector.project(hidden), since, temperature)
+        return cls(working, weights, logits, working.injector.project(hidden), since, temperature, race)
 
     @property
     def depth(self) -> int:
@@ -63,7 +67,7 @@ class Expansion:
         logits = self.logits[:, level - 1 : level]
         if code is not None:
             logits = logits + self.working.injector.up(code)
-        return self._log_probs(logits), states
+        return self._log_probs(level, logits, self.race), states
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
@@ -73,30 +77,33 @@ class Expansion:
         Of a single text only the likely part of the vocabulary is looked at.
         """
         code, states = self._code(level, tokens, states)
-        ids, up, logits = self._likely
+        ids, up, logits, race = self._likely
         logits = logits[:, level - 1 : level]
         if code is not None:
             logits = logits + up(code)
-        totals = self._log_probs(logits) + scores[..., None]
+        totals = self._log_probs(level, logits, race) + scores[..., None]
         values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
         return values, ids[places % len(ids)], places // len(ids), states
 
-    def _log_probs(self, logits: torch.Tensor) -> torch.Tensor:
+    def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
+        if race is not None:
+            return race(level, logits)
         logits = logits if self.temperature == 1.0 else logits.float() / self.temperature
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
     @cached_property
-    def _likely(self) -> tuple[torch.Tensor, Transform, torch.Tensor]:
-        """Tokens `[C]`, the injector's last product for them, and their logits `[B, depth, C]`.
+    def _likely(self) -> tuple[torch.Tensor, Transform, torch.Tensor, Race | None]:
+        """Tokens `[C]`, the injector's last product for them, their logits `[B, depth, C]`, and the race among them.
 
         For a single text the tokens that are likely at any depth before the path's tokens are known: those seldom lift
         one from further below, and most of the work of a level is left out. Texts of a batch share no such part.
         """
         ids, up = self.weights.vocab_ids, self.working.injector.up
         if len(self.logits) > 1 or len(ids) < 2 * MOST_COLUMNS or not isinstance(up, Product):
-            return ids, up, self.logits
+            return ids, up, self.logits, self.race
         columns = self.logits[0].amax(dim=0).topk(MOST_COLUMNS, sorted=False).indices
-        return ids[columns], up.of(columns), self.logits.index_select(-1, columns)
+        race = None if self.race is None else self.race.among(columns)
+        return ids[columns], up.of(columns), self.logits.index_select(-1, columns), race
 
     def _code(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None

@@ -20,6 +20,9 @@ ChooseToken = Callable[[int, list[int]], int]
 # Given a node and the tokens drafted on the way to it, the target's scores [1, V] there, after all processors.
 ScoresAt = Callable[[int, list[int]], torch.Tensor]
 
+# Given probabilities [1, V], a token.
+Draw = Callable[[torch.Tensor], int]
+
 # Given the tokens chosen since the root: does the text end with the last of them?
 EndsText = Callable[[list[int]], bool]
 
@@ -71,20 +74,26 @@ def greedy_choice(logits: torch.Tensor) -> ChooseToken:
     return lambda node, tokens: choices[node]
 
 
-def own_choice(scores_at: ScoresAt, do_sample: bool) -> ChooseToken:
+def own_choice(scores_at: ScoresAt, draw: Draw | None) -> ChooseToken:
     """The target's own token at each node, as plain decoding would choose it; with `walk`, exact for any tree.
 
     Nothing looks at the drafted children: they only decide how far one forward pass reaches. So sampling consumes
     random numbers exactly as plain decoding does: one draw a token, none after the text's last one.
+
+    Args:
+        draw: draws a token; `None` takes the most probable one.
     """
 
     def choose(node: int, tokens: list[int]) -> int:
         scores = scores_at(node, tokens)
-        if do_sample:
-            return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
-        return int(scores.argmax(dim=-1))
+        return int(scores.argmax(dim=-1)) if draw is None else draw(scores.softmax(dim=-1))
 
     return choose
+
+
+def draw_token(probabilities: torch.Tensor) -> int:
+    """A draw from `[1, V]` by the device's own generator, as plain decoding makes it."""
+    return int(torch.multinomial(probabilities, num_samples=1))
 
 
 def rejection_choice(scores_at: ScoresAt, tree: DraftTree, vocab_ids: torch.Tensor) -> ChooseToken:
@@ -126,4 +135,4 @@ def _without_replacement(
                 p = left / total
             q[token] = 0.0
             q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
-    return int(torch.multinomial(p, num_samples=1))
+    return draw_token(p)

@@ -30,6 +30,7 @@ CODE = {
     "draft_tree.py",
     "drafter_files.py",
     "expansion.py",
+    "foresight.py",
     "generate_hook.py",
     "generate_recipe.py",
     "model_card.py",

@@ -25,7 +25,7 @@ from transformers import (
 
 from ..draft_tree import DraftTree, best_children, build_beam_trees
 from ..sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
-from ..verification import ChooseToken, ScoresAt, own_choice, rejection_choice, walk
+from ..verification import ChooseToken, ScoresAt, draw_token, own_choice, rejection_choice, walk
 
 LENGTH = 3  # tokens compared
 VOCABULARY = 6
@@ -44,7 +44,7 @@ BUILDERS = ("beam", "gumbel", "stochastic_beam")
 
 Choice = Callable[[ScoresAt, DraftTree, torch.Tensor], ChooseToken]
 VERIFIERS: dict[str, Choice] = {
-    "walk": lambda scores_at, tree, ids: own_choice(scores_at, do_sample=True),
+    "walk": lambda scores_at, tree, ids: own_choice(scores_at, draw_token),
     "rejection": rejection_choice,
 }
 

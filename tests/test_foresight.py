@@ -1,0 +1,194 @@
+"""Drafts that know the random numbers of the draws to come: the draws stay what they would have been."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.decoded_texts import DecodedTexts
+from hf_hsdraft.draft_tree import DraftTree
+from hf_hsdraft.foresight import Draws, Foresight, Race
+
+NEW = 40
+SAMPLED = {"do_sample": True, "max_new_tokens": NEW, "top_k": 20, "temperature": 0.9}
+
+
+def probabilities(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [(3 * torch.randn(1, VOCAB, generator=generator)).softmax(-1) for _ in range(count)]
+
+
+def plain_draws(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(torch.multinomial(p, 1, generator=generator)) for p in probabilities(count)]
+
+
+ROUNDS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=8)
+
+
+@given(rounds=ROUNDS, seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_draws_are_plain_whatever_was_foreseen_or_taken_back(rounds, seed):
+    """A round foresees some draws, makes some, and takes the last ones back."""
+    generator = torch.Generator().manual_seed(seed)
+    draws, drawn, given = Draws(generator, VOCAB), [], probabilities(40)
+    for foreseen, kept, cut in rounds:
+        draws.ahead(foreseen)
+        tokens = [draws(given[len(drawn) + place]) for place in range(kept + cut)]
+        draws.settle(kept)
+        drawn += tokens[:kept]
+    assert drawn == plain_draws(seed, len(drawn))
+    again = torch.Generator().manual_seed(seed)
+    for p in given[: len(drawn)]:
+        torch.multinomial(p, 1, generator=again)
+    assert torch.equal(generator.get_state(), again.get_state())
+
+
+def test_draws_of_others_move_the_stream_on():
+    generator, again = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    draws, given = Draws(generator, VOCAB), probabilities(4)
+    draws.ahead(4)
+    for p in given:
+        torch.rand(3, generator=generator)
+        torch.rand(3, generator=again)
+        assert draws(p) == int(torch.multinomial(p, 1, generator=again))
+    draws.settle(4)
+    draws.ahead(2)
+    torch.rand(1, generator=generator)
+    torch.rand(1, generator=again)
+    draws.ahead(2)
+    assert draws(given[0]) == int(torch.multinomial(given[0], 1, generator=again))
+
+
+def test_what_are_no_probabilities_is_refused_as_ever():
+    draws = Draws(torch.Generator().manual_seed(0), VOCAB)
+    draws.ahead(1)
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        draws(torch.full((1, VOCAB), torch.nan))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_a_drafter_that_is_right_foresees_every_draw(temperature):
+    torch.manual_seed(2)
+    vocab_ids = torch.randperm(VOCAB)
+    draws, warm = Draws(torch.Generator().manual_seed(1), VOCAB), TemperatureLogitsWarper(temperature)
+    for others, among in (([], 1), ([TopKLogitsWarper(20), TopPLogitsWarper(0.9)], 5)):
+        for _ in range(50):
+            logits = 2 * torch.randn(1, 1, VOCAB)
+            log_probs = Foresight([draws], [warm, *others]).race([0], 1, vocab_ids)(1, logits[..., vocab_ids])
+            scores = logits[0]
+            for warper in (warm, *others):
+                scores = warper(None, scores)
+            token = draws(scores.softmax(-1))
+            draws.settle(1)
+            # What the target leaves out a drafter cannot be sure of, so a few such tokens may stand before.
+            assert token in vocab_ids[log_probs[0, 0].topk(among).indices]
+
+
+def test_what_warpers_leave_out_of_the_draft_is_unlikely_but_possible():
+    logits, times = torch.tensor([[[4.0, 3.0, 2.9, -3.0]]]), torch.ones(4)
+    race = Race([[times]], [TopKLogitsWarper(2)], torch.arange(4))
+    probs = race(1, logits)[0, 0].exp()
+    free = Race([[times]], [], torch.arange(4))(1, logits)[0, 0].exp()
+    assert probs[2] / probs[1] < free[2] / free[1] and probs[3] / probs[1] < 0.1 * free[3] / free[1]
+    assert (probs > 0).all() and probs.sum() == pytest.approx(1.0)
+
+
+def test_counted_probabilities_follow_the_times():
+    """Early tokens gain, late ones lose, on average little changes, and no child outranks its parent."""
+    half = math.log(0.5)
+    tree = DraftTree((1, 2, 3, 4), (-1, 0, 0, 1), (0, 1, 1, 2), (0.0, half, math.log(0.2), 2 * half))
+    draws = Draws(torch.Generator().manual_seed(3), VOCAB)
+    foresight, total = Foresight([draws], []), torch.zeros(4)
+    for p in probabilities(400):
+        first, second = draws.ahead(2)
+        scored = foresight.scored(tree, 0)
+        assert (scored.tokens, scored.parents, scored.depths) == (tree.tokens, tree.parents, tree.depths)
+        assert (scored.scores[1] > half) == (float(first[2]) < 0.56)
+        assert (scored.scores[3] - scored.scores[1] > half) == (float(second[4]) < 0.56)
+        assert scored.scores[3] <= scored.scores[1] <= 0.0
+        total += torch.tensor(scored.scores).exp()
+        draws(p)
+        draws.settle(1)
+    assert (total / 400)[1:].tolist() == pytest.approx([0.5, 0.2, 0.25], abs=0.04)
+    assert foresight.scored(DraftTree.root(3), 0) == DraftTree.root(3)
+
+
+def seeded(target, inputs, seed: int = 11, **settings) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return target.generate(**inputs, **SAMPLED, return_dict_in_generate=True, **settings)
+
+
+def bloom():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "initializer_range": 0.3}
+    config = AutoConfig.for_model("bloom", **sizes, eos_token_id=None, bos_token_id=1, pad_token_id=0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("make", [make_target, bloom], ids=["trees", "chains, rows in step"])
+def test_each_row_of_a_batch_is_plain_decoding_with_a_seed_of_its_own(make):
+    target = make()
+    ids = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(3))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    torch.manual_seed(11)
+    seeds = torch.randint(2**63 - 1, (3,)).tolist()
+    rows = [seeded(target, {name: x[r : r + 1] for name, x in inputs.items()}, seeds[r]).sequences for r in range(3)]
+    for drafter in (make_drafter(target), make_drafter(target, seed=4, num_draft_steps=2)):
+        drafted = seeded(target, inputs, assistant_model=drafter)
+        assert drafted.sequences.tolist() == torch.cat(rows).tolist()
+        assert max(drafted.statistics.accepted_lengths) > 0
+
+
+@pytest.mark.parametrize("method", ["hidden states", "n-grams", "chain", "reuse"])
+def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
+    """Of a drafter that knows nothing; `VOCAB` tokens are few enough for it to meet the target's draws by the race."""
+    ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(5))
+    drafter = CachebackDrafter() if method == "n-grams" else make_drafter(target)
+    options = drafter.generation_config
+    options.ngram_length = 4 if method == "n-grams" else 0
+    if method == "chain":
+        options.beam_width = 1
+    if method == "reuse":
+        options.reuse = "ensemble"
+    settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "assistant_model": drafter}
+    plain = seeded(target, settings["inputs"]).sequences
+    foreseen = [seeded(target, seed=seed, **settings) for seed in range(8)]
+    assert seeded(target, **settings).sequences.tolist() == plain.tolist()
+    monkeypatch.setattr(DecodedTexts, "foresee", lambda *_: None)
+    blind = [seeded(target, seed=seed, **settings) for seed in range(8)]
+    assert [one.sequences.tolist() for one in blind] == [one.sequences.tolist() for one in foreseen]
+    accepted, before = (sum(sum(one.statistics.accepted_lengths) for one in all_) for all_ in (foreseen, blind))
+    assert accepted > (before if method == "n-grams" else 1.2 * before)
+
+
+class Noisy(LogitsProcessor):
+    """Draws random numbers of its own."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.rand_like(scores)
+
+
+def test_a_processor_that_draws_too_changes_nothing(target, drafter, prompt):
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    noisy = {"logits_processor": LogitsProcessorList([Noisy()])}
+    plain, state = seeded(target, inputs, **noisy).sequences, torch.get_rng_state()
+    drafted = seeded(target, inputs, assistant_model=drafter, **noisy).sequences
+    assert drafted.tolist() == plain.tolist() and torch.equal(state, torch.get_rng_state())
+
+
+def test_where_draws_are_made_otherwise_nothing_is_foreseen(target, drafter, prompt, monkeypatch):
+    monkeypatch.setattr("hf_hsdraft.foresight._draws_are_races", lambda *_: False)
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    plain = seeded(target, inputs).sequences
+    assert seeded(target, inputs, assistant_model=drafter).sequences.tolist() == plain.tolist()
+    rows = {name: values.repeat(2, 1) for name, values in inputs.items()}
+    assert seeded(target, rows, assistant_model=drafter).sequences.shape == (2, prompt.shape[1] + NEW)
