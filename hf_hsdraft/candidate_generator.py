@@ -98,7 +98,7 @@ class HSCandidateGenerator(CandidateGenerator):
         batch_size: sequences in the batch.
         pace: how much of that to do, round by round; all by default.
         working: what decoding multiplies by; made of drafter and weights by default.
-        foresight: of the target's draws; beams go by it, drawn trees must not.
+        foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
     """
 
     requires_model_outputs = True
@@ -203,7 +203,7 @@ class HSCandidateGenerator(CandidateGenerator):
         trees = {row: DraftTree.root(self._rows[row].root) for row in wanted}
         grown = {row: self._from_ngrams(row, wanted[row]) for row in rows}
         if self._foresight is not None:
-            grown = {row: self._foresight.scored(tree, row) for row, tree in grown.items()}
+            grown = self._foresight.scored(grown)
         depth = min(max(wanted.values(), default=0), self.options.depth) if self.trained else 0
         if rows and self._pace is not None:
             certain = sum(_first_probability(grown[row]) for row in rows) / len(rows)
@@ -235,11 +235,10 @@ class HSCandidateGenerator(CandidateGenerator):
         if self.options.reuse != "skip" or state.leftover is None or self._pace is None or len(self._rows) > 1:
             return None
         assert state.leftover_logits is not None
-        confidence = state.leftover_logits.float().softmax(dim=-1).amax(dim=-1)
-        if float(confidence.cumprod(dim=0).sum()) < self._pace.worth():
-            return None
         hidden, logits = state.leftover[None, :depth], state.leftover_logits[None, :depth]
         expansion = self._expansion(rows, hidden, logits, self._since(state))
+        if float(expansion.confidence().cumprod(dim=-1).sum()) < self._pace.worth():
+            return None
         [state.tree] = self._grow([state.root], expansion, [expansion.depth])
         state.drafted, state.logits, state.earlier_path = state.leftover, state.leftover_logits, state.leftover_path
         return state.tree

@@ -97,6 +97,8 @@ class HSDraftConfig(PreTrainedConfig):
         head_dim: width of one head; `None` means `hidden_size // num_attention_heads`.
         intermediate_size: inner width of the trunk's feed-forward blocks.
         num_draft_steps: K, the hidden states rolled out per round and so the depth of the draft tree.
+        sliding_window: positions that the trunk attends to, the own one included; `None` for all. Beyond the lengths it
+            was trained on, a trunk that sees all drafts worse.
         rms_norm_eps: epsilon of all RMS norms.
         rope_theta: base of the rotary position embedding.
         injector: how token information joins the hidden states: `"low_rank"` is the paper's bias W2 W1 e(parent),
@@ -135,6 +137,7 @@ class HSDraftConfig(PreTrainedConfig):
         head_dim: int | None = None,
         intermediate_size: int | None = None,
         num_draft_steps: int = 6,
+        sliding_window: int | None = None,
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 10000.0,
         injector: str = "path",
@@ -176,6 +179,7 @@ class HSDraftConfig(PreTrainedConfig):
         self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
         self.num_draft_steps = num_draft_steps
+        self.sliding_window = sliding_window
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
         self.injector = injector
@@ -251,6 +255,12 @@ class HSDraftConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name}={_short(getattr(self, name))} is invalid: expected one of {', '.join(allowed)}"
                 )
+        window = self.sliding_window
+        if window is not None and not (_is_integer(window) and self.num_draft_steps < window < 2**31):
+            raise ValueError(
+                f"sliding_window={_short(window)} is invalid: expected None, or an integer above "
+                f"num_draft_steps={self.num_draft_steps}"
+            )
         self._check_taps()
         self._check_vocabulary()
         self._check_target()

@@ -24,11 +24,14 @@ from .verification import ChooseToken, Verdict, draw_token, greedy_choice, own_c
 _ROW_BY_ROW = tuple(
     getattr(logits_process, f"{name}LogitsProcessor", None) or getattr(logits_process, f"{name}LogitsWarper")
     for name in ("NoRepeatNGram", "NoBadWords", "SequenceBias", "MinLength", "SuppressTokens")
-)
-# Of those the ones that look at nothing but the scores.
-_WARPERS = tuple(
+) + tuple(
     getattr(logits_process, f"{name}LogitsWarper")
     for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
+)
+# Of those the ones that can be asked about a drafter's scores: they look at nothing else, wherever those are.
+_WARPERS = tuple(
+    getattr(logits_process, f"{name}LogitsWarper")
+    for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon")
 )
 _NOT_IN_BATCHES = (
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -110,7 +113,7 @@ class DecodedTexts:
                 f"{', '.join(shared)} keeps a state that the rows of a batch share, and they draft at their own pace; "
                 "call generate() for each prompt, or leave assistant_model out"
             )
-        self._by_rows = len(self.rows) == 1 or all(type(one) in (*_ROW_BY_ROW, *_WARPERS) for one in logits_processor)
+        self._by_rows = len(self.rows) == 1 or all(type(one) in _ROW_BY_ROW for one in logits_processor)
         self._draws: list[Draws] | None = None
 
     @property
@@ -148,7 +151,8 @@ class DecodedTexts:
         Args:
             vocab_size: of the target's logits.
         """
-        if self._config.do_sample and not self._reject:
+        known = self._vocab_ids.numel() == 0 or int(self._vocab_ids.max()) < vocab_size
+        if known and self._config.do_sample and not self._reject:
             self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
         if self._draws is None:
             return None

@@ -282,7 +282,7 @@ class _Call:
         if options.tree_sizing == "fixed" or options.depth == 0:
             return None
         kind = *kind_of_call(self.runtime), options.beam_width, len(self.texts.rows), (position >> 10).bit_length()
-        kind = *kind, self.foresight is not None  # draws take time
+        kind = *kind, self.foresight.kind if self.foresight else None  # draws take time
         if isinstance(self.drafter, HSDrafter):
             config, depth = self.drafter.config, options.depth
             sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size

@@ -20,7 +20,7 @@ class DraftTree:
         tokens: token id of each node.
         parents: index of each node's parent, -1 for the root.
         depths: distance from the root; a node's position in the text is the root's plus its depth.
-        scores: log-probability of the path by the drafter, 0 for the root.
+        scores: log-probability, by the drafter, that the path will be the text; 0 for the root.
         log_probs: only where nodes were sampled: for each node the distribution its children were drawn from without
             replacement, in their order, `[V']`; `None` for nodes without children.
     """

@@ -81,9 +81,22 @@ class Expansion:
         logits = logits[:, level - 1 : level]
         if code is not None:
             logits = logits + up(code)
+        if race is not None and race.vocab_ids.dim() > 1:  # of each row its own part
+            ids = race.vocab_ids
+            logits = logits.gather(-1, self._columns[:, None].expand(-1, logits.shape[1], -1))
         totals = self._log_probs(level, logits, race) + scores[..., None]
         values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        return values, ids[places % len(ids)], places // len(ids), states
+        width = ids.shape[-1]
+        return values, ids.expand(len(places), -1).gather(1, places % width), places // width, states
+
+    def confidence(self) -> torch.Tensor:
+        """`[B, depth]`, the probability of the best token at each depth, as far as the path to it does not matter."""
+        race, logits = self.race, self.logits
+        if race is not None:
+            race = race.among(self._columns)
+            logits = logits.gather(-1, self._columns[:, None].expand(-1, self.depth, -1))
+        levels = [self._log_probs(level, logits[:, level - 1 : level], race) for level in range(1, self.depth + 1)]
+        return torch.cat(levels, dim=1).amax(dim=-1).exp()
 
     def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
         if race is not None:
@@ -96,14 +109,23 @@ class Expansion:
         """Tokens `[C]`, the injector's last product for them, their logits `[B, depth, C]`, and the race among them.
 
         For a single text the tokens that are likely at any depth before the path's tokens are known: those seldom lift
-        one from further below, and most of the work of a level is left out. Texts of a batch share no such part.
+        one from further below, and most of the work of a level is left out. Texts of a batch share no such part; the
+        race is run among each one's own.
         """
         ids, up = self.weights.vocab_ids, self.working.injector.up
-        if len(self.logits) > 1 or len(ids) < 2 * MOST_COLUMNS or not isinstance(up, Product):
+        if len(ids) < 2 * MOST_COLUMNS:
             return ids, up, self.logits, self.race
-        columns = self.logits[0].amax(dim=0).topk(MOST_COLUMNS, sorted=False).indices
+        if len(self.logits) > 1 or not isinstance(up, Product):
+            return ids, up, self.logits, None if self.race is None else self.race.among(self._columns)
+        [columns] = self._columns
         race = None if self.race is None else self.race.among(columns)
         return ids[columns], up.of(columns), self.logits.index_select(-1, columns), race
+
+    @cached_property
+    def _columns(self) -> torch.Tensor:
+        """`[B, C]`, the likely columns of each row."""
+        most = min(MOST_COLUMNS, self.logits.shape[-1])
+        return self.logits.amax(dim=1).topk(most, sorted=False).indices
 
     def _code(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None

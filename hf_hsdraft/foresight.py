@@ -11,10 +11,9 @@ number by number, whatever was drafted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -25,31 +24,34 @@ from .draft_tree import DraftTree
 from .tree_masks import on_device
 
 _FORESEEABLE = ("cpu", "cuda")
-_SURENESS = 0.8  # of a race by the drafter's logits; 1 would be an error of the size of a Gumbel variable in each
+_SHARPNESS = 0.8  # of a race by the drafter's logits; 1 would be an error of the size of a Gumbel variable in each
 _USUAL_TIME = 0.56  # of a race: the geometric mean of an exponential variable
+_MOST_MISSES = 3  # times in a row that what was foreseen did not come, until a text is drafted without
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What one draw goes by: times `[1, V]`, and the generator's state after it."""
+    """What one draw goes by: times `[V]`, and the generator's states before and after it."""
 
     times: torch.Tensor
+    before: torch.Tensor
     after: torch.Tensor
 
 
 class Draws:
-    """The draws of one text, in its order; foreseen or not, each is what `torch.multinomial` would have drawn.
+    """The draws of one text, by `torch.multinomial`; what they will go by is found out on another generator.
 
     Args:
-        generator: of the random numbers; others may use it between the draws.
+        generator: of the random numbers. Others may use it too: what was foreseen is looked up again then.
         vocab_size: tokens that are drawn from.
     """
 
     def __init__(self, generator: torch.Generator, vocab_size: int) -> None:
         self._generator, self._vocab_size = generator, vocab_size
-        self._foreseen: list[_Numbers] = []  # of the next draws after those settled
-        self._begin = generator.get_state()  # before the first of them
+        self._ahead = torch.Generator(generator.device)  # runs ahead of the other one
+        self._foreseen: list[_Numbers] = []  # of the draws after those settled
         self._drawn: list[torch.Tensor] = []  # states after the draws since the last that was settled
+        self._misses = 0
 
     @classmethod
     def of_rows(cls, rows: int, device: torch.device, vocab_size: int) -> list[Draws] | None:
@@ -66,51 +68,47 @@ class Draws:
         seeds = torch.randint(2**63 - 1, (rows,), device=device).tolist()
         return [cls(torch.Generator(device).manual_seed(seed), vocab_size) for seed in seeds]
 
+    @property
+    def device(self) -> torch.device:
+        return self._generator.device
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether what was foreseen of late came; it does not where others draw between."""
+        return self._misses < _MOST_MISSES
+
     def ahead(self, count: int) -> list[torch.Tensor]:
         """Exponential times `[V]`, float32, of each of the next `count` draws."""
-        generator, now = self._generator, self._generator.get_state()
-        if not torch.equal(now, self._begin):  # somebody else has drawn
-            self._foreseen, self._begin = [], now
+        state = self._generator.get_state()
+        if self._foreseen and not torch.equal(state, self._foreseen[0].before):
+            self._foreseen.clear()
+            self._misses += 1
+        elif self._foreseen:
+            self._misses = 0
         if len(self._foreseen) < count:
-            generator.set_state(self._foreseen[-1].after if self._foreseen else now)
+            state = self._foreseen[-1].after if self._foreseen else state
+            self._ahead.set_state(state)
             while len(self._foreseen) < count:
-                times = torch.empty(1, self._vocab_size, device=generator.device).exponential_(generator=generator)
-                self._foreseen.append(_Numbers(times, generator.get_state()))
-            generator.set_state(now)
-        return [numbers.times[0] for numbers in self._foreseen[:count]]
+                # Of a row of a batch of one, as the call draws: on a GPU the numbers depend on the shape.
+                times = torch.empty(1, self._vocab_size, dtype=torch.float32, device=self.device)
+                times.exponential_(generator=self._ahead)
+                before, state = state, self._ahead.get_state()
+                self._foreseen.append(_Numbers(times[0], before, state))
+        return [numbers.times for numbers in self._foreseen[:count]]
 
     def __call__(self, probabilities: torch.Tensor) -> int:
-        """The next draw from `[1, V]`, float32.
-
-        Raises:
-            RuntimeError: they are no probabilities, as `torch.multinomial` says.
-        """
-        place, now = len(self._drawn), self._generator.get_state()
-        token = None
-        numbers = self._foreseen[place] if place < len(self._foreseen) else None
-        if numbers is not None and self._is_for(numbers, probabilities, now):
-            first = (probabilities / numbers.times).max(dim=-1)
-            value, column = torch.cat([first.values.double(), first.indices.double()]).tolist()
-            if value > 0.0:  # and not NaN
-                token = int(column)
-                self._generator.set_state(numbers.after)
-        if token is None:
-            del self._foreseen[place:]
-            token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
+        """The next draw from `[1, V]`."""
+        token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
         self._drawn.append(self._generator.get_state())
         return token
 
-    def _is_for(self, numbers: _Numbers, probabilities: torch.Tensor, now: torch.Tensor) -> bool:
-        """Whether a draw from these would use these numbers; a generator that others have used has moved on."""
-        before = self._drawn[-1] if self._drawn else self._begin
-        alike = probabilities.dtype == numbers.times.dtype and probabilities.shape == numbers.times.shape
-        return alike and torch.equal(now, before)
-
     def settle(self, count: int) -> None:
-        """Says that only the first `count` draws since the last time were used; the others will be made again."""
+        """Says that only the first `count` draws since the last time were used; the others will be made again.
+
+        A single text uses all it draws, so nobody else's generator is set back; rows that go in step do not.
+        """
         if count < len(self._drawn):
             self._generator.set_state(self._drawn[count - 1])
-        self._begin = self._drawn[count - 1]
         del self._foreseen[:count]
         self._drawn.clear()
 
@@ -128,32 +126,52 @@ class Foresight:
     draws: Sequence[Draws]
     warpers: Sequence[LogitsProcessor]
 
-    def race(self, rows: Sequence[int], depth: int, vocab_ids: torch.Tensor) -> Race:
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What the costs of drafting depend on."""
+        return tuple(type(warper).__name__ for warper in self.warpers)
+
+    def race(self, rows: Sequence[int], depth: int, vocab_ids: torch.Tensor) -> Race | None:
         """The race of the next `depth` draws of some rows, among the tokens of a draft vocabulary `[V']`."""
+        if not all(self.draws[row].foreseeable for row in rows):
+            return None
         return Race([self.draws[row].ahead(depth) for row in rows], self.warpers, vocab_ids)
 
-    def scored(self, tree: DraftTree, row: int) -> DraftTree:
-        """A tree scored anew, of whose nodes only their own probabilities are known.
+    def scored(self, trees: Mapping[int, DraftTree]) -> dict[int, DraftTree]:
+        """Trees of rows, scored anew: of their nodes only their own probabilities are known.
 
         A token that arrives early wins more often. Were its probability the target's, its odds would change as much as
         its time does; but what was counted on a text mixes places where the token is nearly certain with places where
         it is nearly out of the question, and there time decides little.
         """
-        levels: list[list[int]] = [[] for _ in range(max(tree.depths))]
-        for node in range(1, len(tree)):
-            levels[tree.depths[node] - 1].append(node)
-        if not levels:
-            return tree
-        of_nodes = []
-        for nodes, times in zip(levels, self.draws[row].ahead(len(levels)), strict=True):
-            tokens = [min(tree.tokens[node], len(times) - 1) for node in nodes]
-            of_nodes.append(times[on_device(tokens, times.device)])
-        scores = [0.0] * len(tree)
-        for node, time in zip(chain.from_iterable(levels), torch.cat(of_nodes).tolist(), strict=True):
-            parent = tree.parents[node]
-            against = math.expm1(tree.scores[parent] - tree.scores[node]) * math.sqrt(time / _USUAL_TIME)
-            scores[node] = scores[parent] - math.log1p(max(against, 0.0))
-        return DraftTree(tree.tokens, tree.parents, tree.depths, tuple(scores))
+        drafted = {row: tree for row, tree in trees.items() if len(tree) > 1 and self.draws[row].foreseeable}
+        times = self._times(drafted) if drafted else {}
+        return {row: _scored(tree, times[row]) if row in times else tree for row, tree in trees.items()}
+
+    def _times(self, trees: Mapping[int, DraftTree]) -> dict[int, list[float]]:
+        """The times of each tree's nodes beside the root, fetched in one transfer."""
+        device = self.draws[0].device
+        nodes = [
+            (token, depth - 1)
+            for tree in trees.values()
+            for token, depth in zip(tree.tokens[1:], tree.depths[1:], strict=True)
+        ]
+        picked, parts = on_device(nodes, device).split([len(tree) - 1 for tree in trees.values()]), []
+        for (row, tree), part in zip(trees.items(), picked, strict=True):
+            ahead = self.draws[row].ahead(max(tree.depths))
+            tokens = part[:, 0].clamp(max=len(ahead[0]) - 1)  # one beyond is never drawn, so its score does not matter
+            parts.append(torch.stack([times[tokens] for times in ahead]).gather(0, part[None, :, 1])[0])
+        found = iter(torch.cat(parts).tolist())
+        return {row: [next(found) for _ in tree.tokens[1:]] for row, tree in trees.items()}
+
+
+def _scored(tree: DraftTree, times: Sequence[float]) -> DraftTree:
+    scores = [0.0]
+    for node, time in enumerate(times, 1):
+        parent = tree.parents[node]
+        against = math.expm1(tree.scores[parent] - tree.scores[node]) * math.sqrt(time / _USUAL_TIME)
+        scores.append(scores[parent] - math.log1p(max(against, 0.0)))
+    return DraftTree(tree.tokens, tree.parents, tree.depths, tuple(scores))
 
 
 @dataclass(frozen=True)
@@ -163,7 +181,7 @@ class Race:
     Attributes:
         times: of each row and depth `[V]`.
         warpers: see `Foresight`.
-        vocab_ids: `[V']`, the tokens behind the columns of what is asked for.
+        vocab_ids: `[V']`, or `[B, V']` of each row, the tokens behind the columns of what is asked for.
     """
 
     times: Sequence[Sequence[torch.Tensor]]
@@ -171,14 +189,15 @@ class Race:
     vocab_ids: torch.Tensor
 
     def among(self, columns: torch.Tensor) -> Race:
-        """The same for a part of the draft vocabulary."""
+        """The same for a part of the draft vocabulary, `[C]`, or `[B, C]` of each row."""
         return Race(self.times, self.warpers, self.vocab_ids[columns])
 
     def __call__(self, level: int, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities `[B, n, V']` of winning at depth `level`, of the drafter's logits there.
 
-        The greatest of logits less the logarithms of times wins. The drafter's are off by errors, so any other one wins
-        with some probability too; and what a warper leaves out of them the target may keep, the less they are the less.
+        The greatest of logits less the logarithms of times wins. The drafter's logits are off by errors, so any other
+        token wins with some probability too. For the same reason the target may keep what a warper leaves out of them,
+        and the other way round: the further above the least that is kept, the surer.
         """
         logits, scaled = logits.float(), logits.float()
         kept = scaled.flatten(0, 1)
@@ -186,12 +205,13 @@ class Race:
             kept = warper(None, kept)
             if isinstance(warper, TemperatureLogitsWarper):
                 scaled = scaled / warper.temperature
-        left_out = kept.view(logits.shape) == -torch.inf
-        least = logits.masked_fill(left_out, torch.inf).amin(dim=-1, keepdim=True)
-        kept_too = torch.where(left_out.any(dim=-1, keepdim=True), logsigmoid(logits - least), 0.0)
-        times = torch.stack([row[level - 1][self.vocab_ids.to(row[level - 1].device)] for row in self.times])[:, None]
-        won = scaled + kept_too - times.to(logits.device).log()
-        return (_SURENESS * won).log_softmax(dim=-1)
+        if any(not isinstance(warper, TemperatureLogitsWarper) for warper in self.warpers):
+            left_out = kept.view(logits.shape) == -torch.inf
+            least = logits.masked_fill(left_out, torch.inf).amin(dim=-1, keepdim=True)
+            scaled = scaled + torch.where(left_out.any(dim=-1, keepdim=True), logsigmoid(logits - least), 0.0)
+        ids = self.vocab_ids.expand(len(self.times), -1)
+        times = torch.stack([row[level - 1][of.to(row[0].device)] for row, of in zip(self.times, ids, strict=True)])
+        return (_SHARPNESS * (scaled - times[:, None].to(logits.device).log())).log_softmax(dim=-1)
 
 
 @cache
@@ -201,15 +221,16 @@ def _draws_are_races(device: torch.device, vocab_size: int) -> bool:
         return False
     generator = torch.Generator(device).manual_seed(0)
     for _ in range(4):
-        probabilities = torch.randn(1, vocab_size, device=device, generator=generator).softmax(dim=-1)
+        probabilities = torch.rand(1, vocab_size, dtype=torch.float32, device=device, generator=generator)
+        probabilities /= probabilities.sum()
         draws = Draws(generator, vocab_size)
-        before = generator.get_state()
-        drawn, after = torch.multinomial(probabilities, 1, generator=generator), generator.get_state()
-        generator.set_state(before)
         [times] = draws.ahead(1)
-        if int((probabilities / times).argmax()) != int(drawn) or not torch.equal(draws._foreseen[0].after, after):
+        if draws(probabilities) != int((probabilities[0] / times).argmax()):
             return False
-        generator.set_state(after)
+        draws.settle(1)
+        draws.ahead(1)
+        if draws._misses:
+            return False
     return True
 
 

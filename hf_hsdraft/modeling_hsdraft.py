@@ -51,10 +51,12 @@ class DraftContext:
     """Keys and values of the accepted positions, one pair a trunk layer, each `[kv_heads, P, head_dim]`.
 
     `document_ids` `[P]` says which sequence of a batch a position belongs to; `None` if there is only one.
+    `position_ids` `[P]` are kept for trunks with a sliding window.
     """
 
     layers: list[KeyValues] = field(default_factory=list)
     document_ids: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -363,8 +365,14 @@ class HSDrafter(PretrainedDrafter):
         frequencies = rotary_frequencies(self.config, x.device)
         rope = rotary_embedding(position_ids, frequencies, x.dtype)
         layers: list[KeyValues] = []
+        window, places = self.config.sliding_window, position_ids
+        if past.position_ids is not None:
+            places = torch.cat([past.position_ids, position_ids])
+        near = window if window is not None and len(places) + steps > window else None
         # The last position of a single document sees everything: no mask, as in every decoding round.
-        mask = None if last_only and document_ids is None else _causal_mask(starts, every, document_ids, past)
+        mask = None
+        if not last_only or document_ids is not None or near is not None:
+            mask = _causal_mask(starts, every, document_ids, past)
         trunk = cast(Sequence[HSDraftLayer], self.layers)
         for index, layer in enumerate(trunk):
             final = index == len(trunk) - 1
@@ -373,7 +381,9 @@ class HSDrafter(PretrainedDrafter):
                 starts if final else every,
                 rope,
                 past.layers[index] if past.layers else None,
-                mask if final else _causal_mask(every, every, document_ids, past),
+                _near(mask, position_ids[starts], places, near)
+                if final
+                else _near(_causal_mask(every, every, document_ids, past), position_ids, places, near),
             )
             layers.append(key_values)
         states = [x]
@@ -384,14 +394,16 @@ class HSDrafter(PretrainedDrafter):
         own: list[KeyValues | None] = [None] * len(trunk)
         for step in range(steps - 1):
             x = self.roll_proj(self.roll_norm(states[-1][:rolled]))
+            seen = _near(mask, offsets[:, step], places, near)
             for index, layer in enumerate(trunk):
-                x, own[index] = layer.roll(x, (cos[:, step], sin[:, step]), layers[index], mask, own[index])
+                x, own[index] = layer.roll(x, (cos[:, step], sin[:, step]), layers[index], seen, own[index])
             states.append(x)
         loss = None if labels is None else self.loss_function(self, states, labels)
         documents = document_ids
         if document_ids is not None and past.document_ids is not None:
             documents = torch.cat([past.document_ids, document_ids])
-        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=DraftContext(layers, documents))
+        read = DraftContext(layers, documents, None if window is None else places)
+        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=read)
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
@@ -478,6 +490,18 @@ def _causal_mask(
     if past.document_ids is None:
         return F.pad(mask, (past.length, 0), value=True)
     return torch.cat([past.document_ids[None, :] == document_ids[rows, None], mask], dim=1)
+
+
+def _near(
+    mask: torch.Tensor | None, rows: torch.Tensor, places: torch.Tensor, window: int | None
+) -> torch.Tensor | None:
+    """What of a mask `[R, P]` is within the window, for rows at positions `rows` `[R]` and a context at `places` `[P]`.
+
+    Where the context does not know its positions, all that is before is near.
+    """
+    if mask is None or window is None or len(places) != mask.shape[1]:
+        return mask
+    return mask & (rows[:, None] - places[None, :] < window)
 
 
 __all__ = ["HSDrafter"]

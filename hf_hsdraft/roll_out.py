@@ -25,12 +25,14 @@ class _Layer:
 
     Attributes:
         heads: of the queries; kv_heads: of keys and values.
+        window: positions that are attended to, the own one included; `None` for all.
         keys, values: `[kv_heads, capacity, head_dim]`.
     """
 
     weights: LayerWeights
     heads: int
     kv_heads: int
+    window: int | None
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -59,14 +61,18 @@ class _Layer:
 
     def _mixed(self, queries: torch.Tensor, place: int, end: int) -> torch.Tensor:
         """Attention of `queries` `[n, heads, head_dim]`, the last ones of the text up to `end`."""
-        keys, values, rows = self.keys[None, :, :end], self.values[None, :, :end], len(queries)
+        rows, window = len(queries), self.window or end
+        begin = max(end - rows + 1 - window, 0)  # of what the first row sees
+        keys, values = self.keys[None, :, begin:end], self.values[None, :, begin:end]
         if rows == 1:  # the heads of a group stand where queries do: no key is read twice
             grouped = queries.view(1, self.kv_heads, self.heads // self.kv_heads, -1)
             mixed = F.scaled_dot_product_attention(grouped, keys, values)
         else:
             mask = None
-            if place:
-                mask = torch.ones(rows, end, dtype=torch.bool, device=queries.device).tril(place)
+            if place or rows > window:
+                seen = torch.ones(rows, end - begin, dtype=torch.bool, device=queries.device)
+                first = end - begin - rows  # column of the first row's own position
+                mask = seen.tril(first).triu(first + 1 - window)
             mixed = F.scaled_dot_product_attention(
                 queries.transpose(0, 1)[None], keys, values, mask, is_causal=mask is None, enable_gqa=True
             )
@@ -87,13 +93,16 @@ class RollOut:
         self._weights, self._frequencies = weights, rotary_frequencies(config, device)
         room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=device, dtype=dtype)
         heads = config.num_attention_heads, config.num_key_value_heads
-        self._layers = [_Layer(layer, *heads, room, room) for layer in weights.layers]
+        window = config.sliding_window
+        self._layers = [_Layer(layer, *heads, window, room, room) for layer in weights.layers]
         self._length = 0
+        # Positions that decide on the output at the last one, and on what is drafted after it.
+        self._reach = None if window is None else len(self._layers) * (window - 1) + 1
 
     @property
     def context(self) -> DraftContext:
-        """A copy of what has been read."""
-        held = slice(0, self._length)
+        """A copy of what has been read, as far back as it matters."""
+        held = slice(max(self._length - (self._reach or self._length), 0), self._length)
         return DraftContext([(layer.keys[:, held].clone(), layer.values[:, held].clone()) for layer in self._layers])
 
     def resume(self, context: DraftContext) -> None:
@@ -111,12 +120,12 @@ class RollOut:
             taps, embeds, position_ids: as [`HSDrafter.forward`] takes them, of one text, in order.
             num_draft_steps: K.
         """
-        weights, count = self._weights, len(taps)
+        weights = self._weights
         x, (cos, sin) = self.read(taps, embeds, position_ids, ahead=max(num_draft_steps - 1, 0))
         states = [x]
         for step in range(num_draft_steps - 1):
             x = weights.roll(weights.roll_norm(x))
-            rope = cos[count + step, None], sin[count + step, None]
+            rope = cos[step, None], sin[step, None]
             for layer in self._layers:
                 x = layer(x, rope, self._length + step, last_only=True)
             states.append(x)
@@ -125,8 +134,10 @@ class RollOut:
     def read(
         self, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, ahead: int
     ) -> tuple[torch.Tensor, Rope]:
-        """Reads accepted positions: the output at the last one, `[1, D]`, and the rotary embedding of all and of
-        `ahead` further ones."""
+        """Reads accepted positions: the output at the last one, `[1, D]`, and the rotary embedding of `ahead` more."""
+        if self._reach is not None and len(taps) >= self._reach:  # nothing before these matters any more
+            taps, embeds, position_ids = (column[-self._reach :] for column in (taps, embeds, position_ids))
+            self._length = 0
         count = len(taps)
         x = self._weights.fuse_inputs(taps, embeds)
         further = position_ids[-1:] + torch.arange(1, ahead + 1, device=position_ids.device)
@@ -137,4 +148,4 @@ class RollOut:
             final = index == len(self._layers) - 1
             x = layer(x, (cos[:count], sin[:count]), self._length, last_only=final)
         self._length += count
-        return x, (cos, sin)
+        return x, (cos[count:], sin[count:])

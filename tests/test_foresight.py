@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -10,7 +12,12 @@ from conftest import VOCAB, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.decoded_texts import DecodedTexts
@@ -52,27 +59,16 @@ def test_draws_are_plain_whatever_was_foreseen_or_taken_back(rounds, seed):
     assert torch.equal(generator.get_state(), again.get_state())
 
 
-def test_draws_of_others_move_the_stream_on():
+def test_draws_of_others_are_noticed():
     generator, again = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
-    draws, given = Draws(generator, VOCAB), probabilities(4)
-    draws.ahead(4)
+    draws, given = Draws(generator, VOCAB), probabilities(20)
     for p in given:
+        draws.ahead(2)
         torch.rand(3, generator=generator)
         torch.rand(3, generator=again)
         assert draws(p) == int(torch.multinomial(p, 1, generator=again))
-    draws.settle(4)
-    draws.ahead(2)
-    torch.rand(1, generator=generator)
-    torch.rand(1, generator=again)
-    draws.ahead(2)
-    assert draws(given[0]) == int(torch.multinomial(given[0], 1, generator=again))
-
-
-def test_what_are_no_probabilities_is_refused_as_ever():
-    draws = Draws(torch.Generator().manual_seed(0), VOCAB)
-    draws.ahead(1)
-    with pytest.raises(RuntimeError, match="probability tensor"):
-        draws(torch.full((1, VOCAB), torch.nan))
+        draws.settle(1)
+    assert not draws.foreseeable
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -110,7 +106,7 @@ def test_counted_probabilities_follow_the_times():
     foresight, total = Foresight([draws], []), torch.zeros(4)
     for p in probabilities(400):
         first, second = draws.ahead(2)
-        scored = foresight.scored(tree, 0)
+        scored = foresight.scored({0: tree})[0]
         assert (scored.tokens, scored.parents, scored.depths) == (tree.tokens, tree.parents, tree.depths)
         assert (scored.scores[1] > half) == (float(first[2]) < 0.56)
         assert (scored.scores[3] - scored.scores[1] > half) == (float(second[4]) < 0.56)
@@ -119,7 +115,7 @@ def test_counted_probabilities_follow_the_times():
         draws(p)
         draws.settle(1)
     assert (total / 400)[1:].tolist() == pytest.approx([0.5, 0.2, 0.25], abs=0.04)
-    assert foresight.scored(DraftTree.root(3), 0) == DraftTree.root(3)
+    assert foresight.scored({0: DraftTree.root(3)}) == {0: DraftTree.root(3)}
 
 
 def seeded(target, inputs, seed: int = 11, **settings) -> torch.Tensor:
@@ -148,17 +144,17 @@ def test_each_row_of_a_batch_is_plain_decoding_with_a_seed_of_its_own(make):
         assert max(drafted.statistics.accepted_lengths) > 0
 
 
-@pytest.mark.parametrize("method", ["hidden states", "n-grams", "chain", "reuse"])
+@pytest.mark.parametrize("method", ["hidden states", "chain", "ensemble", "resample", "skip"])
 def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
     """Of a drafter that knows nothing; `VOCAB` tokens are few enough for it to meet the target's draws by the race."""
     ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(5))
-    drafter = CachebackDrafter() if method == "n-grams" else make_drafter(target)
+    drafter = make_drafter(target)
     options = drafter.generation_config
-    options.ngram_length = 4 if method == "n-grams" else 0
+    options.ngram_length = 0
     if method == "chain":
         options.beam_width = 1
-    if method == "reuse":
-        options.reuse = "ensemble"
+    if method in ("ensemble", "resample", "skip"):
+        options.reuse = method
     settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "assistant_model": drafter}
     plain = seeded(target, settings["inputs"]).sequences
     foreseen = [seeded(target, seed=seed, **settings) for seed in range(8)]
@@ -167,7 +163,85 @@ def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
     blind = [seeded(target, seed=seed, **settings) for seed in range(8)]
     assert [one.sequences.tolist() for one in blind] == [one.sequences.tolist() for one in foreseen]
     accepted, before = (sum(sum(one.statistics.accepted_lengths) for one in all_) for all_ in (foreseen, blind))
-    assert accepted > (before if method == "n-grams" else 1.2 * before)
+    assert accepted > 1.2 * before
+
+
+def test_ngrams_that_are_drawn_are_worth_more_of_their_nodes(target, monkeypatch):
+    """Where nodes cost something, those that will hardly be drawn are left out: more of the rest is accepted."""
+    ids = torch.randint(2, 8, (1, 120), generator=torch.Generator().manual_seed(5))
+    drafter = CachebackDrafter()
+    drafter.generation_config.node_cost, drafter.generation_config.depth_cost = 0.05, 0.0
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    settings = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, "assistant_model": drafter}
+    allowed = [SuppressTokensLogitsProcessor([token for token in range(VOCAB) if not 2 <= token < 8])]
+
+    def accepted_of_drafted() -> tuple[list[list[int]], float]:
+        texts, accepted, nodes = [], 0, 0
+        for seed in range(12):
+            torch.manual_seed(seed)
+            output = target.generate(
+                **inputs, **settings, logits_processor=LogitsProcessorList(allowed), return_dict_in_generate=True
+            )
+            texts += output.sequences.tolist()
+            accepted += sum(output.statistics.accepted_lengths)
+            nodes += sum(output.statistics.drafted_nodes)
+        return texts, accepted / nodes
+
+    texts, foreseen = accepted_of_drafted()
+    monkeypatch.setattr(DecodedTexts, "foresee", lambda *_: None)
+    same, blind = accepted_of_drafted()
+    assert texts == same and foreseen > 1.1 * blind
+
+
+@pytest.mark.parametrize(
+    "warper",
+    [{"top_p": 0.7}, {"min_p": 0.05}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.01}, {"top_k": 1}],
+    ids=str,
+)
+def test_whatever_warps_the_scores_the_text_is_plain(warper, target, drafter, prompt):
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    settings = {"do_sample": True, "max_new_tokens": NEW, "top_k": 0, **warper}
+    torch.manual_seed(1)
+    plain = target.generate(**inputs, **settings)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    drafted = target.generate(**inputs, **settings, assistant_model=drafter)
+    assert drafted.tolist() == plain.tolist() and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("verification", "builder"), [("walk", "gumbel"), ("rejection", "gumbel"), ("rejection", "stochastic_beam")]
+)
+def test_drawn_trees_foresee_nothing(verification, builder, target, drafter, prompt, monkeypatch):
+    """Rejection holds only for nodes that were drawn independently of what they are compared with."""
+    seeded(target, {"input_ids": prompt}, assistant_model=drafter)  # finds out how draws are made
+    monkeypatch.setattr(Draws, "ahead", lambda *_: pytest.fail("looked ahead"))
+    drafter.generation_config.verification, drafter.generation_config.tree_builder = verification, builder
+    for rows in (1, 2):
+        ids = prompt.repeat(rows, 1)
+        seeded(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, assistant_model=drafter)
+
+
+def test_texts_of_two_threads_have_nothing_in_common(target, drafter):
+    """Whoever looks ahead on the generator that they share would give them the same numbers now and then."""
+    seen: list[list[int]] = []
+    prompt = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
+    flat = {"do_sample": True, "max_new_tokens": 150, "top_k": 0, "temperature": 1000.0}
+
+    def write() -> None:
+        for _ in range(2):
+            seen.append(target.generate(prompt, **flat, assistant_model=drafter)[0, 9:].tolist())
+
+    torch.manual_seed(0)
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Of evenly drawn tokens, runs of three in common are as rare as VOCAB^-3 a pair of places.
+    runs = [{tuple(text[i : i + 3]) for i in range(len(text) - 2)} for text in seen]
+    common = sum(len(one & other) for one, other in itertools.combinations(runs, 2))
+    assert len(seen) == 4 and common <= 3
 
 
 class Noisy(LogitsProcessor):

@@ -14,6 +14,8 @@ from ..modeling_hsdraft import HSDrafter
 from .plan import Report, TrainingPlan
 from .vocabulary import choose_draft_vocabulary
 
+_SHORTEST_WINDOW = 128
+
 
 def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     """The drafter to start from, if any.
@@ -22,7 +24,7 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
         ValueError: it was made for another target, or the plan asks for other sizes than it has.
     """
     if plan.init_from is None:
-        HSDraftConfig.for_target(target, **plan.drafter)  # raises where the sizes cannot be
+        HSDraftConfig.for_target(target, **_sizes(plan))  # raises where they cannot be
         return None
     if (Path(plan.init_from) / "adapter_config.json").is_file():
         raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
@@ -54,12 +56,17 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
 def config_for(
     target: Any, tokenizer: Any, tokenized: Sequence[Any], plan: TrainingPlan, report: Report
 ) -> HSDraftConfig:
-    overrides = dict(plan.drafter)
+    overrides = _sizes(plan)
     default = HSDraftConfig.for_target(target, **overrides)
     if default.draft_vocab_ids is None and default.draft_vocab_size < default.vocab_size:
         ids = draft_vocabulary(target, tokenizer, tokenized, default.draft_vocab_size, report)
         overrides |= {"draft_vocab_size": len(ids), "draft_vocab_ids": ids}
     return HSDraftConfig.for_target(target, **overrides)
+
+
+def _sizes(plan: TrainingPlan) -> dict[str, Any]:
+    """What the plan says of the drafter; it attends no further back than it learns to."""
+    return {"sliding_window": max(plan.max_length, _SHORTEST_WINDOW), **plan.drafter}
 
 
 def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
