@@ -26,6 +26,7 @@ from .tree_masks import on_device
 _FORESEEABLE = ("cpu", "cuda")
 _SHARPNESS = 0.8  # of a race by the drafter's logits; 1 would be an error of the size of a Gumbel variable in each
 _USUAL_TIME = 0.56  # of a race: the geometric mean of an exponential variable
+_FURTHEST = 8  # draws that n-grams look ahead; further ones are seldom reached
 _MOST_MISSES = 3  # times in a row that what was foreseen did not come, until a text is drafted without
 
 
@@ -74,7 +75,7 @@ class Draws:
 
     @property
     def foreseeable(self) -> bool:
-        """Whether what was foreseen of late came; it does not where others draw between."""
+        """Whether what was foreseen of late came; it does not where others draw between, or of other numbers."""
         return self._misses < _MOST_MISSES
 
     def ahead(self, count: int) -> list[torch.Tensor]:
@@ -82,9 +83,6 @@ class Draws:
         state = self._generator.get_state()
         if self._foreseen and not torch.equal(state, self._foreseen[0].before):
             self._foreseen.clear()
-            self._misses += 1
-        elif self._foreseen:
-            self._misses = 0
         if len(self._foreseen) < count:
             state = self._foreseen[-1].after if self._foreseen else state
             self._ahead.set_state(state)
@@ -99,7 +97,11 @@ class Draws:
     def __call__(self, probabilities: torch.Tensor) -> int:
         """The next draw from `[1, V]`."""
         token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
-        self._drawn.append(self._generator.get_state())
+        after, place = self._generator.get_state(), len(self._drawn)
+        if place < len(self._foreseen):
+            came = torch.equal(after, self._foreseen[place].after)
+            self._misses = 0 if came else self._misses + 1
+        self._drawn.append(after)
         return token
 
     def settle(self, count: int) -> None:
@@ -142,7 +144,7 @@ class Foresight:
 
         A token that arrives early wins more often. Were its probability the target's, its odds would change as much as
         its time does; but what was counted on a text mixes places where the token is nearly certain with places where
-        it is nearly out of the question, and there time decides little.
+        it is nearly out of the question, and there time decides little. Nodes far from the root keep theirs.
         """
         drafted = {row: tree for row, tree in trees.items() if len(tree) > 1 and self.draws[row].foreseeable}
         times = self._times(drafted) if drafted else {}
@@ -158,9 +160,10 @@ class Foresight:
         ]
         picked, parts = on_device(nodes, device).split([len(tree) - 1 for tree in trees.values()]), []
         for (row, tree), part in zip(trees.items(), picked, strict=True):
-            ahead = self.draws[row].ahead(max(tree.depths))
+            ahead = self.draws[row].ahead(min(max(tree.depths), _FURTHEST))
             tokens = part[:, 0].clamp(max=len(ahead[0]) - 1)  # one beyond is never drawn, so its score does not matter
-            parts.append(torch.stack([times[tokens] for times in ahead]).gather(0, part[None, :, 1])[0])
+            known = torch.stack([*(times[tokens] for times in ahead), torch.full_like(ahead[0][tokens], _USUAL_TIME)])
+            parts.append(known.gather(0, part[None, :, 1].clamp(max=len(ahead)))[0])
         found = iter(torch.cat(parts).tolist())
         return {row: [next(found) for _ in tree.tokens[1:]] for row, tree in trees.items()}
 
@@ -227,8 +230,6 @@ def _draws_are_races(device: torch.device, vocab_size: int) -> bool:
         [times] = draws.ahead(1)
         if draws(probabilities) != int((probabilities[0] / times).argmax()):
             return False
-        draws.settle(1)
-        draws.ahead(1)
         if draws._misses:
             return False
     return True

@@ -174,6 +174,7 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
         "not have said is not emitted."
     )
     parameters, size = parameters_and_bytes(folder)
+    window = config.get("sliding_window")
     options = {**config, **_read(folder / OPTIONS)}
     depth = options.get("num_assistant_tokens") or config.get("num_draft_steps")
     rows = {
@@ -185,6 +186,7 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
         ),
         "digest of its tokenizer": config.get("target_tokenizer_hash") or "not recorded",
         "reads hidden states": ", ".join(map(str, config.get("target_tap_layers", []))),
+        "attends to": f"the last {window:,} positions" if isinstance(window, int) else "all positions",
         "draft": f"{depth} deep, {options.get('tree_size')} nodes",
         "draft vocabulary": f"{config.get('draft_vocab_size', 0):,} tokens",
         "format": f"{config.get('format_version', 1)}",

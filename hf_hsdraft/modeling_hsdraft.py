@@ -346,7 +346,7 @@ class HSDrafter(PretrainedDrafter):
         Args:
             taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
             embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
-            position_ids: `[T]`, int64, position i of each pair.
+            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
             starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
             document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together. What
                 the context holds belongs to them too, unless it says to which.

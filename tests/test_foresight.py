@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
@@ -19,10 +19,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hf_hsdraft import CachebackDrafter
+from hf_hsdraft import CachebackDrafter, expansion
 from hf_hsdraft.decoded_texts import DecodedTexts
 from hf_hsdraft.draft_tree import DraftTree
+from hf_hsdraft.expansion import Expansion
 from hf_hsdraft.foresight import Draws, Foresight, Race
+from hf_hsdraft.working_weights import working_weights
 
 NEW = 40
 SAMPLED = {"do_sample": True, "max_new_tokens": NEW, "top_k": 20, "temperature": 0.9}
@@ -59,16 +61,19 @@ def test_draws_are_plain_whatever_was_foreseen_or_taken_back(rounds, seed):
     assert torch.equal(generator.get_state(), again.get_state())
 
 
-def test_draws_of_others_are_noticed():
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_draws_of_others_are_noticed(ahead):
     generator, again = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     draws, given = Draws(generator, VOCAB), probabilities(20)
-    for p in given:
-        draws.ahead(2)
-        torch.rand(3, generator=generator)
-        torch.rand(3, generator=again)
+    for place, p in enumerate(given):
+        draws.ahead(ahead)
+        draws.ahead(ahead)
+        if place >= 10:
+            torch.rand(3, generator=generator)
+            torch.rand(3, generator=again)
         assert draws(p) == int(torch.multinomial(p, 1, generator=again))
         draws.settle(1)
-    assert not draws.foreseeable
+        assert draws.foreseeable == (place < 12)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -135,13 +140,44 @@ def test_each_row_of_a_batch_is_plain_decoding_with_a_seed_of_its_own(make):
     target = make()
     ids = torch.randint(2, VOCAB, (3, 9), generator=torch.Generator().manual_seed(3))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    torch.manual_seed(11)
-    seeds = torch.randint(2**63 - 1, (3,)).tolist()
-    rows = [seeded(target, {name: x[r : r + 1] for name, x in inputs.items()}, seeds[r]).sequences for r in range(3)]
+    expected = each_with_its_seed(target, ids, torch.ones_like(ids), seed=11, **SAMPLED)
     for drafter in (make_drafter(target), make_drafter(target, seed=4, num_draft_steps=2)):
         drafted = seeded(target, inputs, assistant_model=drafter)
-        assert drafted.sequences.tolist() == torch.cat(rows).tolist()
+        assert drafted.sequences.tolist() == expected.tolist()
         assert max(drafted.statistics.accepted_lengths) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, target, monkeypatch):
+    monkeypatch.setattr(expansion, "MOST_COLUMNS", 20)
+    drafter = make_drafter(target)
+    modules = target.get_input_embeddings(), target.get_output_embeddings()
+    weights, working = drafter.borrow(*modules), working_weights(drafter, *modules)
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, 3, drafter.config.hidden_size)
+    draws = [Draws(torch.Generator().manual_seed(row), VOCAB) for row in range(rows)]
+    race = Foresight(draws, [TopKLogitsWarper(8)]).race(range(rows), 3, weights.vocab_ids)
+    with torch.no_grad():
+        parts = Expansion.of(working, weights, hidden, race=race)
+        tokens, states = torch.randint(VOCAB, (rows, 1)), None
+        scores = torch.zeros(rows, 1)
+        for level in (1, 2, 3):
+            log_probs, _ = parts(level, tokens, states)
+            scores_, tokens_, parents, states = parts.best(level, tokens, states, scores, 4)
+            for row in range(rows):
+                likely = set(weights.vocab_ids[parts.logits[row].amax(dim=0).topk(20).indices].tolist())
+                whole = {
+                    (node, int(weights.vocab_ids[column])): float(log_probs[row, node, column] + scores[row, node])
+                    for node in range(tokens.shape[1])
+                    for column in range(log_probs.shape[-1])
+                }
+                ranked = sorted((pair for pair in whole if pair[1] in likely), key=lambda pair: -whole[pair])
+                found = list(zip(parents[row].tolist(), tokens_[row].tolist(), strict=True))
+                if level == 1:  # then the parents' own races were cut too, which shifts their scores
+                    assert found == ranked[:4]
+                assert all(token in likely for _, token in found)
+            states = states[torch.arange(rows)[:, None], parents]
+            tokens, scores = tokens_, scores_
 
 
 @pytest.mark.parametrize("method", ["hidden states", "chain", "ensemble", "resample", "skip"])

@@ -24,7 +24,7 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
         ValueError: it was made for another target, or the plan asks for other sizes than it has.
     """
     if plan.init_from is None:
-        HSDraftConfig.for_target(target, **_sizes(plan))  # raises where they cannot be
+        HSDraftConfig.for_target(target, **plan.drafter)  # raises where the sizes cannot be
         return None
     if (Path(plan.init_from) / "adapter_config.json").is_file():
         raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
@@ -36,10 +36,11 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
     drafter.loaded_from = None  # its recipe and figures are not those of what comes of this run
     drafter.config.target_reference = None  # the former target's; this one's is recorded in the end
-    for name in ("tree_size", "beam_width"):  # decide no weights
+    for name in ("tree_size", "beam_width", "sliding_window"):  # decide no weights
         if name in plan.drafter:
             setattr(drafter.config, name, plan.drafter[name])
-            setattr(drafter.generation_config, name, plan.drafter[name])
+            if name != "sliding_window":
+                setattr(drafter.generation_config, name, plan.drafter[name])
     drafter.config.check()
     for name, value in plan.drafter.items():
         found = getattr(drafter.config, name)
@@ -56,17 +57,13 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
 def config_for(
     target: Any, tokenizer: Any, tokenized: Sequence[Any], plan: TrainingPlan, report: Report
 ) -> HSDraftConfig:
-    overrides = _sizes(plan)
+    longest = max(len(chat.input_ids) for chat in tokenized)  # it attends no further back than it learns to
+    overrides = {"sliding_window": max(longest, _SHORTEST_WINDOW), **plan.drafter}
     default = HSDraftConfig.for_target(target, **overrides)
     if default.draft_vocab_ids is None and default.draft_vocab_size < default.vocab_size:
         ids = draft_vocabulary(target, tokenizer, tokenized, default.draft_vocab_size, report)
         overrides |= {"draft_vocab_size": len(ids), "draft_vocab_ids": ids}
     return HSDraftConfig.for_target(target, **overrides)
-
-
-def _sizes(plan: TrainingPlan) -> dict[str, Any]:
-    """What the plan says of the drafter; it attends no further back than it learns to."""
-    return {"sliding_window": max(plan.max_length, _SHORTEST_WINDOW), **plan.drafter}
 
 
 def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
