@@ -23,7 +23,8 @@ _PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, besid
 _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
-_TRIALS, _MOST_ROUNDS = 9, 60  # rounds until costs are known, or are assumed
+_TRIALS, _MOST_ROUNDS = 15, 60  # rounds until costs are known, or are assumed
+_LEAST_SHARE = 0.5  # of what the largest tree costs, at least so much is its nodes', whatever a few noisy times say
 _FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
 
@@ -102,7 +103,11 @@ class CostTrial:
         if not plain or not trees or min(plain) <= 0.0:
             return _ASSUMED
         one, (few, few_seconds), (many, many_seconds) = min(plain), trees[0], trees[-1]
-        node = max(many_seconds - few_seconds, 0.0) / (many - few) if many > few else max(few_seconds - one, 0.0) / few
+        node = _LEAST_SHARE * max(many_seconds - one, 0.0) / many
+        if many > few:
+            node = max(node, (many_seconds - few_seconds) / (many - few))
+        else:
+            node = max(few_seconds - one, 0.0) / few
         tree = max(few_seconds - node * few - one, 0.0)
         depth, draft = self.draft
         values = (tree, node, _FIXED_PART * draft, (1 - _FIXED_PART) * draft / max(depth, 1))

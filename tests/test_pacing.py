@@ -139,7 +139,7 @@ def test_costs_are_found_from_the_first_rounds_and_kept_for_later_calls():
         seen.append(size)
         noise = 0.5 if len(seen) == 4 else 0.0  # something else ran
         trial.add(size, 0.040 + (0.002 + 0.0004 * size if size else 0.0) + noise, 6 if size else 0, 0.012)
-    assert sorted(set(seen)) == [0, 8, 24] and len(seen) == 9
+    assert sorted(set(seen)) == [0, 8, 24] and len(seen) == 15
     costs = trial.costs()
     assert costs.tree == pytest.approx(0.05, rel=0.05) and costs.node == pytest.approx(0.01, rel=0.05)
     assert costs.drafting(6) == pytest.approx(0.3, rel=0.05)
@@ -220,3 +220,13 @@ def test_costs_are_checked(target, prompt, node, depth, match):
     drafter.generation_config.node_cost, drafter.generation_config.depth_cost = node, depth
     with pytest.raises(ValueError, match=match):
         target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
+
+
+def test_a_disturbed_trial_does_not_take_nodes_for_free():
+    """Whatever ran beside the smaller trees, the time of the largest one is that of its nodes for half at least."""
+    trial = CostTrial.of(24, 6)
+    while (size := trial.next_size()) is not None:
+        trial.add(size, {0: 0.040, 8: 0.050, 24: 0.050}[size], 6 if size else 0, 0.006)
+    costs = trial.costs()
+    assert costs.node == pytest.approx(0.5 * 0.25 / 24, rel=0.05)
+    assert costs.tree + 8 * costs.node == pytest.approx(0.25, rel=0.05)  # what was seen of the smaller one
