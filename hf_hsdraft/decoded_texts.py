@@ -151,8 +151,9 @@ class DecodedTexts:
         Args:
             vocab_size: of the target's logits.
         """
-        known = self._vocab_ids.numel() == 0 or int(self._vocab_ids.max()) < vocab_size
-        if known and self._config.do_sample and not self._reject:
+        if not self._config.do_sample or self._reject:
+            return None
+        if self._vocab_ids.numel() == 0 or int(self._vocab_ids.max()) < vocab_size:
             self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
         if self._draws is None:
             return None

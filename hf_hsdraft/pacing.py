@@ -103,11 +103,10 @@ class CostTrial:
         if not plain or not trees or min(plain) <= 0.0:
             return _ASSUMED
         one, (few, few_seconds), (many, many_seconds) = min(plain), trees[0], trees[-1]
-        node = _LEAST_SHARE * max(many_seconds - one, 0.0) / many
+        node = max(few_seconds - one, 0.0) / few
         if many > few:
-            node = max(node, (many_seconds - few_seconds) / (many - few))
-        else:
-            node = max(few_seconds - one, 0.0) / few
+            slope = (many_seconds - few_seconds) / (many - few)
+            node = max(slope, _LEAST_SHARE * (many_seconds - one) / many, 0.0)
         tree = max(few_seconds - node * few - one, 0.0)
         depth, draft = self.draft
         values = (tree, node, _FIXED_PART * draft, (1 - _FIXED_PART) * draft / max(depth, 1))
