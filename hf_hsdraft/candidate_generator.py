@@ -99,6 +99,7 @@ class HSCandidateGenerator(CandidateGenerator):
         pace: how much of that to do, round by round; all by default.
         working: what decoding multiplies by; made of drafter and weights by default.
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
+        roll_out: that of a single text; one that grows with it by default.
     """
 
     requires_model_outputs = True
@@ -112,6 +113,7 @@ class HSCandidateGenerator(CandidateGenerator):
         pace: Pace | None = None,
         working: WorkingWeights | None = None,
         foresight: Foresight | None = None,
+        roll_out: RollOut | None = None,
     ) -> None:
         self.trained = isinstance(drafter, HSDrafter)  # there is a network that reads the target's hidden states
         self.drafter = cast(HSDrafter, drafter)  # what only such a one has is asked of no other
@@ -126,7 +128,7 @@ class HSCandidateGenerator(CandidateGenerator):
             self._device, self._dtype = drafter.device, drafter.dtype
             self._working = working or WorkingWeights.of(drafter, weights.head)
             if batch_size == 1:
-                self._roll_out = RollOut(self._working, drafter.config, self._device, self._dtype)
+                self._roll_out = roll_out or RollOut(self._working, drafter.config, self._device, self._dtype)
         self._context: DraftContext | None = None  # of a batch
         self._started = False  # in transformers' own assisted decoding
         length = self.options.ngram_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,14 +20,16 @@ from .draft_tree import DraftTree
 from .foresight import Foresight
 from .modeling_hsdraft import HSDrafter, TargetWeights
 from .pacing import Pace, pace_for
+from .roll_out import RollOut
 from .static_cache import with_draft_room
+from .static_roll_out import static_roll_out
 from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
 from .target_match import warn_of_mismatch
 from .target_probe import PROBE_DEPTH, kind_of_call, known_ability, tried_ability
 from .target_runtime import TargetOutput, TargetRuntime
 from .tree_masks import on_device
 from .verification import Verdict
-from .working_weights import WorkingWeights, working_weights
+from .working_weights import WorkingWeights, is_kept, working_weights
 
 logger = logging.get_logger(__name__)
 
@@ -208,8 +211,8 @@ def speculative_decoding(
         vocab_ids=weights.vocab_ids,
     )
     clock.stop("draft_seconds")
-    with runtime.released_on_error():
-        call = _Call(target, drafter, weights, working, options, runtime, texts, synced_gpus, statistics, clock)
+    with runtime.released_on_error(), contextlib.ExitStack() as stack:
+        call = _Call(target, drafter, weights, working, options, runtime, texts, synced_gpus, statistics, clock, stack)
         call.run(input_ids, generation_config, model_kwargs.get("inputs_embeds"))
     texts.end_stream()
     if statistics is None:
@@ -234,6 +237,7 @@ class _Call:
     synced_gpus: bool
     statistics: DraftStatistics | None
     clock: _Clock
+    stack: contextlib.ExitStack  # what is to be given back when the call ends
     pace: Pace | None = None
     foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
@@ -270,11 +274,22 @@ class _Call:
         rows = len(self.texts.rows)
         self.pace = self._pace(options, max(positions.roots))
         generator = HSCandidateGenerator(
-            self.drafter, self.weights, options, rows, self.pace, self.working, self.foresight
+            self.drafter, self.weights, options, rows, self.pace, self.working, self.foresight, self._roll_out(options)
         )
         if rows == 1:
             generator.resume(getattr(self.runtime.cache, _MEMORY, None), self.runtime.cached_before)
         return generator
+
+    def _roll_out(self, options: DraftOptions) -> RollOut | None:
+        """A compiled one where the target's forwards are, and the next call will find it again."""
+        drafter, working, compiled = self.drafter, self.working, self.runtime.compiled
+        if compiled is None or len(self.texts.rows) > 1 or options.depth == 0:
+            return None
+        if not isinstance(drafter, HSDrafter) or working is None:
+            return None
+        if not is_kept(working, drafter, self.target.get_output_embeddings()):
+            return None
+        return self.stack.enter_context(static_roll_out(drafter, working, *compiled, options.depth))
 
     def _pace(self, options: DraftOptions, position: int) -> Pace | None:
         """How much to draft, where that follows from costs: of this device, drafter, batch and length of text."""

@@ -20,7 +20,7 @@ _SPARE_POSITIONS, _SPARE_SHARE = 128, 4  # room for so many positions more, and 
 
 
 @dataclass
-class _Layer:
+class Layer:
     """One trunk layer and what it holds of the text.
 
     Attributes:
@@ -48,14 +48,24 @@ class _Layer:
 
     def __call__(self, x: torch.Tensor, rope: Rope, place: int, last_only: bool) -> torch.Tensor:
         """Reads `x` `[n, D]` at positions `place` .. `place + n - 1`; gives all outputs, or that of the last only."""
-        weights, heads, kv_heads = self.weights, self.heads, self.kv_heads
         end = place + len(x)
-        states = weights.qkv(weights.input_norm(x)).view(len(x), heads + 2 * kv_heads, -1)
-        rotated = rotate(states[:, : heads + kv_heads], (rope[0][:, None], rope[1][:, None]))
-        self.keys[:, place:end] = rotated[:, heads:].transpose(0, 1)
-        self.values[:, place:end] = states[:, heads + kv_heads :].transpose(0, 1)
+        queries, keys, values = self.projected(x, rope)
+        self.keys[:, place:end], self.values[:, place:end] = keys, values
         rows = slice(len(x) - 1, None) if last_only else slice(None)
-        x = x[rows] + self._mixed(rotated[rows, :heads], place, end)
+        return self.output(x[rows], self._mixed(queries[rows], place, end))
+
+    def projected(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[n, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]`."""
+        heads, kv_heads = self.heads, self.kv_heads
+        states = self.weights.qkv(self.weights.input_norm(x)).view(len(x), heads + 2 * kv_heads, -1)
+        rotated = rotate(states[:, : heads + kv_heads], (rope[0][:, None], rope[1][:, None]))
+        values = states[:, heads + kv_heads :]
+        return rotated[:, :heads], rotated[:, heads:].transpose(0, 1), values.transpose(0, 1)
+
+    def output(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Of inputs `[n, D]` and what attention made of them, `[n, heads * head_dim]`."""
+        weights = self.weights
+        x = x + weights.output(mixed)
         gate, value = weights.gate_up(weights.mlp_norm(x)).chunk(2, dim=-1)
         return x + weights.down(F.silu(gate) * value)
 
@@ -77,7 +87,7 @@ class _Layer:
                 queries.transpose(0, 1)[None], keys, values, mask, is_causal=mask is None, enable_gqa=True
             )
             mixed = mixed.transpose(1, 2)
-        return self.weights.output(mixed.reshape(rows, -1))
+        return mixed.reshape(rows, -1)
 
 
 class RollOut:
@@ -94,7 +104,7 @@ class RollOut:
         room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=device, dtype=dtype)
         heads = config.num_attention_heads, config.num_key_value_heads
         window = config.sliding_window
-        self._layers = [_Layer(layer, *heads, window, room, room) for layer in weights.layers]
+        self._layers = [Layer(layer, *heads, window, room, room) for layer in weights.layers]
         self._length = 0
         # Positions that decide on the output at the last one, and on what is drafted after it.
         self._reach = None if window is None else len(self._layers) * (window - 1) + 1

@@ -112,12 +112,15 @@ class CompiledCalls:
 
     Args:
         compile_config: `generation_config.compile_config`; the target's default if there is none.
+
+    Attributes:
+        config: that is used.
     """
 
     def __init__(self, target: Any, compile_config: Any) -> None:
         self._call = target.get_compiled_call(compile_config)
-        config = compile_config or target._default_compile_config()
-        self.move: Callable[..., None] = _compiled_move(config)
+        self.config = compile_config or target._default_compile_config()
+        self.move: Callable[..., None] = compiled(move_slots, self.config)
 
     def forward(self, inputs: dict[str, Any]) -> Any:
         """The target's outputs; the next call may write over them."""
@@ -130,13 +133,14 @@ class CompiledCalls:
         return self._call(**inputs, return_dict=True)
 
 
-_moves: list[tuple[Any, Callable[..., None]]] = []
+_compiled: list[tuple[Callable[..., Any], Any, Callable[..., Any]]] = []
 
 
-def _compiled_move(config: Any) -> Callable[..., None]:
-    for known, move in _moves:
-        if known == config:
-            return move
-    move = torch.compile(move_slots, **config.to_dict())
-    _moves.append((copy.copy(config), move))
-    return move
+def compiled(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """A function compiled by a `CompileConfig`, the same one for each config that is equal."""
+    for known, with_config, result in _compiled:
+        if known is function and with_config == config:
+            return result
+    result = torch.compile(function, **config.to_dict())
+    _compiled.append((function, copy.copy(config), result))
+    return result

@@ -209,6 +209,13 @@ class TargetRuntime:
         return self.cache.get_seq_length() if self._static is None else self._static.filled
 
     @property
+    def compiled(self) -> tuple[int, Any] | None:
+        """Slots of the static cache and the `CompileConfig` of the forwards over trees, if they are compiled."""
+        if self._static is None or self._compiled is None:
+            return None
+        return self._static.size, self._compiled.config
+
+    @property
     def deepest(self) -> int:
         """How deep a draft may be for the room that is left in the cache."""
         if self._static is None:

@@ -268,6 +268,12 @@ def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn
         return kept[2]
 
 
+def is_kept(weights: WorkingWeights, drafter: HSDrafter, output_head: nn.Module) -> bool:
+    """Whether later calls will get the same object from `working_weights`, as long as nothing changes."""
+    kept = _kept.get(drafter.lm_head if drafter.lm_head is not None else output_head, {}).get(drafter)
+    return kept is not None and kept[2] is weights
+
+
 # What a drafter is built of; anything else in its place may change without its parameters.
 _PARTS = (
     nn.ModuleList,

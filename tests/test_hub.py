@@ -44,6 +44,7 @@ CODE = {
     "roll_out.py",
     "sampled_trees.py",
     "static_cache.py",
+    "static_roll_out.py",
     "target_limits.py",
     "target_match.py",
     "target_probe.py",

@@ -208,8 +208,9 @@ def test_verification_is_compiled_once(prompt, graphs, settings):
     assert decode(target, prompt, new_tokens=60, **call).equal(plain)
     graphs_of_both = len(graphs.shapes)
     assert graphs.count(TREE_SIZE + 1) == 1 and graphs_of_both == 2 + graphs.count(1) <= 4  # at most its own step
-    assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
-    assert len(graphs.shapes) == graphs_of_both
+    for _ in range(2):  # a drafter that rolls out brings one more, once
+        assert decode(target, prompt, drafter, 60, **call).sequences.equal(plain)
+        assert len(graphs.shapes) == graphs_of_both + 1
 
 
 def test_a_full_cache_is_decoded_by_compiled_steps(prompt, graphs):

@@ -24,6 +24,7 @@ from .. import (
     expansion,
     modeling_hsdraft,
     roll_out,
+    static_roll_out,
     target_runtime,
     working_weights,
 )
@@ -43,6 +44,7 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("context update", candidate_generator.HSCandidateGenerator, ("read",)),
     ("context update", roll_out.RollOut, ("read",)),
     ("roll-out", roll_out.RollOut, ("__call__",)),
+    ("roll-out", static_roll_out.StaticRollOut, ("__call__",)),
     ("roll-out", modeling_hsdraft.HSDrafter, ("forward",)),
     ("head", working_weights.WorkingWeights, ("logits",)),
     ("injector", expansion.Expansion, ("__call__", "best")),

@@ -1,0 +1,145 @@
+"""The roll-out of fixed shapes: what it computes, how often it is compiled, and whose tensors it uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from test_static_cache import Graphs, decode, host_reads
+
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.roll_out import RollOut
+from hf_hsdraft.static_roll_out import StaticRollOut, static_roll_out
+from hf_hsdraft.working_weights import WorkingWeights, working_weights
+
+STEPS, CAPACITY = 4, 80
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+def drafter_of(window: int | None) -> HSDrafter:
+    return make_drafter(make_target(), sliding_window=window, num_hidden_layers=2)
+
+
+def pieces(drafter: HSDrafter, length: int, first: int = 0):
+    torch.manual_seed(length)
+    taps = torch.randn(length, len(drafter.config.target_tap_layers) * 32)
+    return taps, torch.randn(length, 32), torch.arange(first, first + length)
+
+
+def working_of(drafter: HSDrafter) -> WorkingWeights:
+    modules = torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB)
+    return WorkingWeights.of(drafter, drafter.borrow(*modules).head)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("prompt", [1, 3, 40])
+def test_it_is_the_roll_out_that_grows(window, prompt):
+    """Round by round, also where more is read than a round accepts, fewer steps are wanted, or a text is resumed."""
+    drafter = drafter_of(window)
+    working = working_of(drafter)
+    of = working, drafter.config, torch.device("cpu"), torch.float32
+    growing, static = RollOut(*of), StaticRollOut(*of, CAPACITY, None, STEPS)
+    inputs, read, end = pieces(drafter, 60, first=3), 0, prompt
+    rooms = [layer.keys.data_ptr() for layer in static._layers]
+    for accepted, steps in ((1, STEPS), (5, STEPS), (2, 2), (8, STEPS), (1, 1), (3, STEPS)):
+        part = [column[read:end] for column in inputs]
+        torch.testing.assert_close(static(*part, steps), growing(*part, steps), atol=1e-3, rtol=1e-3)
+        read, end = end, end + accepted
+        if accepted == 2:
+            context = growing.context
+            static.forget()
+            static.resume(context)
+    torch.testing.assert_close(static.context.layers, growing.context.layers, atol=1e-3, rtol=1e-3)
+    assert rooms == [layer.keys.data_ptr() for layer in static._layers]
+
+
+def test_what_an_earlier_text_left_does_not_show():
+    drafter = drafter_of(None)
+    static = StaticRollOut(working_of(drafter), drafter.config, torch.device("cpu"), torch.float32, 40, None, STEPS)
+    with torch.no_grad():
+        fresh = static(*pieces(drafter, 6), STEPS)
+        static(*pieces(drafter, 30), STEPS)
+        static.forget()
+        assert torch.equal(static(*pieces(drafter, 6), STEPS), fresh)
+
+
+def test_nothing_is_read_back():
+    drafter = drafter_of(7)
+    static = StaticRollOut(working_of(drafter), drafter.config, torch.device("cpu"), torch.float32, 40, None, STEPS)
+    with torch.no_grad(), host_reads() as seen:
+        static(*pieces(drafter, 3), STEPS)
+    assert not seen
+
+
+def rolled_out(graphs: Graphs, drafter: HSDrafter) -> int:
+    """Graphs that read taps as a round hands them on."""
+    columns = drafter.config.num_draft_steps + 1
+    taps = (columns, len(drafter.config.target_tap_layers) * drafter.config.target_hidden_size)
+    return sum(taps in shapes for shapes in graphs.shapes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 1.5}])
+def test_generate_compiles_it_once(prompt, graphs, settings):
+    """Whatever the prompt, and whatever is accepted; the next call finds it as it was."""
+    target, longer = make_target(), torch.cat([prompt, prompt], dim=1)
+    drafter = make_drafter(target)
+    call = {"cache_implementation": "static", "compile_config": graphs.config(), "max_cache_len": 100, **settings}
+    for ids in (prompt, longer, prompt):
+        assert decode(target, ids, drafter, **call).sequences.equal(decode(target, ids, **settings))
+        assert rolled_out(graphs, drafter) == 1
+    before = len(graphs.shapes)
+    assert decode(target, longer, drafter, **call).sequences.equal(decode(target, longer, **settings))
+    assert len(graphs.shapes) == before
+
+
+def test_drafts_are_those_of_the_roll_out_that_grows(prompt, graphs):
+    target = make_target()
+    drafter = make_drafter(target)
+    grown = decode(target, prompt, drafter, cache_implementation="static", disable_compile=True)
+    compiled = decode(target, prompt, drafter, cache_implementation="static", compile_config=graphs.config())
+    assert rolled_out(graphs, drafter) == 1
+    assert compiled.statistics.accepted_lengths == grown.statistics.accepted_lengths
+    assert compiled.statistics.drafted_nodes == grown.statistics.drafted_nodes
+
+
+def test_an_adapted_drafter_is_not_compiled_for_every_call(prompt, graphs, target):
+    """Its weights may change without a trace, so they are joined anew for each call."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    drafter = make_drafter(target)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["fuse"]), drafter)
+    call = {"cache_implementation": "static", "compile_config": graphs.config()}
+    assert decode(target, prompt, drafter, **call).sequences.equal(decode(target, prompt))
+    assert rolled_out(graphs, drafter) == 0
+
+
+def test_calls_at_the_same_time_have_rooms_of_their_own(target):
+    drafter = make_drafter(target)
+    modules = target.get_input_embeddings(), target.get_output_embeddings()
+    working = working_weights(drafter, *modules)
+    with static_roll_out(drafter, working, 50, None, STEPS) as one:
+        with static_roll_out(drafter, working, 50, None, STEPS) as two:
+            assert one is not two
+        with static_roll_out(drafter, working, 60, None, STEPS) as longer:
+            assert longer not in (one, two)
+    with static_roll_out(drafter, working, 50, None, STEPS) as again:
+        assert again in (one, two)
+    with torch.no_grad():
+        drafter.fuse.weight.add_(1.0)
+    changed = working_weights(drafter, *modules)
+    with static_roll_out(drafter, changed, 50, None, STEPS) as other:
+        assert other not in (one, two) and other.weights is changed
+
+
+def test_too_many_steps_are_refused():
+    drafter = drafter_of(None)
+    static = StaticRollOut(working_of(drafter), drafter.config, torch.device("cpu"), torch.float32, 40, None, STEPS)
+    with pytest.raises(ValueError, match="num_draft_steps=5 is invalid: expected 4 at most"):
+        static(*pieces(drafter, 3), STEPS + 1)
