@@ -29,7 +29,7 @@ from .target_probe import PROBE_DEPTH, kind_of_call, known_ability, tried_abilit
 from .target_runtime import TargetOutput, TargetRuntime
 from .tree_masks import on_device
 from .verification import Verdict
-from .working_weights import WorkingWeights, is_kept, working_weights
+from .working_weights import WorkingWeights, working_weights
 
 logger = logging.get_logger(__name__)
 
@@ -282,14 +282,14 @@ class _Call:
 
     def _roll_out(self, options: DraftOptions) -> RollOut | None:
         """A compiled one where the target's forwards are, and the next call will find it again."""
-        drafter, working, compiled = self.drafter, self.working, self.runtime.compiled
-        if compiled is None or len(self.texts.rows) > 1 or options.depth == 0:
+        drafter, working, slots = self.drafter, self.working, self.runtime.slots
+        config = self.runtime.compile_config
+        if not isinstance(drafter, HSDrafter) or working is None or working.spare is None or config is None:
             return None
-        if not isinstance(drafter, HSDrafter) or working is None:
+        elsewhere = drafter.device.type != self.target.device.type
+        if slots is None or elsewhere or len(self.texts.rows) > 1 or options.depth == 0:
             return None
-        if not is_kept(working, drafter, self.target.get_output_embeddings()):
-            return None
-        return self.stack.enter_context(static_roll_out(drafter, working, *compiled, options.depth))
+        return self.stack.enter_context(static_roll_out(drafter, working, slots, options.depth, config))
 
     def _pace(self, options: DraftOptions, position: int) -> Pace | None:
         """How much to draft, where that follows from costs: of this device, drafter, batch and length of text."""
@@ -298,6 +298,7 @@ class _Call:
             return None
         kind = *kind_of_call(self.runtime), options.beam_width, len(self.texts.rows), (position >> 10).bit_length()
         kind = *kind, self.foresight.kind if self.foresight else None  # draws take time
+        kind = *kind, self.runtime.compile_config is not None
         if isinstance(self.drafter, HSDrafter):
             config, depth = self.drafter.config, options.depth
             sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size

@@ -112,12 +112,15 @@ class CompiledCalls:
 
     Args:
         compile_config: `generation_config.compile_config`; the target's default if there is none.
+        slots: of the cache that will be read into.
 
     Attributes:
         config: that is used.
     """
 
-    def __init__(self, target: Any, compile_config: Any) -> None:
+    def __init__(self, target: Any, compile_config: Any, slots: StaticSlots) -> None:
+        for states in slots.states:  # another cache may have had other sizes
+            torch._dynamo.mark_static(states)
         self._call = target.get_compiled_call(compile_config)
         self.config = compile_config or target._default_compile_config()
         self.move: Callable[..., None] = compiled(move_slots, self.config)
@@ -137,10 +140,10 @@ _compiled: list[tuple[Callable[..., Any], Any, Callable[..., Any]]] = []
 
 
 def compiled(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """A function compiled by a `CompileConfig`, the same one for each config that is equal."""
+    """A function of fixed shapes, compiled by a `CompileConfig`; the same one for each config that is equal."""
     for known, with_config, result in _compiled:
         if known is function and with_config == config:
             return result
-    result = torch.compile(function, **config.to_dict())
+    result = torch.compile(function, **{**config.to_dict(), "dynamic": False})  # else a second size makes a variable
     _compiled.append((function, copy.copy(config), result))
     return result

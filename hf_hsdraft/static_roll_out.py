@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,18 +22,26 @@ from .static_cache import compiled
 from .tree_masks import on_device
 from .working_weights import WorkingWeights
 
+_ALIGNED = 256  # rooms are multiples of it: few sizes to compile for, and masks in whole vectors
+
+
+def room_for(slots: int, num_draft_steps: int) -> int:
+    """Positions to hold for a text of `slots` at most and what is drafted after it, padding included."""
+    needed = slots + num_draft_steps + 1
+    return needed + -needed % _ALIGNED
+
 
 class StaticRollOut(RollOut):
     """A [`RollOut`] of one shape. Prompts are read as there, they have many.
 
     Args:
         weights, config, device, dtype: of the drafter.
-        capacity: positions there is room for, of the text and drafted.
-        compile_config: of transformers; `None` compiles nothing.
+        room: positions that can be held, see `room_for`.
         num_draft_steps: K, rolled out each time, whatever is asked for.
+        compile_config: of transformers; `None` compiles nothing.
 
     Attributes:
-        weights: as given; sizes: the last three.
+        made_for: the last three.
     """
 
     def __init__(
@@ -43,25 +50,29 @@ class StaticRollOut(RollOut):
         config: HSDraftConfig,
         device: torch.device,
         dtype: torch.dtype,
-        capacity: int,
-        compile_config: Any,
+        room: int,
         num_draft_steps: int,
+        compile_config: Any = None,
     ) -> None:
         super().__init__(weights, config, device, dtype)
-        self.weights, self.sizes = weights, (capacity, copy.copy(compile_config), num_draft_steps)
+        self.made_for = room, num_draft_steps, copy.copy(compile_config)
         self._steps = num_draft_steps
-        self._columns = num_draft_steps + 1  # what a round accepts at most, unless n-grams went deeper
-        room = config.num_key_value_heads, capacity + self._columns, config.head_dim
-        for layer in self._layers:  # zeros: what is masked is multiplied by 0, and must not be infinite
-            layer.keys, layer.values = (torch.zeros(room, device=device, dtype=dtype) for _ in range(2))
+        self._columns = num_draft_steps + 1  # what a round accepts, as a rule; more are read as a prompt is
+        shape = config.num_key_value_heads, room, config.head_dim
+        for layer in self._layers:
+            layer.keys, layer.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self._run = roll_out if compile_config is None else compiled(roll_out, compile_config)
         if compile_config is not None:
-            for tensor in _tensors((weights, self._frequencies, self._layers)):
-                torch._dynamo.mark_static_address(tensor)  # a recorded graph reads them where they are
+            used = weights.fuse_inputs, weights.roll_norm, weights.roll, self._frequencies, self._layers
+            for tensor in _tensors(used):
+                torch._dynamo.mark_static_address(tensor, guard=False)  # a recorded graph reads them where they are
 
     def forget(self) -> None:
         """Begins another text."""
         self._length = 0
+        for layer in self._layers:  # what is masked is multiplied by 0, and must not be infinite
+            layer.keys.zero_()
+            layer.values.zero_()
 
     def resume(self, context: DraftContext) -> None:
         for layer, (keys, values) in zip(self._layers, context.layers, strict=True):
@@ -133,40 +144,43 @@ def _read(
     rope = rotary_embedding(position_ids, frequencies, x.dtype)
     for layer in layers:
         queries, keys, values = layer.projected(x, rope)
-        layer.keys.index_copy_(1, places, keys)
-        layer.values.index_copy_(1, places, values)
+        layer.keys.index_copy_(1, places, keys.to(layer.keys.dtype))  # autocast may have made them others
+        layer.values.index_copy_(1, places, values.to(layer.values.dtype))
         columns = torch.arange(layer.keys.shape[1], device=x.device)
         seen = columns <= places[:, None]
         if layer.window is not None:
             seen = seen & (columns > places[:, None] - layer.window)
+        # The heads of a group stand where queries do: no key is read twice, and none is copied.
+        rows, groups = len(x), layer.heads // layer.kv_heads
+        grouped = queries.view(rows, layer.kv_heads, groups, -1).permute(1, 2, 0, 3).flatten(1, 2)
         mixed = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None], layer.keys[None], layer.values[None], seen, enable_gqa=True
+            grouped[None], layer.keys[None], layer.values[None], seen.repeat(groups, 1)
         )
-        x = layer.output(x, mixed.transpose(1, 2).reshape(len(x), -1))
+        x = layer.output(x, mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1))
     return x
 
 
-_MOST_IDLE = 4  # of a drafter
-
-# Those that no call is using, by their drafter: a graph belongs to the tensors it was recorded with.
-_idle: weakref.WeakKeyDictionary[HSDrafter, list[StaticRollOut]] = weakref.WeakKeyDictionary()
+_MOST_SPARE = 4  # of a drafter's weights
 _lock = threading.Lock()
 
 
 @contextmanager
 def static_roll_out(
-    drafter: HSDrafter, weights: WorkingWeights, capacity: int, compile_config: Any, num_draft_steps: int
+    drafter: HSDrafter, weights: WorkingWeights, slots: int, num_draft_steps: int, compile_config: Any
 ) -> Iterator[StaticRollOut]:
-    """A [`StaticRollOut`] that has read nothing, for one call; the next one of the same sizes gets it again.
+    """A [`StaticRollOut`] that has read nothing, for one call. The next such call gets it again: a graph belongs to the
+    tensors it was recorded with.
 
     Args:
-        weights: of the drafter, those that later calls will bring too.
+        weights: of the drafter, such as have `spare` ones.
+        slots: positions that the text has at most.
     """
-    sizes = capacity, compile_config, num_draft_steps
+    sizes, spare = (room_for(slots, num_draft_steps), num_draft_steps, compile_config), weights.spare
+    assert spare is not None
     with _lock:
-        idle = [each for each in _idle.get(drafter, []) if each.weights is weights]  # others are of what it was before
-        found = next((each for each in idle if each.sizes == sizes), None)
-        _idle[drafter] = [each for each in idle if each is not found]
+        found = next((each for each in spare if each.made_for == sizes), None)
+        if found is not None:
+            spare.remove(found)
     if found is None:
         with torch.inference_mode(False):  # it may serve calls within and without
             found = StaticRollOut(weights, drafter.config, drafter.device, drafter.dtype, *sizes)
@@ -175,7 +189,8 @@ def static_roll_out(
         yield found
     finally:
         with _lock:
-            _idle[drafter] = [*_idle[drafter], found][-_MOST_IDLE:]
+            spare.append(found)
+            del spare[:-_MOST_SPARE]
 
 
 def _tensors(part: Any) -> Iterator[torch.Tensor]:

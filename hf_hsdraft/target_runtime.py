@@ -199,7 +199,8 @@ class TargetRuntime:
             if self.trees:
                 self._fixed = columns
                 if self.target._valid_auto_compile_criteria(self._kwargs, self._generation_config):
-                    self._compiled = CompiledCalls(self.target, self._generation_config.compile_config)
+                    compile_config = self._generation_config.compile_config
+                    self._compiled = CompiledCalls(self.target, compile_config, self._static)
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             make_room(self._text_cache)
 
@@ -209,11 +210,14 @@ class TargetRuntime:
         return self.cache.get_seq_length() if self._static is None else self._static.filled
 
     @property
-    def compiled(self) -> tuple[int, Any] | None:
-        """Slots of the static cache and the `CompileConfig` of the forwards over trees, if they are compiled."""
-        if self._static is None or self._compiled is None:
-            return None
-        return self._static.size, self._compiled.config
+    def compile_config(self) -> Any:
+        """By which forwards over trees are compiled; `None` if they are not."""
+        return None if self._compiled is None else self._compiled.config
+
+    @property
+    def slots(self) -> int | None:
+        """Of a static cache, filled or not; `None` of one that grows."""
+        return None if self._static is None else self._static.size
 
     @property
     def deepest(self) -> int:

@@ -12,7 +12,7 @@ import contextvars
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -192,6 +192,7 @@ class WorkingWeights:
         fuse_inputs: trunk inputs `[n, D]`, as `HSDrafter.fuse_inputs` makes them.
         roll_norm, roll: from a drafted state to the next input.
         norm, head: from drafted states to draft logits.
+        spare: what calls made for these weights and leave to the next one; `None` if they serve a single call.
     """
 
     fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -201,6 +202,7 @@ class WorkingWeights:
     norm: Transform
     head: Transform
     injector: WorkingInjector
+    spare: list[Any] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, drafter: HSDrafter, head: torch.Tensor | None) -> WorkingWeights:
@@ -264,14 +266,8 @@ def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn
         kept = of_head.get(drafter)
         if kept is None or kept[1] != form or not torch.equal(kept[0], values):
             weights = WorkingWeights.of(drafter, drafter.borrow(embedding, output_head).head)
-            kept = of_head[drafter] = values, form, weights
+            kept = of_head[drafter] = values, form, replace(weights, spare=[])
         return kept[2]
-
-
-def is_kept(weights: WorkingWeights, drafter: HSDrafter, output_head: nn.Module) -> bool:
-    """Whether later calls will get the same object from `working_weights`, as long as nothing changes."""
-    kept = _kept.get(drafter.lm_head if drafter.lm_head is not None else output_head, {}).get(drafter)
-    return kept is not None and kept[2] is weights
 
 
 # What a drafter is built of; anything else in its place may change without its parameters.
