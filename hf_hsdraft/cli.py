@@ -379,14 +379,15 @@ def average(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Averages the weights of drafters that began as one, which often drafts better than any of them."""
+    """Averages the weights of drafters that began as one, which often draft best so; the rest is the first's."""
     from .target_loading import load_target
-    from .training.average import average_folders
+    from .training.average import average_folders, check_shares
 
     try:
         parts = [float(share) for share in shares.split(",")] if shares else [1.0] * len(drafters)
     except ValueError:
         raise typer.BadParameter(f"expected numbers such as 0.35,0.65, found {shares!r}") from None
+    check_shares(len(drafters), parts)
     model, tokenizer = load_target(target, dtype.torch, device)
     average_folders(drafters, parts, out, model, tokenizer, target_name)
     console.print(f"drafter saved in {out}", highlight=False, soft_wrap=True)

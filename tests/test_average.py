@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import make_drafter, make_target
@@ -9,12 +13,15 @@ from conftest import make_drafter, make_target
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafter_files import read_json
 from hf_hsdraft.training.average import average, average_folders
+from hf_hsdraft.training.identity import record_target
 
 
 @pytest.fixture
 def pair(target, tokenizer, tmp_path):
     for seed, name in ((1, "one"), (2, "two")):
-        make_drafter(target, seed=seed, target_name="org/target").save_pretrained(tmp_path / name)
+        drafter = make_drafter(target, seed=seed, target_name="org/target")
+        record_target(drafter, target, tokenizer, "org/target")
+        drafter.save_pretrained(tmp_path / name)
     return [str(tmp_path / "one"), str(tmp_path / "two")]
 
 
@@ -44,16 +51,51 @@ def test_the_stored_average_loads_and_drafts_and_says_what_it_is(target, tokeniz
     assert torch.equal(target.generate(prompt, assistant_model=drafter, **call), plain)
 
 
-def test_the_recipe_of_the_first_comes_along_its_figures_do_not(target, tokenizer, pair, tmp_path):
-    first = tmp_path / "one"
-    (first / "training_recipe.json").write_text('{"license": "mit", "training": {"data": "12 chats"}}')
-    (first / "figures.json").write_text('{"training": {"history": [{"step": 1, "eval_tau": 9.9}]}}')
+def write_recipe(folder, **recipe):
+    (folder / "training_recipe.json").write_text(json.dumps(recipe))
+
+
+def test_the_card_tells_of_all_parts_and_nothing_that_holds_for_one_only(target, tokenizer, pair, tmp_path):
+    write_recipe(tmp_path / "one", license="mit", language=["en"], training={"data": "12 chats"}, commands=["train 1"])
+    write_recipe(tmp_path / "two", license="mit", language=["de"], training={"data": "34 chats"})
+    (tmp_path / "one" / "figures.json").write_text('{"training": {"history": [{"step": 1, "eval_tau": 9.9}]}}')
     average_folders(pair, [1.0, 1.0], tmp_path / "mean", target, tokenizer)
     recipe = read_json(tmp_path / "mean" / "training_recipe.json")
-    assert recipe["license"] == "mit" and recipe["training"]["data"] == "12 chats"
-    assert "changed_since" not in recipe
+    assert recipe["license"] == "mit" and recipe["language"] == ["en", "de"]
+    assert recipe["training"]["one: data"] == "12 chats" and recipe["training"]["two: data"] == "34 chats"
     card = (tmp_path / "mean" / "README.md").read_text(encoding="utf-8")
-    assert "12 chats" in card and "0.5 of one" in card and "9.9" not in card
+    assert "34 chats" in card and "0.5 of one" in card and "9.9" not in card and "train 1" not in card
+    write_recipe(tmp_path / "two", license="apache-2.0")
+    average_folders([str(tmp_path / "mean"), pair[1]], [1.0, 3.0], tmp_path / "again", target, tokenizer)
+    again = read_json(tmp_path / "again" / "training_recipe.json")
+    assert "license" not in again and again["training"]["mean: averaged"].startswith("0.5 of one, 0.5 of two")
+
+
+def test_the_parts_stay_as_they_were(target, tokenizer):
+    one, two = make_drafter(target, seed=1), make_drafter(target, seed=2)
+    mean = average([one, two], [1.0, 1.0])
+    mean.config.target_name = "another"
+    mean.generation_config.tree_size = 99
+    assert one.config.target_name != "another" and one.generation_config.tree_size != 99
+
+
+def test_folders_of_one_name_are_told_apart(target, tokenizer, tmp_path):
+    for seed in (1, 2):
+        make_drafter(target, seed=seed).save_pretrained(tmp_path / f"run{seed}" / "drafter")
+    parts = [str(tmp_path / f"run{seed}" / "drafter") for seed in (1, 2)]
+    average_folders(parts, [1.0, 1.0], tmp_path / "mean", target, tokenizer)
+    recipe = read_json(tmp_path / "mean" / "training_recipe.json")
+    assert recipe["training"]["averaged"].startswith("0.5 of drafter (1), 0.5 of drafter (2)")
+
+
+def test_a_kill_leaves_nothing_behind(target, tokenizer, pair, tmp_path, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_hsdraft.training.average.write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        average_folders(pair, [1.0, 1.0], tmp_path / "mean", target, tokenizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +118,24 @@ def test_shares_that_make_no_average_are_refused(target, shares):
         average([make_drafter(target), make_drafter(target)], shares)
 
 
-def test_nothing_is_overwritten_and_other_targets_are_told(target, tokenizer, pair, tmp_path):
+def test_nothing_is_overwritten(target, tokenizer, pair):
     with pytest.raises(FileExistsError, match="not empty"):
-        average_folders(pair, [1.0, 1.0], tmp_path / "one", target, tokenizer)
-    other = make_target(hidden_size=48)
-    with pytest.raises(ValueError):
-        average_folders(pair, [1.0, 1.0], tmp_path / "mean", other, tokenizer)
+        average_folders(pair, [1.0, 1.0], Path(pair[0]), target, tokenizer)
+
+
+def test_another_target_is_refused(target, tokenizer, pair, tmp_path):
+    """Of other sizes; of the same, but with other tokens; of the same, but writing otherwise."""
+    with pytest.raises(ValueError, match="hidden"):
+        average_folders(pair, [1.0, 1.0], tmp_path / "mean", make_target(hidden_size=48), tokenizer)
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["one-more"])
+    with pytest.raises(ValueError, match=r"one: .*tokens.*--target"):
+        average_folders(pair, [1.0, 1.0], tmp_path / "mean", target, other)
+    for name in pair:  # as if it had guessed all of its own target's text, which no other one's would be
+        config = Path(name) / "config.json"
+        fields = read_json(config)
+        fields["target_reference"]["drafted"] = 90
+        config.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"one: .*fits this target less.*--target"):
+        average_folders(pair, [1.0, 1.0], tmp_path / "mean", make_target(seed=7), tokenizer)
     assert not (tmp_path / "mean").exists()

@@ -6,20 +6,33 @@ them ended. Costs nothing when drafting, and which shares are best is for a benc
 
 from __future__ import annotations
 
+import copy
+import os
+import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ..configuration_hsdraft import public_name
+from ..decoding import check_target
 from ..model_card import RECIPE, read_recipe, write_card
 from ..modeling_hsdraft import HSDrafter
+from ..target_match import explain_mismatch, tokenizer_hash
 from .files import write_json
 from .identity import record_target
 
+logger = logging.get_logger(__name__)
+
 # Beside the shapes of the weights, what decides their meaning.
 _MEANING = (
+    "vocab_size",
+    "target_hidden_size",
+    "target_num_hidden_layers",
     "target_tap_layers",
     "target_tokenizer_hash",
     "draft_vocab_size",
@@ -33,32 +46,36 @@ _MEANING = (
 )
 
 
+def check_shares(count: int, shares: Sequence[float]) -> None:
+    """Raises a ValueError unless `shares` weigh `count` drafters."""
+    if count < 2 or len(shares) != count or not all(0.0 < share < float("inf") for share in shares):
+        raise ValueError(f"expected two drafters or more and a positive share for each, found {count} and {[*shares]}")
+
+
 def average(drafters: Sequence[HSDrafter], shares: Sequence[float]) -> HSDrafter:
-    """The weighted average of drafters, in float32; everything else is the first one's.
+    """The weighted average of drafters, in float32 on the CPU; all but the weights is the first one's.
+
+    That they began as one is not checked: nothing in them tells it.
 
     Args:
-        drafters: at least two, of one architecture, for one target.
+        drafters: two or more, of one architecture, for one target.
         shares: of each, positive; they are divided by their sum.
 
     Raises:
         ValueError: shares and drafters do not match, or the drafters cannot be averaged.
     """
-    if len(drafters) < 2 or len(shares) != len(drafters) or not all(0.0 < share < float("inf") for share in shares):
-        raise ValueError(
-            f"expected at least two drafters and a positive share for each, found {len(drafters)} and {list(shares)}"
-        )
+    check_shares(len(drafters), shares)
     first = drafters[0]
     for other in drafters[1:]:
         _check_alike(first, other)
-    states = [drafter.state_dict() for drafter in drafters]
-    total = sum(shares)
+    states, total = [drafter.state_dict() for drafter in drafters], sum(shares)
     averaged = {
-        name: sum(share / total * state[name].float() for share, state in zip(shares, states, strict=True))
+        name: sum(share / total * state[name].float().cpu() for share, state in zip(shares, states, strict=True))
         for name in states[0]
     }
-    result = HSDrafter(first.config).to(torch.float32)
+    result = HSDrafter(copy.deepcopy(first.config)).to(torch.float32)
     result.load_state_dict(averaged)
-    result.generation_config = first.generation_config
+    result.generation_config = copy.deepcopy(first.generation_config)
     return result.eval()
 
 
@@ -70,37 +87,44 @@ def average_folders(
     tokenizer: Any,
     target_name: str | None = None,
 ) -> HSDrafter:
-    """Averages stored drafters and saves the result in bfloat16, with the first one's recipe.
+    """Averages stored drafters and saves the result in bfloat16, with a recipe made of theirs.
 
     Args:
         names: folders, or names of the Hub.
-        out: new or empty folder.
+        shares: as of [`average`].
+        out: new or empty folder; complete or absent afterwards.
         target: the model they draft for, loaded; it writes the text by which it will be recognised.
         target_name: name of the target to store; default: the first drafter's.
 
     Raises:
-        ValueError: as of [`average`], or the target has other sizes than the drafters'.
+        ValueError: as of [`average`], or this is not the target of one of them.
         FileExistsError: there is something in `out`.
     """
+    check_shares(len(names), shares)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} is not empty: name a new folder")
-    drafters = [HSDrafter.from_pretrained(name, dtype=torch.float32) for name in names]
+    drafters: list[HSDrafter] = [HSDrafter.from_pretrained(name, dtype=torch.float32) for name in names]
     result = average(drafters, shares)
+    for name, drafter in zip(names, drafters, strict=True):
+        _check_target(name, drafter, target, tokenizer)
     record_target(result, target, tokenizer, target_name or drafters[0].config.target_name or None)
-    result.to(torch.bfloat16).save_pretrained(out)
-    source = drafters[0].loaded_from
-    recipe = {name: value for name, value in read_recipe(source).items() if value} if source is not None else {}
-    parts = [f"{share / sum(shares):.3g} of {public_name(name)}" for share, name in zip(shares, names, strict=True)]
-    averaged = f"{', '.join(parts)}, in float32; the other lines are about the first of them"
-    write_json(out / RECIPE, {**recipe, "training": {**recipe.get("training", {}), "averaged": averaged}})
-    write_card(out, out.resolve().name)
+    _tell_what_is_lost(result, drafters)
+    recipe = _recipe(_distinct([public_name(name) for name in names]), shares, drafters)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".averaging-", dir=out.parent) as place:
+        partial = Path(place) / out.name
+        result.to(torch.bfloat16).save_pretrained(partial)
+        write_json(partial / RECIPE, recipe)
+        write_card(partial, out.resolve().name)
+        shutil.rmtree(out, ignore_errors=True)  # empty, as was seen
+        os.replace(partial, out)
     return result
 
 
 def _check_alike(first: HSDrafter, other: HSDrafter) -> None:
     for name in _MEANING:
         one, two = getattr(first.config, name), getattr(other.config, name)
-        if one != two:
+        if one != two and not (name == "target_tokenizer_hash" and "" in (one, two)):  # format 1 has none
             shown = "" if name == "draft_vocab_ids" else f" ({one} and {two})"
             raise ValueError(
                 f"these drafters differ in {name}{shown}: average only those that began with the same drafter"
@@ -108,3 +132,56 @@ def _check_alike(first: HSDrafter, other: HSDrafter) -> None:
     shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (first, other)]
     if shapes[0] != shapes[1]:
         raise ValueError("these drafters' weights have other shapes: average only those of one architecture")
+
+
+def _check_target(name: str, drafter: HSDrafter, target: Any, tokenizer: Any) -> None:
+    """What is recorded of the target would be wrong with any other one."""
+    check_target(target, drafter)
+    recorded = drafter.config.target_tokenizer_hash
+    problem = explain_mismatch(target, drafter, tokenizer)
+    if not problem and recorded and recorded != tokenizer_hash(tokenizer):
+        problem = "this target's tokenizer has other tokens than that of its own"
+    if problem:
+        raise ValueError(f"{name}: {problem}. Name the target that these drafters were trained for (--target)")
+
+
+def _tell_what_is_lost(result: HSDrafter, drafters: Sequence[HSDrafter]) -> None:
+    """Warns where the average guesses less of its target's text than each of its parts did."""
+    recorded = [each.config.target_reference for each in (result, *drafters)]
+    references = [each for each in recorded if each is not None]
+    if len(references) < len(recorded):
+        return
+    own, *others = (each["drafted"] / max(len(each["input_ids"]) - each["start"], 1) for each in references)
+    if own < 0.9 * min(others):
+        logger.warning(
+            f"the average guesses {own:.0%} of a text of its target, its parts {min(others):.0%} or more: they may not "
+            "have begun as one drafter"
+        )
+
+
+def _recipe(names: Sequence[str], shares: Sequence[float], drafters: Sequence[HSDrafter]) -> dict[str, Any]:
+    """How the average was made, and each of its parts; of the rest what holds for all of them."""
+    recipes = [{} if each.loaded_from is None else read_recipe(each.loaded_from) for each in drafters]
+    parts = ", ".join(f"{share / sum(shares):.3g} of {name}" for share, name in zip(shares, names, strict=True))
+    training = {"averaged": f"{parts}; in float32, stored in bfloat16"}
+    for name, recipe in zip(names, recipes, strict=True):
+        training |= {f"{name}: {title}": line for title, line in recipe.get("training", {}).items()}
+    together: dict[str, Any] = {"training": training}
+    for field in ("language", "datasets", "limits", "notes"):
+        values = [value for recipe in recipes for value in recipe.get(field) or []]
+        if values:
+            together[field] = list(dict.fromkeys(values))
+    licences = {recipe.get("license") for recipe in recipes}
+    if len(licences) == 1 and None not in licences:
+        together["license"] = licences.pop()
+    return together
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names that tell the parts apart, also where folders have the same."""
+    count, seen = Counter(names), Counter[str]()
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(f"{name} ({seen[name]})" if count[name] > 1 else name)
+    return result
