@@ -50,6 +50,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; a drafter is saved into a folder")
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
@@ -70,6 +71,8 @@ def complete_folder(folder: Path) -> Iterator[Path]:
                 (folder / other).unlink(missing_ok=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if new and not any(folder.iterdir()):  # nothing came of it
+            folder.rmdir()
 
 
 def is_ours(name: str) -> bool:

@@ -7,9 +7,6 @@ them ended. Costs nothing when drafting, and which shares are best is for a benc
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +19,7 @@ from ..configuration_hsdraft import public_name
 from ..decoding import check_target
 from ..model_card import RECIPE, read_recipe, write_card
 from ..modeling_hsdraft import HSDrafter
+from ..publication import complete_folder
 from ..target_match import explain_mismatch, tokenizer_hash
 from .files import write_json
 from .identity import record_target
@@ -92,7 +90,7 @@ def average_folders(
     Args:
         names: folders, or names of the Hub.
         shares: as of [`average`].
-        out: new or empty folder; complete or absent afterwards.
+        out: new or empty folder; complete afterwards, or as it was.
         target: the model they draft for, loaded; it writes the text by which it will be recognised.
         target_name: name of the target to store; default: the first drafter's.
 
@@ -110,14 +108,10 @@ def average_folders(
     record_target(result, target, tokenizer, target_name or drafters[0].config.target_name or None)
     _tell_what_is_lost(result, drafters)
     recipe = _recipe(_distinct([public_name(name) for name in names]), shares, drafters)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".averaging-", dir=out.parent) as place:
-        partial = Path(place) / out.name
+    with complete_folder(out) as partial:
         result.to(torch.bfloat16).save_pretrained(partial)
         write_json(partial / RECIPE, recipe)
         write_card(partial, out.resolve().name)
-        shutil.rmtree(out, ignore_errors=True)  # empty, as was seen
-        os.replace(partial, out)
     return result
 
 
