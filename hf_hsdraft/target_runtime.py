@@ -430,8 +430,7 @@ class TargetRuntime:
         known = mask if self._static is not None and isinstance(mask, torch.Tensor) else None
         inputs = self._inputs(batch.tokens, size, known, positions=self._last_positions[..., None] + ahead)
         inputs[self._mask_key] = mask
-        with grouped_attention(device):
-            return self._forward(inputs, size)
+        return self._forward(inputs, size)
 
     def _forward(self, inputs: dict[str, Any], size: int) -> Any:
         """Outputs of the target for `size` columns, compiled where they are of a shape that comes again."""
@@ -439,7 +438,8 @@ class TargetRuntime:
         if self._compiled is not None and size in (1, self._fixed):
             outputs = self._compiled.forward(inputs)
         else:
-            outputs = self.target(**inputs, return_dict=True)
+            with grouped_attention():
+                outputs = self.target(**inputs, return_dict=True)
         if self._static is not None:
             self._static.filled += size
         return outputs

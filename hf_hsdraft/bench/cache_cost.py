@@ -69,7 +69,7 @@ def _forward(target: Any, cache: DynamicCache, context: int, size: int, grouped:
     _wait(target)
     begin = time.perf_counter()
     if grouped:
-        with grouped_attention(target.device):
+        with grouped_attention():
             target(tokens, past_key_values=cache, **kwargs)
     else:
         target(tokens, past_key_values=cache, **kwargs)

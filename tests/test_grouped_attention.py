@@ -1,0 +1,236 @@
+"""Heads that share keys may become rows of one: faster, and the same but for rounding."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_hsdraft import grouped_attention as module
+
+
+def a_layer(heads=6, key_heads=2, n=5, length=40, batch=1, dtype=torch.float32, kind=torch.bool, value_size=16):
+    generator = torch.Generator().manual_seed(n)
+    query, key, value = (
+        torch.randn(batch, tokens, count, size, generator=generator).to(dtype).transpose(1, 2)  # as models lay it out
+        for count, tokens, size in ((heads, n, 16), (key_heads, length, 16), (key_heads, length, value_size))
+    )
+    seen = torch.rand(batch, 1, n, length, generator=generator) < 0.7
+    seen[..., 0] = True
+    mask = seen if kind == torch.bool else torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return SimpleNamespace(num_key_value_groups=heads // key_heads, is_causal=True), query, key, value, mask
+
+
+def attended(layer, query, key, value, mask, **kwargs):
+    with module.grouped_attention():
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, query, key, value, mask, **kwargs)[0]
+
+
+def of_transformers(*layer, **kwargs):
+    return sdpa_attention_forward(*layer, **kwargs)[0]
+
+
+@pytest.fixture(params=[True, False], ids=["joined", "apart"])
+def either_way(request, monkeypatch):
+    monkeypatch.setattr(module, "_are_fewer_together", lambda *sizes: request.param)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """Heads and rows of queries, and heads of keys, of every call of the kernel."""
+    calls, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noting(query, key, *args, **kwargs):
+        calls.append((query.shape[1], query.shape[2], key.shape[1]))
+        return kernel(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    return calls
+
+
+@pytest.mark.usefixtures("either_way")
+class TestWhatIsComputed:
+    @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+    @pytest.mark.parametrize("batch", [1, 3])
+    @pytest.mark.parametrize("n", [1, 5, 40])
+    def test_it_is_what_transformers_computes(self, n, batch, kind):
+        layer = a_layer(n=n, length=64, batch=batch, kind=kind)
+        expected, found = of_transformers(*layer), attended(*layer)
+        assert found.shape == expected.shape and found.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    def test_a_scaling_of_the_layer_is_kept(self):
+        layer = a_layer()
+        torch.testing.assert_close(attended(*layer, scaling=0.7), of_transformers(*layer, scaling=0.7))
+
+    def test_values_may_be_of_another_size_than_keys(self):
+        layer = a_layer(value_size=24)
+        torch.testing.assert_close(attended(*layer), of_transformers(*layer))
+
+    def test_a_mask_of_one_text_is_that_of_all_rows(self):
+        layer, query, key, value, mask = a_layer(batch=3)
+        mask = mask[:1]
+        expected = of_transformers(layer, query, key, value, mask.expand(3, -1, -1, -1))
+        torch.testing.assert_close(attended(layer, query, key, value, mask), expected)
+
+    def test_a_mask_of_all_tokens_is_that_of_each(self):
+        layer, query, key, value, mask = a_layer(batch=2)
+        mask = mask[:, :, :1]
+        torch.testing.assert_close(
+            attended(layer, query, key, value, mask), of_transformers(layer, query, key, value, mask)
+        )
+
+    def test_queries_of_one_text_may_go_over_the_keys_of_several(self):
+        layer, query, _, _, _ = a_layer(batch=1)
+        _, _, key, value, mask = a_layer(batch=2)
+        expected = of_transformers(layer, query, key, value, mask)
+        torch.testing.assert_close(attended(layer, query, key, value, mask), expected)
+
+    def test_one_token_without_a_mask_sees_all(self):
+        layer, query, key, value, _ = a_layer(n=1)
+        expected = of_transformers(layer, query, key, value, None)
+        torch.testing.assert_close(attended(layer, query, key, value, None), expected)
+
+    def test_several_tokens_without_a_mask_are_causal_still(self):
+        layer, query, key, value, _ = a_layer(n=8, length=8)
+        expected = of_transformers(layer, query, key, value, None)
+        torch.testing.assert_close(attended(layer, query, key, value, None), expected)
+
+    def test_what_else_a_layer_asks_for_is_left_to_transformers(self):
+        layer = a_layer()
+        bias = torch.randn(1, 6, 5, 40)
+        torch.testing.assert_close(attended(*layer, position_bias=bias), of_transformers(*layer, position_bias=bias))
+        with pytest.raises(ValueError, match="softcap"):
+            attended(*layer, softcap=30.0)
+
+
+def test_a_mask_of_each_head_is_kept_and_no_key_repeated(kernel_calls):
+    layer, query, key, value, mask = a_layer()
+    mask = torch.cat([mask.roll(head, dims=-1) for head in range(6)], dim=1)
+    expected = of_transformers(layer, query, key, value, mask)
+    kernel_calls.clear()
+    torch.testing.assert_close(attended(layer, query, key, value, mask), expected)
+    assert kernel_calls == [(6, 5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("threads", "n", "call"),
+    [
+        (1, 1, (2, 3, 2)),
+        (1, 5, (2, 15, 2)),  # 2 blocks of 15 rows instead of 6 of 5
+        (1, 20, (2, 60, 2)),  # 4 instead of 6
+        (1, 32, (6, 32, 2)),  # as many either way
+        (1, 70, (6, 70, 2)),  # so many rows together that blocks are larger
+        (6, 5, (6, 5, 2)),  # a thread for each head
+    ],
+)
+def test_heads_are_joined_where_a_thread_gets_fewer_blocks(kernel_calls, monkeypatch, threads, n, call):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    attended(*a_layer(n=n, length=80))
+    assert kernel_calls == [call]
+
+
+def test_outside_keys_are_repeated_as_before(kernel_calls):
+    layer = a_layer()
+    ALL_ATTENTION_FUNCTIONS["sdpa"](*layer)
+    with module.grouped_attention():
+        other = Thread(target=ALL_ATTENTION_FUNCTIONS["sdpa"], args=layer)
+        other.start()
+        other.join()
+    assert kernel_calls == [(6, 5, 6), (6, 5, 6)]
+
+
+def test_other_devices_are_left_to_transformers():
+    _, *tensors = a_layer()
+    layer = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    with module.grouped_attention():
+        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](layer, *(tensor.to("meta") for tensor in tensors))
+    assert out.device.type == "meta" and out.shape == (1, 5, 6, 16)
+
+
+def another_copy():
+    """The module once more, as a repository of the Hub brings it."""
+    copy = importlib.util.module_from_spec(importlib.util.find_spec(module.__name__))
+    copy.__spec__.loader.exec_module(copy)
+    return copy
+
+
+def depth():
+    function, found = ALL_ATTENTION_FUNCTIONS["sdpa"], 0
+    while hasattr(function, "__wrapped__"):
+        function, found = function.__wrapped__, found + 1
+    return found
+
+
+@pytest.fixture
+def registered():
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    yield
+    AttentionInterface.register("sdpa", before)
+
+
+def test_copies_of_the_module_get_along(registered, kernel_calls, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    before, copy = depth(), another_copy()
+    for each in (copy, module, copy, module):
+        each.install()
+    assert depth() == before + 1
+    layer = a_layer()
+    for each in (copy, module):
+        with each.grouped_attention():
+            ALL_ATTENTION_FUNCTIONS["sdpa"](*layer)
+    assert kernel_calls == [(2, 15, 2)] * 2
+
+
+def test_an_sdpa_of_somebody_else_stays(registered):
+    def mine(*args, **kwargs):
+        return torch.zeros(()), None
+
+    AttentionInterface.register("sdpa", mine)
+    another_copy().install()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+
+
+def test_compiled_layers_take_the_way_of_transformers():
+    layer, *tensors = a_layer()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(query, key, value, mask):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, query, key, value, mask)[0]
+
+    with module.grouped_attention():
+        torch.testing.assert_close(forward(*tensors), of_transformers(layer, *tensors))
+
+
+def test_every_round_of_a_call_joins_heads_and_the_prompt_does_not(kernel_calls, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    target = make_target()
+    heads, key_heads = target.config.num_attention_heads, target.config.num_key_value_heads
+    assert heads > key_heads
+    drafter = make_drafter(target, tree_size=8)
+    prompt = torch.randint(target.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
+    target.generate(prompt, assistant_model=drafter, max_new_tokens=12, do_sample=False)  # probes the target
+    kernel_calls.clear()
+    seen = []
+    forward = target.forward
+
+    @functools.wraps(forward)
+    def noting(*args, **kwargs):
+        first = len(kernel_calls)
+        output = forward(*args, **kwargs)
+        seen.append(set(kernel_calls[first:]))
+        return output
+
+    monkeypatch.setattr(target, "forward", noting)
+    target.generate(prompt, assistant_model=drafter, max_new_tokens=12, do_sample=False)
+    prompt_calls, *rounds = seen
+    assert all(rows == 12 for _, rows, _ in prompt_calls)
+    assert rounds and all(call[0] == call[2] == key_heads for calls in rounds for call in calls)
