@@ -41,6 +41,7 @@ def of_transformers(*layer, **kwargs):
 @pytest.fixture(params=[True, False], ids=["joined", "apart"])
 def either_way(request, monkeypatch):
     monkeypatch.setattr(module, "_are_fewer_together", lambda *sizes: request.param)
+    monkeypatch.setattr(module, "_LONG", 0)
 
 
 @pytest.fixture
@@ -134,8 +135,15 @@ def test_a_mask_of_each_head_is_kept_and_no_key_repeated(kernel_calls):
 )
 def test_heads_are_joined_where_a_thread_gets_fewer_blocks(kernel_calls, monkeypatch, threads, n, call):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    attended(*a_layer(n=n, length=80))
+    attended(*a_layer(n=n, length=1100))
     assert kernel_calls == [call]
+
+
+def test_few_keys_are_not_worth_laying_out_several_tokens_anew(kernel_calls, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for n in (1, 5):
+        attended(*a_layer(n=n, length=900))
+    assert kernel_calls == [(2, 3, 2), (6, 5, 2)]
 
 
 def test_outside_keys_are_repeated_as_before(kernel_calls):
@@ -183,11 +191,11 @@ def test_copies_of_the_module_get_along(registered, kernel_calls, monkeypatch):
     for each in (copy, module, copy, module):
         each.install()
     assert depth() == before + 1
-    layer = a_layer()
+    layer = a_layer(n=1)
     for each in (copy, module):
         with each.grouped_attention():
             ALL_ATTENTION_FUNCTIONS["sdpa"](*layer)
-    assert kernel_calls == [(2, 15, 2)] * 2
+    assert kernel_calls == [(2, 3, 2)] * 2
 
 
 def test_an_sdpa_of_somebody_else_stays(registered):
@@ -212,6 +220,7 @@ def test_compiled_layers_take_the_way_of_transformers():
 
 def test_every_round_of_a_call_joins_heads_and_the_prompt_does_not(kernel_calls, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(module, "_LONG", 0)
     target = make_target()
     heads, key_heads = target.config.num_attention_heads, target.config.num_key_value_heads
     assert heads > key_heads
