@@ -24,9 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 
 _BLOCK, _FEW = 32, 192  # the kernel takes so many rows of queries at once, of fewer rows than this
-_LONG = (
-    1024  # keys from which on reading them less often outweighs laying out the queries and the mask of several tokens
-)
+_LONG = 1024  # keys from which on reading them less often outweighs laying out several tokens and their mask
 _OTHER = ("position_bias", "cache", "softcap")  # what else sdpa looks at; layers that give any are left to it
 
 
