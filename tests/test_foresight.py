@@ -76,6 +76,40 @@ def test_draws_of_others_are_noticed(ahead):
         assert draws.foreseeable == (place < 12)
 
 
+def test_foreseen_numbers_are_made_once(monkeypatch):
+    calls, multinomial = [], torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda *args, **kwargs: calls.append(1) or multinomial(*args, **kwargs))
+    draws, drawn = Draws(torch.Generator().manual_seed(5), VOCAB), []
+    for p in probabilities(10):
+        draws.ahead(2)
+        drawn.append(draws(p))
+        draws.settle(1)
+    assert len(calls) == 1
+    assert drawn == plain_draws(5, 10)
+
+
+def test_draws_are_plain_where_the_first_one_did_not_come_as_foreseen():
+    draws, drawn = Draws(torch.Generator().manual_seed(5), VOCAB), []
+    for p in probabilities(10):
+        for times in draws.ahead(3):
+            times.copy_(times.flip(0))
+        drawn.append(draws(p))
+        draws.settle(1)
+    assert drawn == plain_draws(5, 10)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0])
+def test_what_cannot_be_drawn_from_is_refused_as_ever(wrong):
+    draws = Draws(torch.Generator().manual_seed(5), VOCAB)
+    for p in probabilities(3):
+        draws.ahead(1)
+        draws(p)
+        draws.settle(1)
+    draws.ahead(1)
+    with pytest.raises(RuntimeError, match="probabilit"):
+        draws(torch.full((1, VOCAB), wrong))
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_a_drafter_that_is_right_foresees_every_draw(temperature):
     torch.manual_seed(2)
