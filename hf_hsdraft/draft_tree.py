@@ -193,32 +193,35 @@ def _best_nodes(
 def merge_trees(first: DraftTree, second: DraftTree, tree_size: int) -> DraftTree:
     """The union of two trees with the same root, cut to its `tree_size` most probable nodes.
 
-    A path found in both keeps the better of its two scores, so no child outranks its parent.
+    A token found in both keeps the better of the two probabilities that it has after its parent; what follows it in
+    either gains by that too. No child outranks its parent.
 
     Raises:
         ValueError: the roots differ.
     """
     if first.tokens[0] != second.tokens[0]:
         raise ValueError(f"trees with different roots cannot be merged: {first.tokens[0]} and {second.tokens[0]}")
-    nodes = [list(node) for node in zip(first.tokens, first.parents, first.depths, first.scores, strict=True)]
-    place = {(int(parent), int(token)): index for index, (token, parent, _, _) in enumerate(nodes)}
-    mapped = [0] * len(second)
-    for index in range(1, len(second)):
-        key = (mapped[second.parents[index]], second.tokens[index])
-        if key not in place:
-            place[key] = len(nodes)
-            nodes.append([second.tokens[index], key[0], second.depths[index], second.scores[index]])
-        mapped[index] = place[key]
-        nodes[mapped[index]][3] = max(nodes[mapped[index]][3], second.scores[index])
-    ranked = sorted(range(1, len(nodes)), key=lambda index: (-nodes[index][3], nodes[index][2], index))
+    nodes: list[tuple[int, int, int]] = [(first.tokens[0], -1, 0)]  # token, parent, depth
+    steps = [0.0]  # log-probability of each node after its parent
+    place: dict[tuple[int, int], int] = {}
+    for tree in (first, second):
+        mapped = [0] * len(tree)
+        for index in range(1, len(tree)):
+            key = mapped[tree.parents[index]], tree.tokens[index]
+            step = tree.scores[index] - tree.scores[tree.parents[index]]
+            if key not in place:
+                place[key] = len(nodes)
+                nodes.append((key[1], key[0], tree.depths[index]))
+                steps.append(step)
+            mapped[index] = place[key]
+            steps[place[key]] = max(steps[place[key]], step)
+    scores = [0.0]
+    for (_, parent, _), step in zip(nodes[1:], steps[1:], strict=True):
+        scores.append(scores[parent] + step)
+    ranked = sorted(range(1, len(nodes)), key=lambda index: (-scores[index], nodes[index][2], index))
     kept = [0, *sorted(ranked[:tree_size], key=lambda index: (nodes[index][2], index))]
     renumbered = {old: new for new, old in enumerate(kept)}
-    return _from_nodes(
-        [
-            (int(nodes[old][0]), renumbered.get(int(nodes[old][1]), -1), int(nodes[old][2]), float(nodes[old][3]))
-            for old in kept
-        ]
-    )
+    return _from_nodes([(nodes[old][0], renumbered.get(nodes[old][1], -1), nodes[old][2], scores[old]) for old in kept])
 
 
 def _from_nodes(nodes: Sequence[tuple[int, int, int, float]]) -> DraftTree:

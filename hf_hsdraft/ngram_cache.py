@@ -21,6 +21,7 @@ MOST_NGRAM_DEPTH = 24  # of a draft; nothing is right for longer often enough
 _MOST_LEADERS, _MOST_FOLLOWERS = 2**17, 8
 _PRIOR_WEIGHT = 8.0  # tokens that the assumptions below count for
 _PRIOR_RIGHT = 0.2, 0.45, 0.65, 0.75  # the latest follower is the next token, after leaders of 1, 2, ... tokens
+_BEYOND = 0.7  # power of the probabilities after a draft's first token: where that is right, the text goes on as before
 _LEAST = 1e-3  # a path less probable than this is not worth a node
 
 
@@ -129,8 +130,9 @@ class NgramCache:
         node = 0
         while True:
             if nodes[node][2] < depth:
+                power = _BEYOND if node else 1.0
                 for token, probability in self._next(paths[node])[:width]:
-                    score = nodes[node][3] + math.log(probability)
+                    score = nodes[node][3] + power * math.log(probability)
                     if score >= floor:
                         heapq.heappush(waiting, (-score, arrivals, node, token))
                         arrivals += 1

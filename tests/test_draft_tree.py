@@ -110,16 +110,19 @@ def test_merging_keeps_the_best_of_both(first, second, size, width):
     merged = merge_trees(a, b, size)
     assert_well_formed(merged)
 
-    def scored(tree: DraftTree) -> dict[tuple[int, ...], float]:
-        return {tuple(tree.tokens[n] for n in tree.path(node)): tree.scores[node] for node in range(1, len(tree))}
+    def steps(tree: DraftTree) -> dict[tuple[int, ...], float]:
+        """Log-probability of each path's last token after the path before it."""
+        nodes = {node: tuple(tree.tokens[n] for n in tree.path(node)) for node in range(1, len(tree))}
+        return {path: tree.scores[node] - tree.scores[tree.parents[node]] for node, path in nodes.items()}
 
-    union = scored(a)
-    for path, score in scored(b).items():
-        union[path] = max(score, union.get(path, score))
-    best = sorted(union.values(), reverse=True)[:size]
-    assert sorted(scored(merged).values(), reverse=True) == pytest.approx(best)
-    for path, score in scored(merged).items():
-        assert union[path] == score
+    best = steps(a)
+    for path, step in steps(b).items():
+        best[path] = max(step, best.get(path, step))
+    union = {path: sum(best[path[:length]] for length in range(1, len(path) + 1)) for path in best}
+    kept = {tuple(merged.tokens[n] for n in merged.path(node)): merged.scores[node] for node in range(1, len(merged))}
+    assert sorted(kept.values(), reverse=True) == pytest.approx(sorted(union.values(), reverse=True)[:size])
+    for path, score in kept.items():
+        assert union[path] == pytest.approx(score)
 
 
 def test_trees_with_other_roots_do_not_merge():

@@ -10,7 +10,7 @@ from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.ngram_cache import _LEAST, _MOST_FOLLOWERS, _PRIOR_RIGHT, _PRIOR_WEIGHT, NgramCache
+from hf_hsdraft.ngram_cache import _BEYOND, _LEAST, _MOST_FOLLOWERS, _PRIOR_RIGHT, _PRIOR_WEIGHT, NgramCache
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=60)
 LENGTHS = st.integers(1, 4)
@@ -70,8 +70,8 @@ def test_a_draft_holds_the_most_probable_continuations(text, length, tree_size, 
     for node in range(1, len(tree)):
         path = tuple(tree.tokens[each] for each in tree.path(node))
         expected, known = 0.0, list(text[-length:])
-        for token in path:
-            expected += math.log(next_tokens(text, length, known)[token])
+        for place, token in enumerate(path):
+            expected += (_BEYOND if place else 1.0) * math.log(next_tokens(text, length, known)[token])
             known.append(token)
         assert tree.scores[node] == pytest.approx(expected)
         seen[path] = tree.scores[node]
@@ -81,8 +81,9 @@ def test_a_draft_holds_the_most_probable_continuations(text, length, tree_size, 
         longer = []
         for path, score in ends:
             for token, probability in next_tokens(text, length, [*text[-length:], *path]).items():
-                if score + math.log(probability) >= math.log(_LEAST):
-                    longer.append(((*path, token), score + math.log(probability)))
+                total = score + (_BEYOND if path else 1.0) * math.log(probability)
+                if total >= math.log(_LEAST):
+                    longer.append(((*path, token), total))
         every |= dict(longer)
         ends = longer if len(longer) < 300 else []
         if not ends:
