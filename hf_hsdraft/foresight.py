@@ -11,6 +11,7 @@ number by number, whatever was drafted.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +29,7 @@ _SHARPNESS = 0.8  # of a race by the drafter's logits; 1 would be an error of th
 _USUAL_TIME = 0.56  # of a race: the geometric mean of an exponential variable
 _FURTHEST = 8  # draws that n-grams look ahead; further ones are seldom reached
 _MOST_MISSES = 3  # times in a row that what was foreseen did not come, until a text is drafted without
+_TAKING = threading.Lock()  # numbers of a generator that threads share
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,28 @@ class _Numbers:
     before: torch.Tensor
     after: torch.Tensor
 
+    def fit(self, probabilities: torch.Tensor) -> bool:
+        """Whether they are those of a draw from these probabilities; others take other numbers."""
+        return probabilities.dtype == self.times.dtype and probabilities.shape == (1, len(self.times))
+
+    def winner(self, probabilities: torch.Tensor) -> int | None:
+        """The token `torch.multinomial` draws by them from `[1, V]`; `None` where nothing can be drawn."""
+        speeds = probabilities / self.times
+        first = speeds.argmax(dim=-1, keepdim=True)
+        speed, token = torch.cat([speeds.gather(-1, first).double(), first.double()], dim=-1)[0].tolist()
+        return int(token) if 0.0 < speed < math.inf else None
+
 
 class Draws:
     """The draws of one text, those of `torch.multinomial`; what they will go by is found out on another generator.
 
     Most of the time of a draw goes into its random numbers. So where they were foreseen, the draw is made by those and
-    the generator set to where it would be; the first one of a text is made by `torch.multinomial` too, and if that
-    differs all later ones are.
+    the generator set to where it would be. The first one that was foreseen is made by `torch.multinomial` all the same;
+    if it came otherwise, so are all later ones.
 
     Args:
-        generator: of the random numbers. Others may use it too: what was foreseen is looked up again then.
+        generator: of the random numbers. Others may use it too: what was foreseen is looked up again then. Texts of
+            other threads get numbers of their own, except for draws of others within microseconds of one made so.
         vocab_size: tokens that are drawn from.
     """
 
@@ -57,7 +71,7 @@ class Draws:
         self._foreseen: list[_Numbers] = []  # of the draws after those settled
         self._drawn: list[torch.Tensor] = []  # states after the draws since the last that was settled
         self._misses = 0
-        self._tried: bool | None = None  # whether the first draw that was foreseen came so
+        self._right: bool | None = None  # whether the first draw that was foreseen came so
 
     @classmethod
     def of_rows(cls, rows: int, device: torch.device, vocab_size: int) -> list[Draws] | None:
@@ -81,12 +95,12 @@ class Draws:
     @property
     def foreseeable(self) -> bool:
         """Whether what was foreseen of late came; it does not where others draw between, or of other numbers."""
-        return self._misses < _MOST_MISSES
+        return self._misses < _MOST_MISSES and self._right is not False
 
     def ahead(self, count: int) -> list[torch.Tensor]:
-        """Exponential times `[V]`, float32, of each of the next `count` draws."""
+        """Exponential times `[V]`, float32, of each of the next `count` draws, which go by these very tensors."""
         state = self._generator.get_state()
-        if self._foreseen and not torch.equal(state, self._foreseen[0].before):
+        if self._foreseen and not _same(state, self._foreseen[0].before):
             self._foreseen.clear()
         if len(self._foreseen) < count:
             state = self._foreseen[-1].after if self._foreseen else state
@@ -103,23 +117,36 @@ class Draws:
         """The next draw from `[1, V]`."""
         place = len(self._drawn)
         numbers = self._foreseen[place] if place < len(self._foreseen) else None
-        winner = None
-        if numbers is not None and torch.equal(self._generator.get_state(), numbers.before):
-            winner = _winner(probabilities, numbers.times)
-        if winner is not None and self._tried:
-            assert numbers is not None
-            token, after = winner, numbers.after
-            self._generator.set_state(after)
-        else:
-            token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
-            after = self._generator.get_state()
+        if numbers is not None and not numbers.fit(probabilities):
+            numbers = None
+            self._misses += 1
+        if numbers is not None and self._right and self._take(numbers):
+            token = numbers.winner(probabilities)
+            if token is not None:
+                self._misses = 0
+                self._drawn.append(numbers.after)
+                return token
+            self._generator.set_state(numbers.before)
+        token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
+        after = self._generator.get_state()
         if numbers is not None:
-            came = torch.equal(after, numbers.after)
+            came = _same(after, numbers.after)
             self._misses = 0 if came else self._misses + 1
-            if self._tried is None and winner is not None:
-                self._tried = came and token == winner
+            if came and self._right is None:
+                self._right = token == numbers.winner(probabilities)
         self._drawn.append(after)
         return token
+
+    def _take(self, numbers: _Numbers) -> bool:
+        """Takes numbers off the generator, if they are its next ones.
+
+        Before they are used, which may wait for a device: texts of other threads are not to draw by them meanwhile.
+        """
+        with _TAKING:
+            if not _same(self._generator.get_state(), numbers.before):
+                return False
+            self._generator.set_state(numbers.after)
+            return True
 
     def settle(self, count: int) -> None:
         """Says that only the first `count` draws since the last time were used; the others will be made again.
@@ -132,14 +159,9 @@ class Draws:
         self._drawn.clear()
 
 
-def _winner(probabilities: torch.Tensor, times: torch.Tensor) -> int | None:
-    """The token that arrives first; `None` for what `torch.multinomial` refuses, so that it says so."""
-    if probabilities.dtype != times.dtype:
-        return None
-    speeds = probabilities / times
-    first = speeds.argmax(dim=-1, keepdim=True)
-    speed, token = torch.cat([speeds.gather(-1, first).double(), first.double()], dim=-1)[0].tolist()
-    return int(token) if 0.0 < speed < math.inf else None
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two states of generators are equal, found out without letting other threads of Python go on."""
+    return one.numpy().tobytes() == other.numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -256,7 +278,7 @@ def _draws_are_races(device: torch.device, vocab_size: int) -> bool:
         draws = Draws(generator, vocab_size)
         draws.ahead(1)
         draws(probabilities)
-        if not draws._tried:
+        if not draws._right:
             return False
     return True
 

@@ -21,7 +21,7 @@ MOST_NGRAM_DEPTH = 24  # of a draft; nothing is right for longer often enough
 _MOST_LEADERS, _MOST_FOLLOWERS = 2**17, 8
 _PRIOR_WEIGHT = 8.0  # tokens that the assumptions below count for
 _PRIOR_RIGHT = 0.2, 0.45, 0.65, 0.75  # the latest follower is the next token, after leaders of 1, 2, ... tokens
-_BEYOND = 0.7  # power of the probabilities after a draft's first token: where that is right, the text goes on as before
+_BEYOND = 0.7  # power of the probabilities after a draft's first token
 _LEAST = 1e-3  # a path less probable than this is not worth a node
 
 
@@ -130,9 +130,9 @@ class NgramCache:
         node = 0
         while True:
             if nodes[node][2] < depth:
-                power = _BEYOND if node else 1.0
-                for token, probability in self._next(paths[node])[:width]:
-                    score = nodes[node][3] + power * math.log(probability)
+                following = self._next(paths[node])
+                for token, probability in (_surer(following) if node else following)[:width]:
+                    score = nodes[node][3] + math.log(probability)
                     if score >= floor:
                         heapq.heappush(waiting, (-score, arrivals, node, token))
                         arrivals += 1
@@ -164,6 +164,17 @@ class NgramCache:
             if left < _LEAST:
                 break
         return sorted(found.items(), key=lambda item: -item[1])
+
+
+def _surer(following: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Tokens and their probabilities after drafted ones.
+
+    What was counted is how often they follow wherever their leader stands. Here they are asked for where what came
+    before them was right, so that the text goes on as it did there: they are right more often.
+    """
+    raised = [probability**_BEYOND for _, probability in following]
+    total = max(sum(raised), 1.0)
+    return [(token, value / total) for (token, _), value in zip(following, raised, strict=True)]
 
 
 def tables_of(texts: Iterable[Sequence[int]], length: int) -> list[FollowerTable]:

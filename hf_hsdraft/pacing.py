@@ -25,7 +25,10 @@ _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
 _TRIALS, _MOST_ROUNDS = 24, 60  # rounds until costs are known, or are assumed
-_USUAL_TREE, _TREE_SPREAD = 0.02, 0.03  # what a tree costs beside its nodes, and how far from it that usually is
+_USUAL_TREE, _TREE_SPREAD = (
+    0.02,
+    0.03,
+)  # what a tree costs beside its nodes, and how far from it that usually is: on CPUs
 _FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
 
@@ -67,14 +70,14 @@ class CostTrial:
         sizes: nodes of the trees that are asked for; 0 is a plain step. There may be fewer nodes to verify.
         depth: of the drafts that are asked for; 0 if there is nothing that drafts.
         rounds: timed so far.
-        forwards: for each size the nodes and seconds of its forwards.
+        forwards: for each number of nodes verified, the seconds of its forwards.
         draft: depth and seconds of the quickest of the deepest drafts.
     """
 
     sizes: tuple[int, int, int]
     depth: int
     rounds: int = 0
-    forwards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    forwards: dict[int, list[float]] = field(default_factory=dict)
     draft: tuple[int, float] = (0, 0.0)
 
     @classmethod
@@ -83,48 +86,52 @@ class CostTrial:
 
     def next_size(self) -> int | None:
         """Nodes of the tree to verify in the next round, at most; `None` when all is known that can be."""
-        trees = any(nodes for forwards in self.forwards.values() for nodes, _ in forwards)
-        known = trees and (self.draft[0] > 0 or self.depth == 0)
+        known = any(self.forwards) and (self.draft[0] > 0 or self.depth == 0)
         if self.rounds >= (_TRIALS if known else _MOST_ROUNDS):
             return None
         return self.sizes[self.rounds % len(self.sizes)]
 
     def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
         """Takes a round that verified `nodes` after a draft of some depth."""
-        size = self.next_size()
         self.rounds += 1
-        if size is not None:
-            self.forwards.setdefault(size, []).append((nodes, forward_seconds))
+        self.forwards.setdefault(nodes, []).append(forward_seconds)
         if depth > self.draft[0] or (depth == self.draft[0] > 0 and draft_seconds < self.draft[1]):
             self.draft = depth, draft_seconds
 
     def costs(self) -> Costs:
         """Two digits of each: what is finer is noise, and would make trees differ from run to run."""
-        plain = [seconds for forwards in self.forwards.values() for nodes, seconds in forwards if nodes == 0]
-        trees = [[entry for entry in forwards if entry[0] > 0] for forwards in self.forwards.values()]
-        if not plain or not any(trees) or min(plain) <= 0.0:
+        plain = self.forwards.get(0, [0.0])
+        trees = {nodes: times for nodes, times in self.forwards.items() if nodes > 0}
+        if not trees or min(plain) <= 0.0:
             return _ASSUMED
-        one, times = min(plain), [[seconds for _, seconds in forwards] for forwards in self.forwards.values()]
-        noise = sum(statistics.median(of) - min(of) for of in times) / (2 * len(times) * one)
-        quickest = [min(entries, key=lambda entry: entry[1]) for entries in trees if entries]
-        tree, node = _line([(nodes, seconds / one - 1.0) for nodes, seconds in quickest], noise)
+        one, repeated = min(plain), [times for times in self.forwards.values() if len(times) > 1]
+        apart = sum(len(times) * (statistics.median(times) - min(times)) for times in repeated)
+        noise = 0.5 * apart / max(sum(map(len, repeated)), 1) / one  # of a least time, roughly
+        share = 2.0 / sum(map(len, trees.values()))
+        points = [(nodes, min(times) / one - 1.0, share * len(times)) for nodes, times in trees.items()]
+        tree, node = _line(points, noise)
         depth, draft = self.draft
         values = (tree, node, _FIXED_PART * draft / one, (1 - _FIXED_PART) * draft / one / max(depth, 1))
         return Costs(*(float(f"{value:.2g}") for value in values))
 
 
-def _line(points: Sequence[tuple[int, float]], noise: float) -> tuple[float, float]:
-    """What a tree costs and what each of its nodes, by the costs of some trees: least squares, none below 0.
+def _line(points: Sequence[tuple[int, float, float]], noise: float) -> tuple[float, float]:
+    """What a tree costs and what each of its nodes: least squares, none below 0.
 
-    Few times tell the two apart badly, so the noisier they are, the closer the first one stays to what is usual.
+    A few noisy times tell the two apart badly, so the noisier they are, the closer the first stays to what is usual.
+
+    Args:
+        points: number of nodes, cost of the whole tree, weight.
+        noise: of these costs.
     """
-    weight = (max(noise, 1e-3) / _TREE_SPREAD) ** 2
-    count, by_nodes = len(points) + weight, sum(nodes for nodes, _ in points)
-    squares = sum(nodes**2 for nodes, _ in points)
-    costs, products = sum(cost for _, cost in points), sum(nodes * cost for nodes, cost in points)
-    costs += weight * _USUAL_TREE
-    node = max((count * products - by_nodes * costs) / (count * squares - by_nodes**2), 0.0)
-    tree = (costs - by_nodes * node) / count
+    usual = (max(noise, 1e-3) / _TREE_SPREAD) ** 2
+    total = sum(weight for _, _, weight in points) + usual
+    nodes = sum(weight * n for n, _, weight in points)
+    squares = sum(weight * n * n for n, _, weight in points)
+    costs = sum(weight * cost for _, cost, weight in points) + usual * _USUAL_TREE
+    products = sum(weight * n * cost for n, cost, weight in points)
+    node = max((total * products - nodes * costs) / (total * squares - nodes**2), 0.0)
+    tree = (costs - nodes * node) / total
     return (tree, node) if tree >= 0.0 else (0.0, max(products / squares, 0.0))
 
 

@@ -23,7 +23,7 @@ from hf_hsdraft import CachebackDrafter, expansion
 from hf_hsdraft.decoded_texts import DecodedTexts
 from hf_hsdraft.draft_tree import DraftTree
 from hf_hsdraft.expansion import Expansion
-from hf_hsdraft.foresight import Draws, Foresight, Race
+from hf_hsdraft.foresight import Draws, Foresight, Race, _Numbers
 from hf_hsdraft.working_weights import working_weights
 
 NEW = 40
@@ -88,6 +88,44 @@ def test_foreseen_numbers_are_made_once(monkeypatch):
     assert drawn == plain_draws(5, 10)
 
 
+def test_who_draws_meanwhile_gets_other_numbers(monkeypatch):
+    """Another thread's draw, while the winner of a race is found out: a draw from the same generator, in its turn."""
+    generator, others, winner = torch.Generator().manual_seed(5), [], _Numbers.winner
+
+    def interrupted(numbers, probabilities):
+        others.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return winner(numbers, probabilities)
+
+    draws, flat = Draws(generator, 5000), torch.full((1, 5000), 1 / 5000)
+    draws.ahead(1)
+    draws(flat)
+    draws.settle(1)
+    monkeypatch.setattr(_Numbers, "winner", interrupted)
+    mine = []
+    for _ in range(2):  # after three such misses in a row nothing is foreseen any more
+        draws.ahead(1)
+        mine.append(draws(flat))
+        draws.settle(1)
+    again = torch.Generator().manual_seed(5)
+    plain = [int(torch.multinomial(flat, 1, generator=again)) for _ in range(5)][1:]
+    assert [mine[0], others[0], mine[1], others[1]] == plain
+
+
+@pytest.mark.parametrize(
+    "change", [torch.Tensor.double, torch.Tensor.bfloat16, lambda p: p[:, :-3], lambda p: p[:, :1]]
+)
+def test_probabilities_of_another_kind_are_drawn_from_as_ever(change):
+    draws, drawn, again = Draws(torch.Generator().manual_seed(5), VOCAB), [], torch.Generator().manual_seed(5)
+    for place, p in enumerate(probabilities(12)):
+        draws.ahead(2)
+        drawn.append(draws(change(p) if place > 3 else p))
+        draws.settle(1)
+    expected = [
+        int(torch.multinomial(change(p) if k > 3 else p, 1, generator=again)) for k, p in enumerate(probabilities(12))
+    ]
+    assert drawn == expected and not draws.foreseeable
+
+
 def test_draws_are_plain_where_the_first_one_did_not_come_as_foreseen():
     draws, drawn = Draws(torch.Generator().manual_seed(5), VOCAB), []
     for p in probabilities(10):
@@ -95,7 +133,7 @@ def test_draws_are_plain_where_the_first_one_did_not_come_as_foreseen():
             times.copy_(times.flip(0))
         drawn.append(draws(p))
         draws.settle(1)
-    assert drawn == plain_draws(5, 10)
+    assert drawn == plain_draws(5, 10) and not draws.foreseeable
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0])

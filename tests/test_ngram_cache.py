@@ -38,7 +38,7 @@ def counts(text, length):
     return reached, right
 
 
-def next_tokens(text, length, path):
+def next_tokens(text, length, path, drafted=False):
     """Probabilities of the tokens after a path, longer leaders first and shorter ones for what those miss."""
     reached, right = counts(text, length)
     found, left = {}, 1.0
@@ -55,6 +55,10 @@ def next_tokens(text, length, path):
         left *= max(1 - sum(shares), 0.0)
         if left < _LEAST:
             break
+    if drafted:  # what came before was right, then
+        found = {token: probability**_BEYOND for token, probability in found.items()}
+        found = {token: value / max(sum(found.values()), 1.0) for token, value in found.items()}
+        assert sum(found.values()) < 1.0 + 1e-9
     return found
 
 
@@ -71,7 +75,7 @@ def test_a_draft_holds_the_most_probable_continuations(text, length, tree_size, 
         path = tuple(tree.tokens[each] for each in tree.path(node))
         expected, known = 0.0, list(text[-length:])
         for place, token in enumerate(path):
-            expected += (_BEYOND if place else 1.0) * math.log(next_tokens(text, length, known)[token])
+            expected += math.log(next_tokens(text, length, known, drafted=place > 0)[token])
             known.append(token)
         assert tree.scores[node] == pytest.approx(expected)
         seen[path] = tree.scores[node]
@@ -80,10 +84,9 @@ def test_a_draft_holds_the_most_probable_continuations(text, length, tree_size, 
     for _ in range(depth):
         longer = []
         for path, score in ends:
-            for token, probability in next_tokens(text, length, [*text[-length:], *path]).items():
-                total = score + (_BEYOND if path else 1.0) * math.log(probability)
-                if total >= math.log(_LEAST):
-                    longer.append(((*path, token), total))
+            for token, probability in next_tokens(text, length, [*text[-length:], *path], drafted=bool(path)).items():
+                if score + math.log(probability) >= math.log(_LEAST):
+                    longer.append(((*path, token), score + math.log(probability)))
         every |= dict(longer)
         ends = longer if len(longer) < 300 else []
         if not ends:
