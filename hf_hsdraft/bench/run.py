@@ -14,7 +14,7 @@ from .calls import Run, Settings, time_call
 from .measure import Divergence, first_divergence
 from .systems import PLAIN, System
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 96  # enough for the rounds in which a pace finds out what forwards cost
 Inputs = dict[str, torch.Tensor]
 _Any = TypeVar("_Any")
 
