@@ -70,8 +70,8 @@ def test_systems_alternate_after_a_warm_up(monkeypatch, target, inputs):
         return [[5]], Run(1, 1.0, 1)
 
     monkeypatch.setattr(run, "time_call", recorded)
-    measured = measure(target, [System("a"), System("b", static=True)], inputs, Settings(20, seed=7), repeats=2)
-    assert calls[:4] == [(PLAIN, 8, 7), ("a", 8, 7), ("b", 8, 7), ("b", 8, 7)]  # compiled, then recorded
+    measured = measure(target, [System("a"), System("b", static=True)], inputs, Settings(200, seed=7), repeats=2)
+    assert calls[:4] == [(PLAIN, 96, 7), ("a", 96, 7), ("b", 96, 7), ("b", 96, 7)]  # compiled, then recorded
     timed = [calls[start : start + 3] for start in range(4, len(calls), 3)]
     assert len(timed) == 2 * len(inputs)
     assert all({name for name, *_ in turn} == {PLAIN, "a", "b"} for turn in timed)
