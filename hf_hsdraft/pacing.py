@@ -25,10 +25,8 @@ _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
 _TRIALS, _MOST_ROUNDS = 24, 60  # rounds until costs are known, or are assumed
-_USUAL_TREE, _TREE_SPREAD = (
-    0.02,
-    0.03,
-)  # what a tree costs beside its nodes, and how far from it that usually is: on CPUs
+_USUAL_TREE = 0.02  # what a tree costs on CPUs beside its nodes
+_TREE_SPREAD = 0.03  # how far from it that usually is
 _FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
 
