@@ -170,8 +170,8 @@ def _surer(following: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Tokens and their probabilities after drafted ones.
 
     What was counted is how often they follow wherever their leader stands. Here they are asked for where what came
-    before them was right, so that the text goes on as it did there: in greedy texts they are right more often. In sampled
-    ones they are not, which costs next to nothing.
+    before them was right, so that the text goes on as it did there: in greedy texts they are right more often. In
+    sampled ones they are not, which costs next to nothing.
     """
     raised = [probability**_BEYOND for _, probability in following]
     total = max(sum(raised), 1.0)
