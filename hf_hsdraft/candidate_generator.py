@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -190,12 +190,15 @@ class HSCandidateGenerator(CandidateGenerator):
         if ngrams is not None:
             ngrams.extend(tokens)
 
-    def draft(self, max_depths: Mapping[int, int] | None = None) -> list[DraftTree]:
+    def draft(
+        self, max_depths: Mapping[int, int] | None = None, behind: Collection[int] | None = None
+    ) -> list[DraftTree]:
         """Drafts the tree that follows the last token given to `read`, for each sequence.
 
         Args:
             max_depths: for each sequence to draft for, how deep it is of use to draft; 0 gives the root alone. All, as
                 deep as the options say, by default.
+            behind: the sequences that the batch waits for, by which the pace goes; all by default.
 
         Returns:
             trees in the order of `max_depths`.
@@ -206,9 +209,10 @@ class HSCandidateGenerator(CandidateGenerator):
         grown = {row: self._from_ngrams(row, wanted[row]) for row in rows}
         if self._foresight is not None:
             grown = self._foresight.scored(grown)
+        deciding = [row for row in rows if behind is None or row in behind] or rows
         depth = min(max(wanted.values(), default=0), self.options.depth) if self.trained else 0
         if rows and self._pace is not None:
-            certain = sum(_first_probability(grown[row]) for row in rows) / len(rows)
+            certain = sum(_first_probability(grown[row]) for row in deciding) / len(deciding)
             depth = min(depth, self._pace.depth(certain))
         reused = self._from_leftover(rows, depth) if depth else None
         self.drafted_depth = 0 if reused is not None else depth
@@ -220,11 +224,13 @@ class HSCandidateGenerator(CandidateGenerator):
                 rows, self._trees(rows, hidden, [min(wanted[row], depth) for row in rows]), strict=True
             ):
                 self._rows[row].tree = tree
-                trees[row] = tree if self._pace is None else self._pace.weighed(tree, depth)
+                if self._pace is not None:
+                    trees[row] = self._pace.weighed(tree, depth) if row in deciding else self._pace.scored(tree)
         for row in rows:
             trees[row] = self._joined(trees[row], grown[row])
-            if self._pace is not None:
-                trees[row] = self._pace.cut(trees[row])
+        if rows and self._pace is not None:
+            size = self._pace.size([trees[row] for row in deciding])
+            trees.update({row: trees[row].first(size) for row in rows})
         return list(trees.values())
 
     def _from_leftover(self, rows: Sequence[int], depth: int) -> DraftTree | None:

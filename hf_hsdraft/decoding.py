@@ -34,6 +34,7 @@ from .working_weights import WorkingWeights, working_weights
 logger = logging.get_logger(__name__)
 
 _MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
+_ABREAST = 4  # tokens that a row of a batch may be ahead of the last one and still count as it
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
 
 
@@ -312,7 +313,8 @@ class _Call:
         timer = time.perf_counter if self.pace is not None and self.pace.measures else float
         began = timer()
         trees = [DraftTree.root(texts.last_token(row)) for row in range(len(texts.rows))]
-        for row, tree in zip(active, generator.draft(self._depths(active, positions.roots)), strict=True):
+        behind = self._behind(active)
+        for row, tree in zip(active, generator.draft(self._depths(active, positions.roots), behind), strict=True):
             trees[row] = tree
         clock.stop("draft_seconds")
         drafted = timer()
@@ -336,9 +338,9 @@ class _Call:
             for row in set(range(len(trees))) - set(active):
                 positions.roots[row] += 1 + shortest
         if self.pace is not None and active:
-            emitted = 1 + sum(len(verdict.path) for verdict in verdicts.values()) / len(active)
+            emitted = 1 + sum(len(verdicts[row].path) for row in behind) / len(behind)
             nodes = max(map(len, trees)) - 1
-            self.pace.timed(nodes, emitted, verified - drafted, generator.drafted_depth, drafted - began, len(active))
+            self.pace.timed(nodes, emitted, verified - drafted, generator.drafted_depth, drafted - began)
         clock.stop("commit_seconds")
         if self.statistics is not None and active:
             self.statistics.target_forwards += runtime.forwards - before
@@ -354,6 +356,12 @@ class _Call:
             return None
         self.closed.add(row)
         return []
+
+    def _behind(self, active: list[int]) -> list[int]:
+        """The rows that a batch waits for: it has ended when the last of them has."""
+        lengths = {row: self.texts.new_tokens(row) for row in active}
+        furthest = min(lengths.values(), default=0)
+        return [row for row, length in lengths.items() if length - furthest <= _ABREAST]
 
     def _depths(self, active: list[int], roots: list[int]) -> dict[int, int]:
         """How deep to draft: no node beyond a text's greatest length, a forward's reach, or the cache's room."""

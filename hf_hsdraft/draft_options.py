@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from .configuration_hsdraft import LIMITS
 from .drafter_files import few
 from .ngram_cache import MOST_LEADING
-from .pacing import Costs
+from .round_costs import Costs
 from .verification import VERIFICATIONS
 
 TREE_SIZINGS = ("cost", "fixed")

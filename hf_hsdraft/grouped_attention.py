@@ -3,8 +3,8 @@
 transformers repeats keys and values for every group wherever several tokens are read under a mask: on most accelerators
 the fast kernels want it so. On a CPU they do not, and the copies grow with the context. There the kernel takes the
 queries of a head in blocks of rows, and goes over all keys for each block; so the heads that share keys become rows of
-one head where that makes fewer blocks of many keys, and for a single token. That changes nothing but the rounding of
-sums.
+one head where that makes fewer blocks of many keys, for a single token, and in batches. That changes nothing but the
+rounding of sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 
 _BLOCK, _FEW = 32, 192  # the kernel takes so many rows of queries at once, of fewer rows than this
-_LONG = 1024  # keys from which on reading them less often outweighs laying out several tokens and their mask
+_LONG = 1024  # keys of a single text from which on reading them less often outweighs laying out several tokens
 _OTHER = ("position_bias", "cache", "softcap")  # what else sdpa looks at; layers that give any are left to it
 
 
@@ -95,7 +95,7 @@ def _attend(
     batch, heads, n, size = query.shape
     groups = heads // key.shape[1]
     of_all_heads = mask is None or mask.shape[1] == 1
-    worth_it = n == 1 or key.shape[2] >= _LONG
+    worth_it = n == 1 or batch > 1 or key.shape[2] >= _LONG
     if groups > 1 and of_all_heads and worth_it and _are_fewer_together(batch * key.shape[1], groups, n):
         query = query.reshape(batch, -1, groups * n, size)
         mask = None if mask is None else mask.repeat(1, 1, groups, 1)

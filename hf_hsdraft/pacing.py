@@ -1,21 +1,22 @@
 """How much to draft: as much as pays, by what forwards cost on this device and by what was accepted in this text.
 
 Time is counted in forwards of the target on one token. A draft of depth K costs a part of one, a verified node a
-hundredth or less, and every accepted token saves one. Three things are learnt: what forwards and drafts cost, from the
-first rounds; how often a drafted token of some probability is right; and how many a round yields. None of it changes
+hundredth or less, and every accepted token saves one. Three things are learnt: what forwards and drafts cost, see
+`round_costs`; how often a drafted token of some probability is right; and how many a round yields. None of it changes
 the distribution of what is emitted, and whoever gives the costs gets the same trees in every run.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from .draft_tree import DraftTree
+from .round_costs import Costs, MeasuredCosts
 
 # Lower ends of the bins of an edge's log-probability.
 _BINS = (-0.05, -0.15, -0.35, -0.7, -1.1, -1.6, -2.3, -3.0, -4.0, -5.0, -6.5, -8.0)
@@ -24,113 +25,8 @@ _PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, besid
 _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
-_TRIALS, _MOST_ROUNDS = 24, 60  # rounds until costs are known, or are assumed
-_USUAL_TREE = 0.02  # what a tree costs on CPUs beside its nodes
-_TREE_SPREAD = 0.03  # how far from it that usually is
-_FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a round costs, in forwards of one token.
-
-    Attributes:
-        tree: of reading a tree at all; node: of each of its nodes.
-        draft: of drafting at all; depth: of each depth drafted.
-    """
-
-    tree: float
-    node: float
-    draft: float
-    depth: float
-
-    @classmethod
-    def of(cls, node: float, depth: float) -> Costs:
-        """From the costs of a node and of a depth, the rest in proportion."""
-        return cls(0.0, node, depth, depth)
-
-    def verifying(self, nodes: int) -> float:
-        return self.tree + self.node * nodes if nodes else 0.0
-
-    def drafting(self, depth: int) -> float:
-        return self.draft + self.depth * depth if depth else 0.0
-
-
-_ASSUMED = Costs(tree=0.05, node=0.01, draft=0.1, depth=0.05)  # where a trial found out nothing
-
-
-@dataclass
-class CostTrial:
-    """Finds the costs out: the first rounds verify trees of three sizes in turn, and the least times count.
-
-    Attributes:
-        sizes: nodes of the trees that are asked for; 0 is a plain step. There may be fewer nodes to verify.
-        depth: of the drafts that are asked for; 0 if there is nothing that drafts.
-        rounds: timed so far.
-        forwards: for each number of nodes verified, the seconds of its forwards.
-        draft: depth and seconds of the quickest of the deepest drafts.
-    """
-
-    sizes: tuple[int, int, int]
-    depth: int
-    rounds: int = 0
-    forwards: dict[int, list[float]] = field(default_factory=dict)
-    draft: tuple[int, float] = (0, 0.0)
-
-    @classmethod
-    def of(cls, tree_size: int, depth: int) -> CostTrial:
-        return cls((tree_size, 0, max(tree_size // 3, 1)), depth)
-
-    def next_size(self) -> int | None:
-        """Nodes of the tree to verify in the next round, at most; `None` when all is known that can be."""
-        known = any(self.forwards) and (self.draft[0] > 0 or self.depth == 0)
-        if self.rounds >= (_TRIALS if known else _MOST_ROUNDS):
-            return None
-        return self.sizes[self.rounds % len(self.sizes)]
-
-    def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
-        """Takes a round that verified `nodes` after a draft of some depth."""
-        self.rounds += 1
-        self.forwards.setdefault(nodes, []).append(forward_seconds)
-        if depth > self.draft[0] or (depth == self.draft[0] > 0 and draft_seconds < self.draft[1]):
-            self.draft = depth, draft_seconds
-
-    def costs(self) -> Costs:
-        """Two digits of each: what is finer is noise, and would make trees differ from run to run."""
-        plain = self.forwards.get(0, [0.0])
-        trees = {nodes: times for nodes, times in self.forwards.items() if nodes > 0}
-        if not trees or min(plain) <= 0.0:
-            return _ASSUMED
-        one, repeated = min(plain), [times for times in self.forwards.values() if len(times) > 1]
-        apart = sum(len(times) * (statistics.median(times) - min(times)) for times in repeated)
-        noise = 0.5 * apart / max(sum(map(len, repeated)), 1) / one  # of a least time, roughly
-        share = 2.0 / sum(map(len, trees.values()))
-        points = [(nodes, min(times) / one - 1.0, share * len(times)) for nodes, times in trees.items()]
-        tree, node = _line(points, noise)
-        depth, draft = self.draft
-        values = (tree, node, _FIXED_PART * draft / one, (1 - _FIXED_PART) * draft / one / max(depth, 1))
-        return Costs(*(float(f"{value:.2g}") for value in values))
-
-
-def _line(points: Sequence[tuple[int, float, float]], noise: float) -> tuple[float, float]:
-    """What a tree costs and what each of its nodes: least squares, none below 0.
-
-    A few noisy times tell the two apart badly, so the noisier they are, the closer the first stays to what is usual.
-
-    Args:
-        points: number of nodes, cost of the whole tree, weight.
-        noise: of these costs.
-    """
-    usual = (max(noise, 1e-3) / _TREE_SPREAD) ** 2
-    total = sum(weight for _, _, weight in points) + usual
-    nodes = sum(weight * n for n, _, weight in points)
-    squares = sum(weight * n * n for n, _, weight in points)
-    costs = sum(weight * cost for _, cost, weight in points) + usual * _USUAL_TREE
-    products = sum(weight * n * cost for n, cost, weight in points)
-    node = max((total * products - nodes * costs) / (total * squares - nodes**2), 0.0)
-    tree = (costs - nodes * node) / total
-    return (tree, node) if tree >= 0.0 else (0.0, max(products / squares, 0.0))
+_HARDLY_FASTER = 1.15  # where it has to be known well what a plain round takes
 
 
 @dataclass
@@ -189,37 +85,36 @@ def _bin(log_prob: float) -> int:
 class Pace:
     """Decides round by round how deep to draft and which nodes to verify. One for a call, all its rows together.
 
+    A batch is done when its last row is, so those that are furthest behind decide: what is told of are their trees, and
+    tokens, and the others draft along.
+
     Args:
-        depth, tree_size: the most there may be.
-        costs: if they are known or given.
-        trial: finds them out otherwise.
-        on_known: told of what was found.
+        depth: the most there may be.
+        costs: as given, or as they are measured here.
     """
 
-    def __init__(
-        self,
-        depth: int,
-        tree_size: int,
-        costs: Costs | None = None,
-        trial: CostTrial | None = None,
-        on_known: Callable[[Costs], None] | None = None,
-    ) -> None:
-        self.costs = costs
-        self._trial = None if costs is not None else trial or CostTrial.of(tree_size, depth)
-        self._on_known = on_known
-        self._depth, self._tree_size = depth, tree_size
+    def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
+        self._measured = costs if isinstance(costs, MeasuredCosts) else None
+        self._given = costs if isinstance(costs, Costs) else None
+        self._depth = depth
         self._calibration = Calibration()
         # Of the tokens that each depth of a draft adds, less what verifying its nodes costs: a running mean.
         self._gains = [0.5 * 0.4**d for d in range(depth)]
         self._tokens, self._time = 2.0, 1.4  # emitted in a round and its time, running means
         self._pause = self._waited = self._drafts = 0
+        self._steps_plainly = False  # in this round, to see what that takes
         # Drafted tokens that were accepted of late, and that had been expected: in this tree, and in those before it.
         self._accepted, self._expected, self._promised = 0.0, 0.0, 0.0
 
     @property
     def measures(self) -> bool:
         """Whether rounds have to be timed."""
-        return self._trial is not None
+        return self._measured is not None
+
+    @property
+    def costs(self) -> Costs | None:
+        """`None` as long as nothing is known of them."""
+        return self._given if self._measured is None else self._measured.costs
 
     @property
     def _trust(self) -> float:
@@ -237,13 +132,17 @@ class Pace:
         Args:
             certain: probability that the next token is among those that are proposed without a draft.
         """
-        if self._trial is not None:
-            return self._depth if self._trial.next_size() else 0
-        assert self.costs is not None
+        costs = self.costs
+        if costs is None:
+            assert self._measured is not None
+            return self._depth if self._measured.next_size() else 0
+        self._steps_plainly = self._measured is not None and self._measured.aged and self.rate < _HARDLY_FASTER
+        if self._steps_plainly:
+            return 0
         gain, best, chosen = 0.0, 0.0, 0
         for depth, more in enumerate(self._gains, 1):
             gain += (1.0 - certain) * more * self._trust
-            worth = gain - self.rate * self.costs.drafting(depth)
+            worth = gain - self.rate * costs.drafting(depth)
             if worth > best:
                 best, chosen = worth, depth
         if chosen or certain > 0.5:
@@ -257,12 +156,13 @@ class Pace:
 
     def worth(self) -> float:
         """Tokens that a draft of the best depth gains of late, less what it costs; infinite while that is unknown."""
-        if self.costs is None:
+        costs = self.costs
+        if costs is None:
             return math.inf
         gain, best = 0.0, 0.0
         for depth, more in enumerate(self._gains, 1):
             gain += more * self._trust
-            best = max(best, gain - self.rate * self.costs.drafting(depth))
+            best = max(best, gain - self.rate * costs.drafting(depth))
         return best
 
     def scored(self, tree: DraftTree) -> DraftTree:
@@ -271,10 +171,10 @@ class Pace:
 
     def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
         """The same of a tree drafted to some depth just now; what each depth adds is noted."""
-        tree = self.scored(tree)
-        if self.costs is None:
+        tree, costs = self.scored(tree), self.costs
+        if costs is None:
             return tree
-        least = self.rate * self.costs.node
+        least = self.rate * costs.node
         gains = [0.0] * depth
         for level, score in zip(tree.depths[1:], tree.scores[1:], strict=True):
             gains[level - 1] += max(math.exp(score) - least, 0.0)
@@ -286,59 +186,56 @@ class Pace:
             elif level > 0:  # not drafted: as the last one that was, on in the same ratio
                 ratio = self._gains[level - 1] / self._gains[level - 2] if level > 1 and self._gains[level - 2] else 0.5
                 self._gains[level] = self._gains[level - 1] * min(ratio, 0.95)
-        if sum(gains) > self.rate * self.costs.drafting(depth):
+        if sum(gains) > self.rate * costs.drafting(depth):
             self._pause = 0
         return tree
 
-    def cut(self, tree: DraftTree) -> DraftTree:
-        """What of a tree is worth verifying."""
-        if self._trial is not None:
-            size = self._trial.next_size()
-            return tree if size is None else tree.first(size)
-        assert self.costs is not None
-        least = math.log(max(self.rate * self.costs.node / self._trust, 1e-9))
-        kept = tree.above(least)
-        expected = kept.expected_length()
-        if expected * self._trust <= self.rate * self.costs.verifying(len(kept) - 1):
-            return tree.first(0)
-        self._promised += expected
-        return kept
+    def size(self, trees: Sequence[DraftTree]) -> int:
+        """How many nodes of each tree are worth verifying in one forward, best first.
+
+        A forward over a batch is as wide as its largest tree, so a further node is one of every tree.
+        """
+        costs = self.costs
+        if costs is None:
+            assert self._measured is not None
+            return self._measured.next_size() or 0
+        ranked = [sorted(map(math.exp, tree.scores[1:]), reverse=True) for tree in trees]
+        gains = [sum(column) / len(trees) for column in zip_longest(*ranked, fillvalue=0.0)]
+        least = self.rate * costs.node / self._trust
+        size = 0 if self._steps_plainly else sum(gain >= least for gain in gains)
+        expected = sum(gains[:size])
+        if expected * self._trust <= self.rate * costs.verifying(size):
+            size = 0
+        self._promised = expected if size else 0.0
+        return size
 
     def learn(self, tree: DraftTree | None, tokens: Sequence[int]) -> None:
         """Takes what was emitted after the root of an uncut draft, as the drafter scored it."""
         if tree is not None:
             self._calibration.learn(tree, tokens)
 
-    def timed(
-        self, nodes: int, emitted: float, forward_seconds: float, depth: int, draft_seconds: float, rows: int = 1
-    ) -> None:
+    def timed(self, nodes: int, emitted: float, forward_seconds: float, depth: int, draft_seconds: float) -> None:
         """Takes how a round went.
 
         Args:
-            rows: that were drafted for.
-            nodes: verified in the largest tree; emitted: tokens a row, on average.
+            nodes: verified in the largest tree; emitted: tokens a row that decides, on average.
             depth: that was drafted.
         """
-        if self._trial is not None:
-            self._trial.add(nodes, forward_seconds, depth, draft_seconds)
-            if self._trial.next_size() is None:
-                self.costs, self._trial = self._trial.costs(), None
-                if self._on_known is not None:
-                    self._on_known(self.costs)
+        costs = self.costs
+        if self._measured is not None:
+            self._measured.add(nodes, forward_seconds, depth, draft_seconds)
+        if costs is None:
             return
-        assert self.costs is not None
         if nodes:
             self._accepted = _FADING * self._accepted + emitted - 1.0
-            self._expected = _FADING * self._expected + self._promised / max(rows, 1)
+            self._expected = _FADING * self._expected + self._promised
         self._promised = 0.0
-        time = 1.0 + self.costs.verifying(nodes) + self.costs.drafting(depth)
+        time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
         self._tokens += (1.0 - _FADING) * (emitted - self._tokens)
         self._time += (1.0 - _FADING) * (time - self._time)
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[Costs | None, CostTrial | None]]] = (
-    weakref.WeakKeyDictionary()
-)
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], MeasuredCosts]] = weakref.WeakKeyDictionary()
 
 
 def pace_for(target: Any, kind_of_call: tuple[Any, ...], depth: int, tree_size: int, given: Costs | None) -> Pace:
@@ -349,12 +246,6 @@ def pace_for(target: Any, kind_of_call: tuple[Any, ...], depth: int, tree_size: 
         given: goes before what was measured.
     """
     if given is not None:
-        return Pace(depth, tree_size, given)
-    known = _known.setdefault(target, {})
-    key = (*kind_of_call, depth, tree_size)
-    costs, trial = known.setdefault(key, (None, CostTrial.of(tree_size, depth)))
-
-    def keep(found: Costs) -> None:
-        known[key] = found, None
-
-    return Pace(depth, tree_size, costs, trial, keep)
+        return Pace(depth, given)
+    known, key = _known.setdefault(target, {}), (*kind_of_call, depth, tree_size)
+    return Pace(depth, known.setdefault(key, MeasuredCosts.of(tree_size, depth)))

@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,10 +229,12 @@ def forced(accepted: Sequence[int]) -> Iterator[list[float]]:
     path: list[int] = []  # nodes to accept in the round that is under way
 
     class Generator(HSCandidateGenerator):
-        def draft(self, max_depths: Mapping[int, int] | None = None) -> list[DraftTree]:
+        def draft(
+            self, max_depths: Mapping[int, int] | None = None, behind: Collection[int] | None = None
+        ) -> list[DraftTree]:
             length = accepted[len(times) % len(accepted)]
             times.append(time.perf_counter())
-            [tree] = super().draft(max_depths)
+            [tree] = super().draft(max_depths, behind)
             length = min(length, *(max_depths or {}).values(), len(tree) - 1)
             path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
             return [_along(tree, path)]

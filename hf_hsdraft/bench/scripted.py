@@ -7,7 +7,7 @@ branches. For checks of targets, whose text must not depend on any of it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,7 +82,9 @@ def scripted(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[None]:
             self._rows[row].root = int(next_tokens[-1])
             self._emitted[row] += len(next_tokens) if self._emitted[row] else 1
 
-        def draft(self, max_depths: Mapping[int, int] | None = None) -> list[DraftTree]:
+        def draft(
+            self, max_depths: Mapping[int, int] | None = None, behind: Collection[int] | None = None
+        ) -> list[DraftTree]:
             trees = []
             for row, limit in (max_depths or {}).items():
                 truth = list(texts[row][self._emitted[row] :])
