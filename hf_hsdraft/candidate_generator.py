@@ -118,7 +118,8 @@ class HSCandidateGenerator(CandidateGenerator):
         self.trained = isinstance(drafter, HSDrafter)  # there is a network that reads the target's hidden states
         self.drafter = cast(HSDrafter, drafter)  # what only such a one has is asked of no other
         self.weights = weights
-        self.options = (options or DraftOptions.of(drafter)).shared_by(batch_size)
+        self._of_a_call = options or DraftOptions.of(drafter)
+        self.options = self._of_a_call.shared_by(batch_size)
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self.drafted_depth = 0  # of the last round
         self._pace = pace
@@ -136,6 +137,10 @@ class HSCandidateGenerator(CandidateGenerator):
         self._rows = [
             _Row(ngrams=NgramCache(length, frozen, weights.vocab_size) if length else None) for _ in range(batch_size)
         ]
+
+    def share_among(self, rows: int, pace: Pace | None) -> None:
+        """From here on so many rows of the batch share what is verified; the others have ended."""
+        self.options, self._pace = self._of_a_call.shared_by(rows), pace
 
     def memory(self, length: int) -> DraftMemory:
         """What has been read of a single text of `length` tokens."""
@@ -220,10 +225,9 @@ class HSCandidateGenerator(CandidateGenerator):
             trees[rows[0]] = self._pace.scored(reused)
         elif depth:
             hidden = self._rolled(rows, depth)
-            for row, tree in zip(
-                rows, self._trees(rows, hidden, [min(wanted[row], depth) for row in rows]), strict=True
-            ):
-                self._rows[row].tree = tree
+            drafted = self._trees(rows, hidden, [min(wanted[row], depth) for row in rows])
+            for row, tree in zip(rows, drafted, strict=True):
+                self._rows[row].tree = trees[row] = tree
                 if self._pace is not None:
                     trees[row] = self._pace.weighed(tree, depth) if row in deciding else self._pace.scored(tree)
         for row in rows:

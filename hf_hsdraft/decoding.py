@@ -34,6 +34,7 @@ from .working_weights import WorkingWeights, working_weights
 logger = logging.get_logger(__name__)
 
 _MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
+_FEWER = 0.75  # of a batch's rows that still grow, from which on the ended ones leave it: that moves the cache
 _ABREAST = 4  # tokens that a row of a batch may be ahead of the last one and still count as it
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
 
@@ -242,9 +243,12 @@ class _Call:
     pace: Pace | None = None
     foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
+    read: list[int] = field(default_factory=list)  # rows that the target's forwards are of
+    rows_leave: bool = False  # when they have ended
 
     def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
         runtime, texts, rows = self.runtime, self.texts, range(len(input_ids))
+        self.read = list(rows)
         output = runtime.prefill(input_ids, generation_config)
         self.clock.stop("prefill_seconds")
         recorder = _Recorder(runtime, generation_config)
@@ -255,23 +259,29 @@ class _Call:
         if self.statistics is not None:
             self.statistics.target_forwards, self.statistics.row_forwards = 1, len(rows)
         generator = None
+        outlives = self.statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
         if texts.active or self.synced_gpus:
             positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
             generator = self._generator(output, positions)
+            several = len(rows) > 1 and not self.synced_gpus and not recorder.records
+            self.rows_leave = several and runtime.let_rows_leave(keep=outlives)
             _read_prompts(generator, texts, output, positions, runtime.attended, inputs_embeds)
         texts.stream()
         done = not texts.active
         while self.target._has_unfinished_sequences(done, self.synced_gpus, device=input_ids.device):
             assert generator is not None
+            if self.rows_leave:
+                self._leave_ended(generator, positions)
             self._round(generator, positions, recorder)
             done = not texts.active
+        if outlives and not self.synced_gpus:
+            self._read_ends()
         runtime.finish(texts.sequences())
-        outlives = self.statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
         if outlives and generator is not None and generator.trained and len(rows) == 1:
             setattr(runtime.cache, _MEMORY, generator.memory(runtime.length + 1))
 
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
-        options = _as_the_target_can(self, output, positions.roots)
+        options = self.options = _as_the_target_can(self, output, positions.roots)
         rows = len(self.texts.rows)
         self.pace = self._pace(options, max(positions.roots))
         generator = HSCandidateGenerator(
@@ -292,19 +302,54 @@ class _Call:
             return None
         return self.stack.enter_context(static_roll_out(drafter, working, slots, options.depth, config))
 
-    def _pace(self, options: DraftOptions, position: int) -> Pace | None:
-        """How much to draft, where that follows from costs: of this device, drafter, batch and length of text."""
-        options, depth = options.shared_by(len(self.texts.rows)), 0
+    def _read_ends(self) -> None:
+        """Rows that ended in the last round, but not as the longest: plain decoding reads their ends too."""
+        texts, runtime, before = self.texts, self.runtime, self.runtime.forwards
+        rows = [row for row in self.read if row not in self.closed and texts.rows[row].ids.shape[1] < texts.length()]
+        if not rows or not runtime.trees:
+            return
+        trees = [DraftTree.root(texts.last_token(row)) for row in self.read]
+        with runtime.undone_on_error():
+            runtime.verify(trees, texts.batch())
+            runtime.commit(trees, [[] if row in rows else None for row in self.read])
+        if self.statistics is not None:
+            self.statistics.target_forwards += runtime.forwards - before
+
+    def _leave_ended(self, generator: HSCandidateGenerator, positions: _Positions) -> None:
+        """Rows that have ended are read no more; sized by cost, the others' trees share what is verified."""
+        staying = [row for row in self.read if row not in self.closed]
+        if not staying or len(staying) > _FEWER * len(self.read):
+            return
+        self.runtime.read_only([self.read.index(row) for row in staying])
+        share, self.read = len(staying) / len(self.read), staying
+        if self.pace is not None:  # sizes that are fixed stay so
+            self.pace = self._pace(self.options, max(positions.roots[row] for row in staying), share)
+            generator.share_among(len(staying), self.pace)
+
+    def _pace(self, options: DraftOptions, position: int, share: float = 1.0) -> Pace | None:
+        """How much to draft, where that follows from costs: of this device, drafter, batch and length of text.
+
+        Args:
+            share: of the rows that were read until now, how many still are.
+        """
+        rows, depth = len(self.read), 0
+        options = options.shared_by(rows)
         if options.tree_sizing == "fixed" or options.depth == 0:
             return None
-        kind = *kind_of_call(self.runtime), options.beam_width, len(self.texts.rows), (position >> 10).bit_length()
+        kind = (
+            *kind_of_call(self.runtime),
+            options.beam_width,
+            (position >> 10).bit_length(),
+            rows,
+            len(self.texts.rows),
+        )
         kind = *kind, self.foresight.kind if self.foresight else None  # draws take time
         kind = *kind, self.runtime.compile_config is not None
         if isinstance(self.drafter, HSDrafter):
             config, depth = self.drafter.config, options.depth
             sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size
             kind = *kind, *sizes, self.drafter.dtype, self.drafter.device
-        return pace_for(self.target, kind, depth, options.tree_size, options.costs)
+        return pace_for(self.target, kind, depth, options.tree_size, options.costs, self.pace, share)
 
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
         runtime, texts, clock = self.runtime, self.texts, self.clock
@@ -312,16 +357,16 @@ class _Call:
         clock.start()
         timer = time.perf_counter if self.pace is not None and self.pace.measures else float
         began = timer()
-        trees = [DraftTree.root(texts.last_token(row)) for row in range(len(texts.rows))]
+        trees = {row: DraftTree.root(texts.last_token(row)) for row in self.read}
+        place = {row: index for index, row in enumerate(self.read)}
         behind = self._behind(active)
-        for row, tree in zip(active, generator.draft(self._depths(active, positions.roots), behind), strict=True):
-            trees[row] = tree
+        trees.update(zip(active, generator.draft(self._depths(active, positions.roots), behind), strict=True))
         clock.stop("draft_seconds")
         drafted = timer()
         before = runtime.forwards
         with runtime.undone_on_error():
-            output = runtime.verify(trees, texts.batch())
-            verdicts = {row: texts.walk(row, trees[row], output.logits[row]) for row in active}
+            output = runtime.verify(list(trees.values()), texts.batch())
+            verdicts = {row: texts.walk(row, trees[row], output.logits[place[row]]) for row in active}
             if runtime.in_step and active:
                 shortest = min(len(verdict.path) for verdict in verdicts.values())
                 verdicts = {row: verdict.cut(trees[row], shortest) for row, verdict in verdicts.items()}
@@ -330,16 +375,16 @@ class _Call:
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
             texts.stream()
-            runtime.commit(trees, [self._path(row, verdicts) for row in range(len(trees))])
+            runtime.commit(list(trees.values()), [self._path(row, verdicts) for row in self.read])
         for row, verdict in verdicts.items():
             generator.settle([trees[row].tokens[node] for node in verdict.path], row, verdict.next_token)
-            _read_path(generator, texts, output, positions, row, verdict)
+            _read_path(generator, texts, output.taps[place[row]], positions, row, verdict)
         if runtime.in_step and active:  # rows that have ended are read on with the others
-            for row in set(range(len(trees))) - set(active):
+            for row in set(trees) - set(active):
                 positions.roots[row] += 1 + shortest
         if self.pace is not None and active:
             emitted = 1 + sum(len(verdicts[row].path) for row in behind) / len(behind)
-            nodes = max(map(len, trees)) - 1
+            nodes = max(map(len, trees.values())) - 1
             self.pace.timed(nodes, emitted, verified - drafted, generator.drafted_depth, drafted - began)
         clock.stop("commit_seconds")
         if self.statistics is not None and active:
@@ -478,17 +523,17 @@ def _read_prompts(
 def _read_path(
     generator: HSCandidateGenerator,
     texts: DecodedTexts,
-    output: TargetOutput,
+    taps: torch.Tensor,
     positions: _Positions,
     row: int,
     verdict: Verdict,
 ) -> None:
-    """Hands the taps of a root and its accepted path to the drafter."""
+    """Hands the taps of a root and its accepted path to the drafter, of those of its tree `[nodes, taps * D]`."""
     emitted = len(verdict.path) + 1
-    nodes = on_device([0, *verdict.path], output.taps.device)
+    nodes = on_device([0, *verdict.path], taps.device)
     places = torch.arange(positions.roots[row], positions.roots[row] + emitted)
     tokens = texts.rows[row].emitted
-    generator.read(output.taps[row, nodes], torch.tensor(tokens), places, row)
+    generator.read(taps[nodes], torch.tensor(tokens), places, row)
     generator.remember(tokens, row)
     positions.roots[row] += emitted
 
@@ -503,10 +548,10 @@ class _Recorder:
         self._attentions = bool(wanted and config.output_attentions)
 
     def prompt(self, row: int) -> list[StepOutputs]:
-        return [self._runtime.prompt_outputs(row, self._states, self._attentions)] if self._any else []
+        return [self._runtime.prompt_outputs(row, self._states, self._attentions)] if self.records else []
 
     def path(self, row: int, path: list[int]) -> list[StepOutputs]:
-        if not self._any:
+        if not self.records:
             return []
         nodes = [0, *path]
         return [
@@ -515,7 +560,7 @@ class _Recorder:
         ]
 
     @property
-    def _any(self) -> bool:
+    def records(self) -> bool:
         return self._states or self._attentions
 
 

@@ -63,10 +63,6 @@ class DraftTree:
         ranked = sorted(range(1, len(self)), key=lambda node: -self.scores[node])
         return self if size >= len(self) - 1 else self._of({0, *ranked[:size]})
 
-    def above(self, least: float) -> DraftTree:
-        """Its nodes whose score is at least `least`."""
-        return self._of({0, *(node for node in range(1, len(self)) if self.scores[node] >= least)})
-
     def _of(self, kept: set[int]) -> DraftTree:
         """A part that holds the parent of each of its nodes."""
         nodes = sorted(kept)

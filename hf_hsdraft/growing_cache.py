@@ -51,6 +51,10 @@ class GrowingLayer(DynamicLayer):
         self.values = self._appended(1, self.values, value_states)
         return self.keys, self.values
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._rooms = [None, None]  # the buffers held the other rows too
+
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         room, length = self._rooms[which], held.shape[-2]
         end = length + new.shape[-2]

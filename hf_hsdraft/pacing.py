@@ -26,7 +26,6 @@ _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
-_HARDLY_FASTER = 1.15  # where it has to be known well what a plain round takes
 
 
 @dataclass
@@ -85,8 +84,8 @@ def _bin(log_prob: float) -> int:
 class Pace:
     """Decides round by round how deep to draft and which nodes to verify. One for a call, all its rows together.
 
-    A batch is done when its last row is, so those that are furthest behind decide: what is told of are their trees, and
-    tokens, and the others draft along.
+    A batch is done when its last row is, so the rows that are furthest behind decide: `weighed`, `size` and `timed` are
+    told of theirs alone. The other rows draft and verify as much.
 
     Args:
         depth: the most there may be.
@@ -94,7 +93,7 @@ class Pace:
     """
 
     def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
-        self._measured = costs if isinstance(costs, MeasuredCosts) else None
+        self.measured = costs if isinstance(costs, MeasuredCosts) else None
         self._given = costs if isinstance(costs, Costs) else None
         self._depth = depth
         self._calibration = Calibration()
@@ -106,15 +105,24 @@ class Pace:
         # Drafted tokens that were accepted of late, and that had been expected: in this tree, and in those before it.
         self._accepted, self._expected, self._promised = 0.0, 0.0, 0.0
 
+    def take_over(self, before: Pace) -> None:
+        """Goes on with what another pace has learnt of the text."""
+        self._calibration, self._drafts = before._calibration, before._drafts
+        gains = before._gains[: self._depth]
+        self._gains = gains + [gains[-1] * 0.5 ** (d + 1) if gains else 0.0 for d in range(self._depth - len(gains))]
+        self._tokens, self._time = before._tokens, before._time
+        self._pause, self._waited = before._pause, before._waited
+        self._accepted, self._expected = before._accepted, before._expected
+
     @property
     def measures(self) -> bool:
         """Whether rounds have to be timed."""
-        return self._measured is not None
+        return self.measured is not None
 
     @property
     def costs(self) -> Costs | None:
         """`None` as long as nothing is known of them."""
-        return self._given if self._measured is None else self._measured.costs
+        return self._given if self.measured is None else self.measured.costs
 
     @property
     def _trust(self) -> float:
@@ -134,9 +142,9 @@ class Pace:
         """
         costs = self.costs
         if costs is None:
-            assert self._measured is not None
-            return self._depth if self._measured.next_size() else 0
-        self._steps_plainly = self._measured is not None and self._measured.aged and self.rate < _HARDLY_FASTER
+            assert self.measured is not None
+            return self._depth if self.measured.next_size() else 0
+        self._steps_plainly = self.measured is not None and self.measured.wants_plain(self.rate)
         if self._steps_plainly:
             return 0
         gain, best, chosen = 0.0, 0.0, 0
@@ -197,8 +205,8 @@ class Pace:
         """
         costs = self.costs
         if costs is None:
-            assert self._measured is not None
-            return self._measured.next_size() or 0
+            assert self.measured is not None
+            return self.measured.next_size() or 0
         ranked = [sorted(map(math.exp, tree.scores[1:]), reverse=True) for tree in trees]
         gains = [sum(column) / len(trees) for column in zip_longest(*ranked, fillvalue=0.0)]
         least = self.rate * costs.node / self._trust
@@ -222,8 +230,8 @@ class Pace:
             depth: that was drafted.
         """
         costs = self.costs
-        if self._measured is not None:
-            self._measured.add(nodes, forward_seconds, depth, draft_seconds)
+        if self.measured is not None:
+            self.measured.add(nodes, forward_seconds, depth, draft_seconds)
         if costs is None:
             return
         if nodes:
@@ -238,14 +246,30 @@ class Pace:
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], MeasuredCosts]] = weakref.WeakKeyDictionary()
 
 
-def pace_for(target: Any, kind_of_call: tuple[Any, ...], depth: int, tree_size: int, given: Costs | None) -> Pace:
+def pace_for(
+    target: Any,
+    kind_of_call: tuple[Any, ...],
+    depth: int,
+    tree_size: int,
+    given: Costs | None,
+    before: Pace | None = None,
+    share: float = 1.0,
+) -> Pace:
     """The pace of a call, with the costs that are known of calls of its kind; a trial may take several calls.
 
     Args:
         kind_of_call: whatever costs depend on beside the target; hashable.
         given: goes before what was measured.
+        before: of the same call, while more rows were read; share: what part of them is read now.
     """
     if given is not None:
-        return Pace(depth, given)
-    known, key = _known.setdefault(target, {}), (*kind_of_call, depth, tree_size)
-    return Pace(depth, known.setdefault(key, MeasuredCosts.of(tree_size, depth)))
+        pace = Pace(depth, given)
+    else:
+        known, key = _known.setdefault(target, {}), (*kind_of_call, depth, tree_size)
+        if key not in known:
+            alike = before.measured.of_fewer(share, tree_size, depth) if before and before.measured else None
+            known.setdefault(key, alike or MeasuredCosts.of(tree_size, depth))
+        pace = Pace(depth, known[key])
+    if before is not None:
+        pace.take_over(before)
+    return pace

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _TRIALS, _MOST_ROUNDS = 24, 60  # rounds until costs are known, or are assumed
 _USUAL_TREE = 0.02  # what a tree costs on CPUs beside its nodes
@@ -15,8 +15,9 @@ _TREE_SPREAD = 0.03  # how far from it that usually is
 _FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
 _FADING = 0.97  # of the weight of earlier rounds, with each further one
 _PLAIN_WEIGHT = 0.2  # of the newest plain round in their running mean
-_PRIOR_TREES, _PRIOR_DRAFTS = 4, 4  # of the greatest size, that what the trial found counts for
+_PRIOR_ROUNDS = 8  # that what the trial found counts for, with a third of the greatest size
 _AGED = 24  # rounds without a plain one, until what a plain one takes may have changed
+_HARDLY_FASTER = 1.15  # than plain decoding: there it has to be known well what a plain round takes
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class CostTrial:
             self.draft = depth, draft_seconds
 
     def costs(self) -> Costs:
-        """Two digits of each: what is finer is noise, and would make trees differ from run to run."""
+        """Two digits of each; what is finer is noise."""
         plain = self.forwards.get(0, [0.0])
         trees = {nodes: times for nodes, times in self.forwards.items() if nodes > 0}
         if not trees or min(plain) <= 0.0:
@@ -130,13 +131,14 @@ class MeasuredCosts:
 
     Attributes:
         trial: until it has ended.
-        plain: seconds of a round that verified nothing, a running mean.
-        nodes, depths: verified and drafted of late; wider, deeper: what that took beyond what the trial said.
+        plain: seconds of a round that verified nothing, a running mean; `None` before the first one.
+        nodes, depths: verified and drafted of late, what the trial's word counts for included.
+        wider, deeper: what those took beyond that word.
         since: rounds since the last plain one.
     """
 
     trial: CostTrial
-    plain: float = 0.0
+    plain: float | None = None
     nodes: float = 0.0
     depths: float = 0.0
     wider: float = 0.0
@@ -147,21 +149,35 @@ class MeasuredCosts:
     @classmethod
     def of(cls, tree_size: int, depth: int) -> MeasuredCosts:
         """Of trees and drafts that are no larger."""
-        return cls(CostTrial.of(tree_size, depth))
+        return cls(
+            CostTrial.of(tree_size, depth), nodes=_PRIOR_ROUNDS * tree_size / 3, depths=_PRIOR_ROUNDS * depth / 3
+        )
 
     @property
     def costs(self) -> Costs | None:
         """`None` while the trial goes on."""
         if self._found is None:
             return None
-        found, prior = self._found, (_PRIOR_TREES * self.trial.sizes[0], _PRIOR_DRAFTS * max(self.trial.depth, 1))
-        node, depth = self.wider / (self.nodes + prior[0]), self.deeper / (self.depths + prior[1])
-        return Costs(found.tree, max(found.node + node, 0.0), found.draft, max(found.depth + depth, 0.0))
+        node = self._found.node + self.wider / self.nodes
+        depth = self._found.depth + (self.deeper / self.depths if self.depths else 0.0)
+        return replace(self._found, node=max(node, 0.0), depth=max(depth, 0.0))
 
-    @property
-    def aged(self) -> bool:
-        """Whether what a plain round takes was last seen long ago."""
-        return self.since >= _AGED
+    def of_fewer(self, share: float, tree_size: int, depth: int) -> MeasuredCosts | None:
+        """What rounds probably cost that read only a `share` of the rows; `None` while the trial goes on."""
+        costs = self.costs
+        if costs is None:
+            return None
+        fewer = MeasuredCosts.of(tree_size, depth)
+        fewer._found = replace(costs, node=costs.node * share)
+        return fewer
+
+    def wants_plain(self, rate: float) -> bool:
+        """Whether the next round had better be a plain one, for what that takes.
+
+        Args:
+            rate: tokens emitted in the time of a plain round; if that is many, it need not be known so well.
+        """
+        return self.plain is None or (self.plain > 0.0 and self.since >= _AGED and rate < _HARDLY_FASTER)
 
     def next_size(self) -> int | None:
         """Nodes of the tree that the trial would have verified, at most; `None` after it."""
@@ -175,16 +191,18 @@ class MeasuredCosts:
                 self._found = self.trial.costs()
                 self.plain = statistics.median(self.trial.forwards.get(0, [0.0]))
             return
-        self.nodes, self.wider = _FADING * self.nodes + nodes, _FADING * self.wider
-        self.depths, self.deeper = _FADING * self.depths + depth, _FADING * self.deeper
         self.since = self.since + 1 if nodes else 0
-        if self.plain <= 0.0:
-            return
         if nodes == 0:
-            self.plain += _PLAIN_WEIGHT * (min(forward_seconds, 2.0 * self.plain) - self.plain)
-        else:
-            self.wider += _beyond(forward_seconds / self.plain - 1.0, self._found.verifying(nodes))
-        self.deeper += _beyond(draft_seconds / self.plain, self._found.drafting(depth)) if depth else 0.0
+            plain = self.plain or forward_seconds
+            self.plain = plain + _PLAIN_WEIGHT * (min(forward_seconds, 2.0 * plain) - plain)
+        if not self.plain:  # nothing to compare with, or too coarse a clock
+            return
+        if nodes:
+            beyond = _beyond(forward_seconds / self.plain - 1.0, self._found.verifying(nodes))
+            self.nodes, self.wider = _FADING * self.nodes + nodes, _FADING * self.wider + beyond
+        if depth:
+            beyond = _beyond(draft_seconds / self.plain, self._found.drafting(depth))
+            self.depths, self.deeper = _FADING * self.depths + depth, _FADING * self.deeper + beyond
 
 
 def _beyond(cost: float, said: float) -> float:

@@ -23,6 +23,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from .draft_tree import DraftTree
+from .ended_rows import EndedRows, can_leave
 from .grouped_attention import grouped_attention
 from .growing_cache import give_room_back, make_room
 from .static_cache import CompiledCalls, StaticSlots, move_slots
@@ -93,6 +94,7 @@ class TargetRuntime:
         self._static: StaticSlots | None = None  # of a static cache
         self._fixed = 0  # columns of every forward over trees there
         self._compiled: CompiledCalls | None = None
+        self._ended: EndedRows | None = None  # where rows may leave the batch
         self.forwards = 0
         self.cached_before = 0  # slots the cache of the call came with
         if self._kwargs.get("past_key_values") is not None:
@@ -204,6 +206,34 @@ class TargetRuntime:
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             make_room(self._text_cache)
 
+    def let_rows_leave(self, keep: bool) -> bool:
+        """Prepares for `read_only`; returns whether that is possible with this cache and what the target is given.
+
+        Args:
+            keep: the cache is for more than this call.
+        """
+        known = (self._mask_key, self._position_key, "inputs_embeds", "output_hidden_states")
+        if self.trees and not self._is_encoder_decoder and can_leave(self.target, self._kwargs, known, self.cache):
+            self._ended = EndedRows(self.num_rows, keep)
+        return self._ended is not None
+
+    def read_only(self, staying: Sequence[int]) -> None:
+        """From here on forwards are of some rows alone, in this order; the others have ended, and their end was read.
+
+        Args:
+            staying: their places in the batch as it is read now.
+        """
+        assert self._ended is not None
+        before = self.num_rows
+        self._ended.take_out(self.cache, staying, self._kept)
+        self._kept = [self._kept[place] for place in staying]
+        places = on_device(staying, self.target.device)
+        if self._attended is not None and len(self._attended) == before:
+            self._attended = self._attended[places]
+        if self._last_positions is not None and self._last_positions.shape[-1] == before:
+            self._last_positions = self._last_positions[..., places]
+        self._drop(self.length - max(self._kept))
+
     @property
     def length(self) -> int:
         """Slots that the cache has filled."""
@@ -235,14 +265,15 @@ class TargetRuntime:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
         Args:
-            input_ids: `[B, length]`, the rows' texts up to and with the roots, left of them anything.
+            input_ids: `[B, length]`, the texts of all rows of the call up to and with the roots, left of them anything.
         """
         self._raw = None  # a compiled forward writes there again
         self._columns = max(map(len, trees))
         plain_step = len(trees) == 1 and self._columns == 1  # as plain decoding takes it, whose forward is compiled too
         if self._static is not None and self._static.left >= self._fixed and not plain_step:
             self._columns = max(self._columns, self._fixed)
-        if self.trees and (self._columns > 1 or len(trees) > 1):
+        # Of rows that have left, `input_ids` and the model's inputs still tell.
+        if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
             self._read = self._columns
             self._raw = self._read_trees(trees)
             return self._output(self._raw)
@@ -346,6 +377,8 @@ class TargetRuntime:
         if self._unread:
             self._catch_up(input_ids[:, :-1])
         new_tokens = input_ids.shape[1] - self._prompt_length
+        if self._ended is not None:
+            self._ended.put_back(self.cache, self._prompt_slots + new_tokens - 1)
         surplus = self.length - (self._prompt_slots + new_tokens - 1)
         if not self._recurrent:
             self._drop(max(surplus, 0))

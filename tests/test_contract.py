@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +25,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft import HSDraftConfig, HSDrafter, decoding
 from hf_hsdraft.bench.scripted import scripted
+from hf_hsdraft.ended_rows import EndedRows
+from hf_hsdraft.pacing import Pace
 from hf_hsdraft.target_limits import cache_layers
 
 NEW = 24
@@ -497,3 +501,186 @@ def test_the_cache_of_a_row_that_ended_holds_its_end(chatty):
                 held = min(length, theirs.keys.shape[2])
                 torch.testing.assert_close(ours.keys[row, :, :held], theirs.keys[row, :, :held], atol=1e-4, rtol=1e-4)
     assert found > 3
+
+
+@pytest.fixture
+def rows_read(monkeypatch):
+    """Makes a target note how many rows each forward reads, from the call of the returned function on."""
+
+    def note(target):
+        counts, forward = [], target.forward
+
+        @functools.wraps(forward)
+        def noting(*args, **kwargs):
+            counts.append(len(kwargs["input_ids"]))
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(target, "forward", noting)
+        return counts
+
+    return note
+
+
+def ending_apart(target, rows=4):
+    """A padded batch whose rows end at different lengths, the last one at the greatest; prompts and end tokens."""
+    for seed in range(100):
+        inputs = batch_of(rows, seed=seed)
+        free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+        ends = [row[3 + 5 * index] for index, row in enumerate(free[:-1])]
+        lengths = [_length(row, ends) for row in free]
+        if sorted(set(lengths)) == sorted(lengths) and max(lengths) - sorted(lengths)[-2] > 4:
+            return inputs, ends
+    raise AssertionError("no such batch found")
+
+
+def test_rows_that_have_ended_are_read_no_more(target, drafter, rows_read):
+    inputs, ends = ending_apart(target)
+    call = {"eos_token_id": ends, "output_scores": True, "output_logits": True}
+    plain = target.generate(
+        **inputs, **call, do_sample=False, max_new_tokens=NEW, pad_token_id=0, return_dict_in_generate=True
+    )
+    counts = rows_read(target)
+    _, drafted = compare(target, drafter, inputs, seed=2, script=plain.sequences[:, 12:].tolist(), **call)
+    counts = counts[len(counts) // 2 :]
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert counts[-1] == 1 and counts == sorted(counts, reverse=True)
+    for name in ("scores", "logits"):
+        assert len(drafted[name]) == len(plain[name])
+    for row, tokens in enumerate(plain.sequences[:, 12:].tolist()):
+        length = _length(tokens, ends)
+        for ours, theirs in zip(drafted.logits[:length], plain.logits[:length], strict=True):
+            torch.testing.assert_close(ours[row], theirs[row], atol=2e-4, rtol=2e-4)
+        for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            assert ours.keys.shape == theirs.keys.shape
+            held = min(12 + length, theirs.keys.shape[2])
+            torch.testing.assert_close(ours.keys[row, :, :held], theirs.keys[row, :, :held], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours.values[row, :, :held], theirs.values[row, :, :held], atol=1e-4, rtol=1e-4)
+
+
+WHY_ROWS_STAY = ["own cache", "attentions", "synced", "windows", "token types", "lists", "hooks"]
+
+
+@pytest.mark.parametrize("why", WHY_ROWS_STAY)
+def test_all_rows_are_read_to_the_end_where_they_cannot_leave(target, rows_read, monkeypatch, why):
+    target = make_windowed("eager") if why == "windows" else make_target("eager") if why == "attentions" else target
+    inputs, ends = ending_apart(target)
+    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    if why == "attentions":
+        call |= {"output_attentions": True, "return_dict_in_generate": True}
+    monkeypatch.setattr(type(target), "_has_unfinished_sequences", lambda self, done, *args, **kwargs: not done)
+    expected = target.generate(**inputs, **call)
+    if why == "own cache":
+        call["past_key_values"] = DynamicCache(config=target.config)
+    elif why == "synced":
+        call["synced_gpus"] = True
+    elif why in ("token types", "lists"):  # a target that is given more of each row, and needs it
+        call["token_type_ids" if why == "token types" else "adapter_names"] = (
+            torch.zeros_like(inputs["input_ids"]) if why == "token types" else ["one"] * 4
+        )
+        monkeypatch.setattr(type(target), "_validate_model_kwargs", lambda *args: None)
+    counts = rows_read(target)
+    hook = target.model.register_forward_pre_hook(lambda *args: None) if why == "hooks" else None
+    drafted = target.generate(**inputs, **call, assistant_model=make_drafter(target))
+    if hook is not None:
+        hook.remove()
+    assert set(counts) == {4}
+    sequences = [output if isinstance(output, torch.Tensor) else output.sequences for output in (expected, drafted)]
+    assert sequences[0].tolist() == sequences[1].tolist()
+
+
+def test_adapters_of_each_row(target):
+    """peft tells the layers which adapter each row has, by hooks around the call."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = make_target()
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.eval()
+    inputs, ends = ending_apart(target)
+    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    call["adapter_names"] = ["default", "other", "__base__", "default"]
+    plain = model.generate(**inputs, **call)
+    assert model.generate(**inputs, **call, assistant_model=make_drafter(base)).tolist() == plain.tolist()
+
+
+def test_nothing_is_held_of_a_cache_that_nobody_sees(target, drafter, monkeypatch):
+    inputs, ends = ending_apart(target)
+    held, put_back = [], EndedRows.put_back
+    monkeypatch.setattr(
+        EndedRows, "put_back", lambda self, *args: (held.append(len(self._held)), put_back(self, *args))
+    )
+    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    for wanted in (False, True):
+        target.generate(**inputs, **call, assistant_model=drafter, return_dict_in_generate=wanted)
+    assert held[0] == 0 < held[1]
+
+
+@pytest.mark.parametrize("make", [make_target, make_windowed])
+def test_the_cache_holds_the_end_of_every_row(make):
+    """Also of a row that ends in the last round while a longer one, that ended before, decides the length."""
+    target, found = make(), 0
+    for seed in range(60):
+        inputs = batch_of(3, seed=seed)
+        free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+        ends = [row[(3, 9, 14)[index]] for index, row in enumerate(free)]
+        plain, drafted = compare(target, make_drafter(target), inputs, seed=seed, eos_token_id=ends)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        lengths = [_length(row, ends) for row in plain.sequences[:, 12:].tolist()]
+        found += len(set(lengths)) > 1
+        for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            for row, length in enumerate(lengths):
+                gone = plain.past_key_values.get_seq_length() - theirs.keys.shape[2]
+                held = slice(int((inputs["attention_mask"][row] == 0).sum()), max(12 + length - gone, 0))
+                torch.testing.assert_close(ours.keys[row, :, held], theirs.keys[row, :, held], atol=2e-4, rtol=2e-4)
+    assert found > 20
+
+
+def test_the_rows_that_a_batch_waits_for_are_the_last_ones():
+    lengths = {0: 30, 2: 12, 3: 16, 5: 17}
+    call = SimpleNamespace(texts=SimpleNamespace(new_tokens=lengths.__getitem__))
+    assert decoding._Call._behind(call, [0, 2, 3, 5]) == [2, 3]
+    assert decoding._Call._behind(call, [0]) == [0] and decoding._Call._behind(call, []) == []
+
+
+def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(target, monkeypatch):
+    """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
+    inputs, ends = ending_apart(target)
+    drafter = make_drafter(target, tree_size=24)
+    asked, sizes, size, draft = [], [], Pace.size, decoding.HSCandidateGenerator.draft
+
+    def noting_trees(self, trees):
+        asked.append([tree.tokens[0] for tree in trees])
+        return size(self, trees)
+
+    def noting_sizes(self, max_depths, behind):
+        sizes.append((len(max_depths), self.options.tree_size))
+        trees = draft(self, max_depths, behind)
+        if len(asked[-1]) == 1 and len(trees) > 1:  # the last row alone was asked, and the others verify as much
+            last = trees[list(max_depths).index(behind[0])]
+            assert asked[-1] == [last.tokens[0]] and max(map(len, trees)) >= len(last)
+        return trees
+
+    monkeypatch.setattr(decoding._Call, "_behind", lambda self, active: active[-1:])
+    monkeypatch.setattr(Pace, "size", noting_trees)
+    monkeypatch.setattr(decoding.HSCandidateGenerator, "draft", noting_sizes)
+    call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    target.generate(**inputs, **call, assistant_model=drafter)
+    assert {len(trees) for trees in asked} == {1} and len(asked) > 5
+    assert dict(sizes)[4] == 4 and dict(sizes)[1] == 24
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rows_leave_one_after_the_other_whatever_is_drafted(target, do_sample):
+    """A real drafter, sizes by cost: the texts are those of every row alone."""
+    inputs, ends = ending_apart(target)
+    drafter = make_drafter(target)
+    call = {"eos_token_id": ends, "do_sample": do_sample, "max_new_tokens": NEW, "pad_token_id": 0}
+    texts = []
+    for sizing in ("fixed", "cost", "cost"):
+        drafter.generation_config.tree_sizing = sizing
+        torch.manual_seed(5)
+        texts.append(target.generate(**inputs, **call, assistant_model=drafter).tolist())
+    assert texts[0] == texts[1] == texts[2]
+    if not do_sample:
+        assert texts[0] == target.generate(**inputs, **call).tolist()

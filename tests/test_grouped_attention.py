@@ -243,3 +243,13 @@ def test_every_round_of_a_call_joins_heads_and_the_prompt_does_not(kernel_calls,
     prompt_calls, *rounds = seen
     assert all(rows == 12 for _, rows, _ in prompt_calls)
     assert rounds and all(call[0] == call[2] == key_heads for calls in rounds for call in calls)
+
+
+@pytest.mark.parametrize(("batch", "length", "call"), [(1, 40, (6, 5, 2)), (1, 1024, (2, 15, 2)), (2, 40, (2, 15, 2))])
+def test_heads_of_few_keys_are_joined_in_batches_only(kernel_calls, monkeypatch, batch, length, call):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    layer = a_layer(batch=batch, length=length)
+    expected = of_transformers(*layer)
+    kernel_calls.clear()
+    torch.testing.assert_close(attended(*layer), expected)
+    assert kernel_calls == [call]

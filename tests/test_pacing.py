@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hf_hsdraft import decoding, pacing
 from hf_hsdraft.draft_tree import DraftTree
-from hf_hsdraft.pacing import Calibration, Costs, CostTrial, Pace
+from hf_hsdraft.pacing import Calibration, Pace
+from hf_hsdraft.round_costs import Costs, CostTrial, MeasuredCosts
 
 COSTS = Costs(tree=0.05, node=0.01, draft=0.08, depth=0.03)
 
@@ -33,7 +34,8 @@ def run(pace, rounds, right, drafted=0.6):
     for _ in range(rounds):
         depth = pace.depth()
         tree = chain(*[drafted] * depth)
-        cut = pace.cut(pace.weighed(tree, depth)) if depth else tree
+        weighed = pace.weighed(tree, depth) if depth else tree
+        cut = weighed.first(pace.size([weighed]))
         length = next((n for n in range(depth) if draw.random() >= right), depth)
         pace.learn(tree if depth else None, [*range(1, length + 1), 99])
         emitted = 1 + min(length, len(cut) - 1)
@@ -44,17 +46,17 @@ def run(pace, rounds, right, drafted=0.6):
 
 
 def test_a_useless_drafter_is_hardly_asked():
-    time, tokens = run(Pace(6, 24, COSTS), 400, right=0.0)
+    time, tokens = run(Pace(6, COSTS), 400, right=0.0)
     assert tokens == 400 and time < 1.015 * tokens
 
 
 def test_so_is_one_of_an_unpredictable_text_of_some_hundred_tokens():
-    time, tokens = run(Pace(6, 24, COSTS), 128, right=0.02)
+    time, tokens = run(Pace(6, COSTS), 128, right=0.02)
     assert tokens / time > 0.97
 
 
 def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
-    time, tokens = run(Pace(6, 24, COSTS), 400, right=0.9)
+    time, tokens = run(Pace(6, COSTS), 400, right=0.9)
     best = max(
         sum(0.9**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
         for depth in range(1, 7)
@@ -64,7 +66,7 @@ def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
 
 @pytest.mark.parametrize("right", [0.1, 0.3, 0.5, 0.7])
 def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
-    time, tokens = run(Pace(6, 24, COSTS), 2000, right)
+    time, tokens = run(Pace(6, COSTS), 2000, right)
     best = max(
         sum(right**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
         for depth in range(7)
@@ -73,14 +75,14 @@ def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
 
 
 def test_it_notices_that_a_text_became_predictable():
-    pace = Pace(6, 24, COSTS)
+    pace = Pace(6, COSTS)
     run(pace, 300, right=0.0)
     time, tokens = run(pace, 300, right=0.9)
     assert tokens / time > 1.8
 
 
 def test_what_is_proposed_for_nothing_is_not_drafted_again():
-    pace = Pace(6, 24, COSTS)
+    pace = Pace(6, COSTS)
     run(pace, 100, right=0.5)
     assert pace.depth(certain=0.0) > 0 and pace.depth(certain=0.97) == 0
 
@@ -88,15 +90,29 @@ def test_what_is_proposed_for_nothing_is_not_drafted_again():
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.0, 0.2))
 @settings(max_examples=50, deadline=None)
 def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
-    pace = Pace(8, 24, Costs(0.0, node, 0.0, 0.0))
+    pace = Pace(8, Costs(0.0, node, 0.0, 0.0))
     tree = chain(*probabilities)
-    kept = pace.cut(tree)
+    size = pace.size([tree])
     least = pace.rate * node
     paths = [math.exp(score) for score in tree.scores[1:]]
     assume(all(abs(path - least) > 1e-6 for path in paths))
     paying = [path for path in paths if path > least]
     assume(abs(sum(paying) - least * len(paying)) > 1e-6)
-    assert len(kept) - 1 == (len(paying) if sum(paying) > least * len(paying) else 0)
+    assert size == (len(paying) if sum(paying) > least * len(paying) else 0)
+
+
+@given(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=4), st.floats(0.0, 0.3))
+@settings(max_examples=100, deadline=None)
+def test_a_batch_is_cut_where_a_further_column_does_not_pay(rows, node):
+    """Of all widths the one that gains most, by brute force: each costs a node of every row, whatever is in it."""
+    pace = Pace(8, Costs(0.02, node, 0.0, 0.0))
+    trees = [chain(*row) for row in rows]
+    paths = [sorted((math.exp(score) for score in tree.scores[1:]), reverse=True) for tree in trees]
+    worth = [
+        sum(sum(path[:size]) for path in paths) / len(rows) - pace.rate * (0.02 + node * size if size else 0.0)
+        for size in range(max(map(len, rows)) + 1)
+    ]
+    assert worth[pace.size(trees)] == pytest.approx(max(worth), abs=1e-9)
 
 
 def test_calibration_finds_how_often_an_overconfident_drafter_is_right():
@@ -174,8 +190,8 @@ def test_every_trial_ends(prompt, options, rows):
     for name, value in {"node_cost": None, "depth_cost": None, **options}.items():
         setattr(drafter.generation_config, name, value)
     target.generate(prompt.repeat(rows, 1), max_new_tokens=70, do_sample=False, assistant_model=drafter)
-    [(costs, trial)] = pacing._known[target].values()
-    assert trial is None and costs is not None and costs.depth > 0
+    [measured] = pacing._known[target].values()
+    assert measured.costs is not None and measured.costs.depth > 0
 
 
 def test_short_calls_find_out_what_drafts_cost(prompt):
@@ -184,8 +200,8 @@ def test_short_calls_find_out_what_drafts_cost(prompt):
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
     for _ in range(12):
         target.generate(prompt, max_new_tokens=4, do_sample=False, assistant_model=drafter)
-    [(costs, _)] = pacing._known[target].values()
-    assert costs is not None and costs.depth > 0
+    [measured] = pacing._known[target].values()
+    assert measured.costs is not None and measured.costs.depth > 0
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -260,3 +276,77 @@ def test_what_a_tree_costs_beside_its_nodes_is_found_where_times_are_steady():
     while (size := trial.next_size()) is not None:
         trial.add(size, 0.040 * (1.25 if size else 1.0), 6 if size else 0, 0.006)
     assert trial.costs().tree == pytest.approx(0.25, abs=0.01) and trial.costs().node < 0.001
+
+
+def found(plain=0.040, tree=0.02, node=0.01, depth=0.03) -> MeasuredCosts:
+    """Costs after a trial in which everything took as long as it is said here."""
+    measured = MeasuredCosts.of(24, 6)
+    while (size := measured.next_size()) is not None:
+        forward = plain * (1.0 + (tree + node * size if size else 0.0))
+        measured.add(size, forward, 6 if size else 0, 6 * depth * plain if size else 0.0)
+    return measured
+
+
+def test_costs_become_what_later_rounds_take():
+    """In a batch, in a longer text, beside another job: nodes and drafts may cost more, or less, than in the trial."""
+    for node, depth in ((0.05, 0.03), (0.01, 0.09), (0.004, 0.015)):
+        measured = found()
+        for nodes in [8, 12, 3, 20] * 30:
+            measured.add(nodes, 0.040 * (1.02 + node * nodes), 4, 0.040 * 4 * depth)
+        assert measured.costs.verifying(10) == pytest.approx(0.02 + 10 * node, rel=0.1)
+        assert measured.costs.drafting(4) == pytest.approx(4 * depth, rel=0.1)
+
+
+def test_one_late_round_is_no_new_cost():
+    measured = found()
+    before = measured.costs
+    measured.add(8, 2.0, 4, 1.0)
+    after = measured.costs
+    assert after.node < before.node + 0.01 and after.depth < before.depth + 0.04
+
+
+def test_costs_stay_where_a_longer_text_makes_every_round_longer():
+    """What a plain round takes is looked at again where drafting hardly pays."""
+    measured, plain = found(), 0.040
+    for count in range(4000):
+        plain = 0.040 + 0.040 * count / 4000
+        nodes = 0 if measured.wants_plain(rate=1.1) else 8
+        measured.add(nodes, plain * (1.0 + (0.02 + 0.01 * nodes if nodes else 0.0)), 0, 0.0)
+    assert measured.costs.verifying(8) == pytest.approx(0.1, abs=0.03)
+    assert not measured.wants_plain(rate=2.0)
+
+
+@pytest.mark.parametrize("right", [0.2, 0.4])
+def test_nothing_is_drafted_once_rounds_take_longer_than_they_earn(right):
+    """A trial found drafts and nodes cheap, and then they are dear: not slower than without a drafter for long."""
+    draw, seconds, tokens = random.Random(1), 0.0, 0
+    pace = Pace(6, found())
+    for _ in range(600):
+        depth = pace.depth()
+        tree = chain(*[right] * depth)
+        weighed = pace.weighed(tree, depth) if depth else tree
+        size = len(weighed.first(pace.size([weighed]))) - 1
+        length = next((n for n in range(depth) if draw.random() >= right), depth)
+        pace.learn(tree if depth else None, [*range(1, length + 1), 99])
+        emitted = 1 + min(length, size)
+        forward, draft = 0.040 * (1.0 + 0.1 * size), 0.040 * 0.15 * depth
+        pace.timed(size, emitted, forward, depth, draft)
+        seconds, tokens = seconds + forward + draft, tokens + emitted
+    assert tokens * 0.040 / seconds > 0.97
+
+
+def test_rows_that_have_ended_make_nodes_cheaper():
+    target = make_target()
+    whole = pacing.pace_for(target, ("four rows",), 2, 4, None)
+    while whole.costs is None:
+        size = whole.measured.next_size()
+        whole.timed(size, 1.0, 0.040 * (1.0 + 0.08 * size), 2 if size else 0, 0.004)
+    left = pacing.pace_for(target, ("two of four",), 4, 8, None, whole, share=0.5)
+    assert left.costs.node == pytest.approx(whole.costs.node / 2) and left.costs.depth == whole.costs.depth
+    assert left.depth() == 0 and left.size([chain(0.9)]) == 0  # the first round says what a plain one takes now
+    left.timed(0, 1.0, 0.030, 0, 0.0)
+    assert left.measured.plain == 0.030 and left.depth() > 0
+    again = pacing.pace_for(target, ("two of four",), 4, 8, None, whole, share=0.5)
+    assert again.measured is left.measured and again.depth() > 0
+    given = pacing.pace_for(target, ("two of four",), 4, 8, COSTS, whole, share=0.5)
+    assert given.costs == COSTS and not given.measures
