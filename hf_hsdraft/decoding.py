@@ -244,7 +244,6 @@ class _Call:
     foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
     read: list[int] = field(default_factory=list)  # rows that the target's forwards are of
-    rows_leave: bool = False  # when they have ended
 
     def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
         runtime, texts, rows = self.runtime, self.texts, range(len(input_ids))
@@ -258,19 +257,19 @@ class _Call:
             texts.emit(row, tree, texts.walk(row, tree, output.logits[row, -1:]), recorder.prompt(row))
         if self.statistics is not None:
             self.statistics.target_forwards, self.statistics.row_forwards = 1, len(rows)
-        generator = None
+        generator, rows_leave = None, False
         outlives = self.statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
         if texts.active or self.synced_gpus:
             positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
             generator = self._generator(output, positions)
             several = len(rows) > 1 and not self.synced_gpus and not recorder.records
-            self.rows_leave = several and runtime.let_rows_leave(keep=outlives)
+            rows_leave = several and runtime.let_rows_leave(keep=outlives)
             _read_prompts(generator, texts, output, positions, runtime.attended, inputs_embeds)
         texts.stream()
         done = not texts.active
         while self.target._has_unfinished_sequences(done, self.synced_gpus, device=input_ids.device):
             assert generator is not None
-            if self.rows_leave:
+            if rows_leave:
                 self._leave_ended(generator, positions)
             self._round(generator, positions, recorder)
             done = not texts.active
