@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModel
 
 from ._version import __version__
 from .cacheback import CachebackDrafter
+from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
 from .candidate_generator import HSCandidateGenerator
 from .configuration_hsdraft import HSDraftConfig
-from .decoding import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
 from .draft_tree import DraftTree
 from .generate_hook import install
 from .modeling_hsdraft import HSDrafter

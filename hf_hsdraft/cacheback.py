@@ -19,6 +19,7 @@ _OPTIONS = (
     "depth_cost",
     "node_cost",
     "num_assistant_tokens",
+    "packed_weights",
     "tree_size",
     "tree_sizing",
 )
@@ -45,7 +46,7 @@ class CachebackDrafter:
             knows nothing, and is never changed.
         ngram_length: tokens of the longest leader, 1 to 16.
         options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`, `node_cost` and
-            `depth_cost`, `assistant_confidence_threshold`.
+            `depth_cost`, `assistant_confidence_threshold`, `packed_weights`.
 
     Raises:
         ValueError: `ngram_length` is out of range, or an option is unknown.

@@ -370,6 +370,7 @@ def default_options(num_assistant_tokens: int, tree_size: int, beam_width: int) 
         tree_sizing="cost",
         node_cost=None,
         depth_cost=None,
+        packed_weights=None,
     )
 
 

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.utils import logging
 
 from .cacheback import CachebackDrafter
+from .call_output import Clock, DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
 from .candidate_generator import HSCandidateGenerator
 from .decoded_texts import DecodedTexts, StepOutputs
 from .draft_options import DraftOptions
 from .draft_tree import DraftTree
 from .foresight import Foresight
 from .modeling_hsdraft import HSDrafter, TargetWeights
-from .pacing import Pace, pace_for
+from .pacing import Pace, pace_for, slower_packed
+from .packed_weights import PACKING_COST
 from .roll_out import RollOut
+from .round_costs import ASSUMED
 from .static_cache import with_draft_room
 from .static_roll_out import static_roll_out
 from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
@@ -36,91 +38,8 @@ logger = logging.get_logger(__name__)
 _MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
 _FEWER = 0.75  # of a batch's rows that still grow, from which on the ended ones leave it: that moves the cache
 _ABREAST = 4  # tokens that a row of a batch may be ahead of the last one and still count as it
+_UNNOTICED = 0.02  # of the time of a call that saves none, and may be spent on packing weights
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
-
-
-@dataclass
-class DraftStatistics:
-    """What one call did; kept only when `return_dict_in_generate=True`.
-
-    Attributes:
-        new_tokens: tokens emitted, of all rows.
-        target_forwards: forwards of the target; reading the prompts is one, however it is chunked. The few forwards by
-            which the first call finds out what a target can do are not counted.
-        row_forwards: the same, each counted for every row that was still growing; in a batch of one, equal.
-        accepted_lengths: drafted tokens emitted in each round after the prompts' forward, for each row.
-        drafted_nodes: nodes verified in each round, the root not counted, for each row.
-        draft_kind: `"tree"` or `"chain"`, what was drafted.
-        reason: why chains were, if they were not asked for.
-        prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
-            the total is Python between the parts, and finding out what a target can do.
-    """
-
-    new_tokens: int = 0
-    target_forwards: int = 0
-    row_forwards: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)
-    drafted_nodes: list[int] = field(default_factory=list)
-    draft_kind: str = "tree"
-    reason: str = ""
-    prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    commit_seconds: float = 0.0
-    total_seconds: float = 0.0
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of drafting, each counted for every row; the prompts' forward is none."""
-        return len(self.accepted_lengths)
-
-    @property
-    def tau(self) -> float:
-        """Tokens emitted per target forward and row, the bonus token included; plain decoding has exactly 1."""
-        return self.new_tokens / max(self.row_forwards, 1)
-
-
-@dataclass
-class HSDraftGenerateOutput(GenerateDecoderOnlyOutput):
-    """Output of `generate()` with a drafter: transformers' own fields, and `statistics` of the call."""
-
-    statistics: DraftStatistics | None = None
-
-
-@dataclass
-class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """The same for an encoder-decoder target."""
-
-    statistics: DraftStatistics | None = None
-
-
-class _Clock:
-    """Adds wall-clock time to fields of the statistics; does nothing, and never synchronises, without them."""
-
-    def __init__(self, statistics: DraftStatistics | None, device: torch.device) -> None:
-        self._statistics = statistics
-        self._cuda = device if device.type == "cuda" else None
-        self._last = self._now() if statistics is not None else 0.0
-        self._begin = self._last
-
-    def _now(self) -> float:
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)
-        return time.perf_counter()
-
-    def start(self) -> None:
-        if self._statistics is not None:
-            self._last = self._now()
-
-    def stop(self, part: str) -> None:
-        if self._statistics is not None:
-            now = self._now()
-            setattr(self._statistics, part, getattr(self._statistics, part) + now - self._last)
-            self._last = now
-
-    def finish(self) -> None:
-        if self._statistics is not None:
-            self._statistics.total_seconds = self._now() - self._begin
 
 
 def check_target(target: Any, drafter: HSDrafter | CachebackDrafter) -> None:
@@ -198,7 +117,7 @@ def speculative_decoding(
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     runtime = TargetRuntime(target, drafter.config.target_tap_layers, model_kwargs)
     statistics = DraftStatistics() if generation_config.return_dict_in_generate else None
-    clock = _Clock(statistics, target.device)
+    clock = Clock(statistics, target.device)
     clock.start()
     modules = target.get_input_embeddings(), target.get_output_embeddings()
     weights = drafter.borrow(*modules, with_head=False)
@@ -222,7 +141,7 @@ def speculative_decoding(
     clock.finish()
     new_tokens = texts.length() - texts.prompt_length
     statistics.new_tokens = sum(min(texts.new_tokens(row), new_tokens) for row in range(len(texts.rows)))
-    return _as_output(texts, runtime, statistics, generation_config, model_kwargs)
+    return as_output(texts, runtime, statistics, generation_config, model_kwargs)
 
 
 @dataclass
@@ -238,12 +157,15 @@ class _Call:
     texts: DecodedTexts
     synced_gpus: bool
     statistics: DraftStatistics | None
-    clock: _Clock
+    clock: Clock
     stack: contextlib.ExitStack  # what is to be given back when the call ends
     pace: Pace | None = None
     foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
     read: list[int] = field(default_factory=list)  # rows that the target's forwards are of
+    may_pack: bool = False  # weights of the target, once that is paid for
+    packing: bool = False  # in this round, which takes longer for it
+    saved: float = 0.0  # time that drafting has saved so far, in forwards of one token
 
     def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
         runtime, texts, rows = self.runtime, self.texts, range(len(input_ids))
@@ -282,6 +204,9 @@ class _Call:
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
         options = self.options = _as_the_target_can(self, output, positions.roots)
         rows = len(self.texts.rows)
+        if options.packed_weights:
+            self.runtime.pack_weights(True)
+        self.may_pack = options.packed_weights is None
         self.pace = self._pace(options, max(positions.roots))
         generator = HSCandidateGenerator(
             self.drafter, self.weights, options, rows, self.pace, self.working, self.foresight, self._roll_out(options)
@@ -322,8 +247,11 @@ class _Call:
         self.runtime.read_only([self.read.index(row) for row in staying])
         share, self.read = len(staying) / len(self.read), staying
         if self.pace is not None:  # sizes that are fixed stay so
-            self.pace = self._pace(self.options, max(positions.roots[row] for row in staying), share)
+            self.pace = self._pace(self.options, self._furthest(positions), share)
             generator.share_among(len(staying), self.pace)
+
+    def _furthest(self, positions: _Positions) -> int:
+        return max(positions.roots[row] for row in self.read)
 
     def _pace(self, options: DraftOptions, position: int, share: float = 1.0) -> Pace | None:
         """How much to draft, where that follows from costs: of this device, drafter, batch and length of text.
@@ -331,10 +259,18 @@ class _Call:
         Args:
             share: of the rows that were read until now, how many still are.
         """
-        rows, depth = len(self.read), 0
-        options = options.shared_by(rows)
+        options = options.shared_by(len(self.read))
         if options.tree_sizing == "fixed" or options.depth == 0:
             return None
+        kind, packed = self._kind(options, position), self.runtime.packed
+        depth = self._deepest(options)
+        return pace_for(self.target, kind, depth, options.tree_size, options.costs, self.pace, share, packed)
+
+    def _deepest(self, options: DraftOptions) -> int:
+        return options.depth if isinstance(self.drafter, HSDrafter) else 0
+
+    def _kind(self, options: DraftOptions, position: int) -> tuple[Any, ...]:
+        rows = len(self.read)
         kind = (
             *kind_of_call(self.runtime),
             options.beam_width,
@@ -345,10 +281,10 @@ class _Call:
         kind = *kind, self.foresight.kind if self.foresight else None  # draws take time
         kind = *kind, self.runtime.compile_config is not None
         if isinstance(self.drafter, HSDrafter):
-            config, depth = self.drafter.config, options.depth
+            config = self.drafter.config
             sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size
             kind = *kind, *sizes, self.drafter.dtype, self.drafter.device
-        return pace_for(self.target, kind, depth, options.tree_size, options.costs, self.pace, share)
+        return kind
 
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
         runtime, texts, clock = self.runtime, self.texts, self.clock
@@ -381,16 +317,39 @@ class _Call:
         if runtime.in_step and active:  # rows that have ended are read on with the others
             for row in set(trees) - set(active):
                 positions.roots[row] += 1 + shortest
-        if self.pace is not None and active:
+        if active:
             emitted = 1 + sum(len(verdicts[row].path) for row in behind) / len(behind)
-            nodes = max(map(len, trees.values())) - 1
-            self.pace.timed(nodes, emitted, verified - drafted, generator.drafted_depth, drafted - began)
+            nodes, depth = max(map(len, trees.values())) - 1, generator.drafted_depth
+            if self.pace is not None and not self.packing:
+                self.pace.timed(nodes, emitted, verified - drafted, depth, drafted - began)
+            self.packing = self.may_pack and self._packs(generator, positions, emitted, nodes)
         clock.stop("commit_seconds")
         if self.statistics is not None and active:
             self.statistics.target_forwards += runtime.forwards - before
             self.statistics.row_forwards += len(active) * (runtime.forwards - before)
             self.statistics.accepted_lengths += [verdicts[row].num_drafted for row in active]
             self.statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
+
+    def _packs(self, generator: HSCandidateGenerator, positions: _Positions, emitted: float, nodes: int) -> bool:
+        """Packs the target's weights once the call has saved the time that takes: so it may end then without a loss.
+
+        Args:
+            emitted: tokens of this round, a row that decides; nodes: verified in the largest tree.
+        """
+        known = self.pace.costs if self.pace is not None else None
+        spent = (known or ASSUMED).round(nodes, generator.drafted_depth)
+        self.saved += (1.0 + _UNNOTICED) * emitted - spent
+        if self.saved < PACKING_COST:
+            return False
+        self.may_pack = False
+        options, position = self.options.shared_by(len(self.read)), self._furthest(positions)
+        kind, depth = self._kind(options, position), self._deepest(options)
+        if slower_packed(self.target, kind, depth, options.tree_size) or not self.runtime.pack_weights(None):
+            return False
+        if self.pace is not None:
+            self.pace = self._pace(self.options, position)
+            generator.share_among(len(self.read), self.pace)
+        return True
 
     def _path(self, row: int, verdicts: dict[int, Verdict]) -> list[int] | None:
         """What is kept of a row's tree; of one that has ended its root, once: plain decoding reads its end too."""
@@ -561,37 +520,3 @@ class _Recorder:
     @property
     def records(self) -> bool:
         return self._states or self._attentions
-
-
-def _as_output(
-    texts: DecodedTexts,
-    runtime: TargetRuntime,
-    statistics: DraftStatistics,
-    config: Any,
-    model_kwargs: dict[str, Any],
-) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput:
-    def steps(name: str, wanted: bool) -> Any:
-        return texts.stacked_steps(name) if wanted else None
-
-    common = {
-        "sequences": texts.sequences(),
-        "scores": texts.stacked_scores("scores") if texts.keeps_scores else None,
-        "logits": texts.stacked_scores("logits") if texts.keeps_logits else None,
-        "past_key_values": runtime.cache,
-        "statistics": statistics,
-    }
-    if runtime.target.config.is_encoder_decoder:
-        encoder = model_kwargs["encoder_outputs"]
-        return HSDraftEncoderDecoderOutput(
-            **common,
-            encoder_attentions=encoder.get("attentions") if config.output_attentions else None,
-            encoder_hidden_states=encoder.get("hidden_states") if config.output_hidden_states else None,
-            decoder_attentions=steps("decoder_attentions", config.output_attentions),
-            cross_attentions=steps("cross_attentions", config.output_attentions),
-            decoder_hidden_states=steps("decoder_hidden_states", config.output_hidden_states),
-        )
-    return HSDraftGenerateOutput(
-        **common,
-        attentions=steps("attentions", config.output_attentions),
-        hidden_states=steps("hidden_states", config.output_hidden_states),
-    )

@@ -34,6 +34,7 @@ class DraftOptions:
         ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
         tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always does all.
         costs: what that goes by; `None` to measure them.
+        packed_weights: of the target, on CPUs; `None` once drafting has saved the time for it.
     """
 
     depth: int
@@ -48,6 +49,7 @@ class DraftOptions:
     ngram_length: int = 0
     tree_sizing: str = "fixed"
     costs: Costs | None = None
+    packed_weights: bool | None = None
 
     def shared_by(self, rows: int) -> DraftOptions:
         """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
@@ -128,6 +130,11 @@ class DraftOptions:
             raise ValueError(
                 "reuse='skip' is invalid with tree_sizing='fixed': what a roll-out is worth is not known then"
             )
+        packed = option("packed_weights")
+        if packed is not None and not isinstance(packed, bool):
+            raise ValueError(
+                f"packed_weights={packed!r} is invalid: expected True, False, or None for packing where it pays"
+            )
         if builder != "beam" and reuse != "none":
             raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
@@ -146,6 +153,7 @@ class DraftOptions:
             else 0,  # of drawn nodes one has to know how likely they were
             tree_sizing=sizing if builder == "beam" else "fixed",  # leaving some of them out would bias the text
             costs=_given_costs(option("node_cost"), option("depth_cost")),
+            packed_weights=packed,
         )
 
 

@@ -279,6 +279,8 @@ class HSDrafter(PretrainedDrafter):
     - `tree_sizing`: `"cost"` drafts and verifies what pays here, up to the sizes above, `"fixed"` always all of it;
     - `node_cost`, `depth_cost`: what a verified node and a drafted depth cost, in forwards of one token; measured in
       the first rounds if not given;
+    - `packed_weights`: whether rounds on a CPU multiply by copies of the target's weights that are laid out for it; by
+      default once a call has saved the time for that, if they take no more than 2 GiB;
     - `tree_builder`: `"beam"`, or `"gumbel"` and `"stochastic_beam"`, which draw nodes instead of taking the best;
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """

@@ -25,6 +25,7 @@ _PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, besid
 _PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
 _MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
+_SLOWER = 1.1  # than without packed weights, and more than noise: there nothing is packed
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
 
 
@@ -238,9 +239,8 @@ class Pace:
             self._accepted = _FADING * self._accepted + emitted - 1.0
             self._expected = _FADING * self._expected + self._promised
         self._promised = 0.0
-        time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
         self._tokens += (1.0 - _FADING) * (emitted - self._tokens)
-        self._time += (1.0 - _FADING) * (time - self._time)
+        self._time += (1.0 - _FADING) * (costs.round(nodes, depth) - self._time)
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], MeasuredCosts]] = weakref.WeakKeyDictionary()
@@ -254,22 +254,38 @@ def pace_for(
     given: Costs | None,
     before: Pace | None = None,
     share: float = 1.0,
+    packed: bool = False,
 ) -> Pace:
     """The pace of a call, with the costs that are known of calls of its kind; a trial may take several calls.
 
     Args:
         kind_of_call: whatever costs depend on beside the target; hashable.
         given: goes before what was measured.
-        before: of the same call, while more rows were read; share: what part of them is read now.
+        before: of the same call until now; share: what part of the rows that were read then is read now.
+        packed: whether the target's weights are. Calls pack theirs soon: so until more is known, what holds of packed
+            ones is taken to hold of the others.
     """
     if given is not None:
         pace = Pace(depth, given)
     else:
         known, key = _known.setdefault(target, {}), (*kind_of_call, depth, tree_size)
-        if key not in known:
-            alike = before.measured.of_fewer(share, tree_size, depth) if before and before.measured else None
-            known.setdefault(key, alike or MeasuredCosts.of(tree_size, depth))
-        pace = Pace(depth, known[key])
+        own = (*key, packed)
+        measured = known.get(own)
+        if measured is None or measured.costs is None:
+            fewer = before.measured if before is not None and share < 1.0 else None
+            like = fewer or (None if packed else known.get((*key, True)))
+            alike = like.of_fewer(share, tree_size, depth) if like else None
+            measured = known[own] = alike or measured or MeasuredCosts.of(tree_size, depth)
+        pace = Pace(depth, measured)
     if before is not None:
         pace.take_over(before)
     return pace
+
+
+def slower_packed(target: Any, kind_of_call: tuple[Any, ...], depth: int, tree_size: int) -> bool:
+    """Whether plain rounds have taken longer with packed weights than without: the layout may not suit a processor."""
+    known, key = _known.get(target, {}), (*kind_of_call, depth, tree_size)
+    packed, apart = known.get((*key, True)), known.get((*key, False))
+    if packed is None or apart is None or packed.plain is None or apart.plain is None:
+        return False
+    return packed.plain > _SLOWER * apart.plain

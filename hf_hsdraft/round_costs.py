@@ -45,8 +45,11 @@ class Costs:
     def drafting(self, depth: int) -> float:
         return self.draft + self.depth * depth if depth else 0.0
 
+    def round(self, nodes: int, depth: int) -> float:
+        return 1.0 + self.verifying(nodes) + self.drafting(depth)
 
-_ASSUMED = Costs(tree=0.05, node=0.01, draft=0.1, depth=0.05)  # where a trial found out nothing
+
+ASSUMED = Costs(tree=0.05, node=0.01, draft=0.1, depth=0.05)  # where a trial found out nothing
 
 
 @dataclass
@@ -90,7 +93,7 @@ class CostTrial:
         plain = self.forwards.get(0, [0.0])
         trees = {nodes: times for nodes, times in self.forwards.items() if nodes > 0}
         if not trees or min(plain) <= 0.0:
-            return _ASSUMED
+            return ASSUMED
         one, repeated = min(plain), [times for times in self.forwards.values() if len(times) > 1]
         apart = sum(len(times) * (statistics.median(times) - min(times)) for times in repeated)
         noise = 0.5 * apart / max(sum(map(len, repeated)), 1) / one  # of a least time, roughly

@@ -26,6 +26,7 @@ from .draft_tree import DraftTree
 from .ended_rows import EndedRows, can_leave
 from .grouped_attention import grouped_attention
 from .growing_cache import give_room_back, make_room
+from .packed_weights import PackedWeights, linears_to_pack
 from .static_cache import CompiledCalls, StaticSlots, move_slots
 from .target_limits import cache_layers, recurrent_layers, text_config, why_no_trees, why_refused
 from .tree_masks import TreeBatch, as_attention_takes_it, attention_kinds, on_device, tree_mask
@@ -95,6 +96,7 @@ class TargetRuntime:
         self._fixed = 0  # columns of every forward over trees there
         self._compiled: CompiledCalls | None = None
         self._ended: EndedRows | None = None  # where rows may leave the batch
+        self._packed: PackedWeights | None = None
         self.forwards = 0
         self.cached_before = 0  # slots the cache of the call came with
         if self._kwargs.get("past_key_values") is not None:
@@ -205,6 +207,21 @@ class TargetRuntime:
                     self._compiled = CompiledCalls(self.target, compile_config, self._static)
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             make_room(self._text_cache)
+
+    def pack_weights(self, asked_for: bool | None) -> bool:
+        """From here on forwards multiply by packed copies of the weights; returns whether there are any.
+
+        Args:
+            asked_for: see `linears_to_pack`.
+        """
+        linears = linears_to_pack(self.target, asked_for) if self._compiled is None else []
+        if linears:
+            self._packed = PackedWeights(linears)
+        return self.packed
+
+    @property
+    def packed(self) -> bool:
+        return self._packed is not None
 
     def let_rows_leave(self, keep: bool) -> bool:
         """Prepares for `read_only`; returns whether that is possible with this cache and what the target is given.
@@ -471,7 +488,7 @@ class TargetRuntime:
         if self._compiled is not None and size in (1, self._fixed):
             outputs = self._compiled.forward(inputs)
         else:
-            with grouped_attention():
+            with grouped_attention(), self._packed.in_use() if self._packed else contextlib.nullcontext():
                 outputs = self.target(**inputs, return_dict=True)
         if self._static is not None:
             self._static.filled += size

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from ..decoding import DraftStatistics
+from ..call_output import DraftStatistics
 from .machine import PeakMemory, synchronise
 from .measure import Divergence
 from .systems import PLAIN, System, with_options

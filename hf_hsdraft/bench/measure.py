@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..decoding import DraftStatistics
+from ..call_output import DraftStatistics
 from ..modeling_hsdraft import HSDrafter
 
 DEFINITIONS = (

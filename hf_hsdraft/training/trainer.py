@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 
 from ..bench.measure import pooled_tau
-from ..decoding import DraftStatistics
+from ..call_output import DraftStatistics
 from ..modeling_hsdraft import HSDrafter
 from ..target_loading import is_sharded
 from .arguments import DrafterTrainingArguments

@@ -1,0 +1,101 @@
+"""On CPUs, rounds multiply by copies of the target's weights that are laid out for the processor.
+
+PyTorch lays a weight out anew in every product of a few rows, which takes about as long as multiplying. A copy laid out
+once takes less from the second dozen of products on. A copy cannot know whether its weight was changed since: so it is
+made within a call, and gone with it. It is the same product, summed in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .modeling_hsdraft import is_unhooked
+
+PACKING_COST = 3.0  # forwards of one token that packing takes as long as, roughly
+_FEW_ROWS = 16  # that the layout is chosen for; it serves any number
+_LEAST_NUMBERS = 2**16  # of a weight; products of smaller ones take no longer than starting them
+_MOST_BYTES = 2**31  # of all copies, unless they are asked for
+
+
+def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
+    """The layers of a target that it pays to pack; none where there is no kernel, or where others replace forwards.
+
+    Args:
+        asked_for: `True` for all that can be packed, whatever their size; `None` for those where it pays, if they take
+            no more than 2 GiB together; `False` for none.
+    """
+    if asked_for is False or target.device.type != "cpu" or not _has_kernel(target.dtype):
+        return []
+    modules = list(target.modules())
+    if any(module._compiled_call_impl is not None or "forward" in vars(module) for module in modules):
+        return []  # a compiled one would be compiled anew, and of others we know nothing
+    linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
+    if asked_for:
+        return linears
+    linears = [linear for linear in linears if linear.weight.numel() >= _LEAST_NUMBERS]
+    size = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears)
+    return linears if size <= _MOST_BYTES else []
+
+
+def _has_kernel(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
+    """Whether a module is a product by its weight and no more: no adapter, nothing that makes or fetches the weight."""
+    if type(module) is not nn.Linear or not is_unhooked(module):
+        return False
+    weight, shape = module.weight, (module.out_features, module.in_features)
+    plain = type(weight) is nn.Parameter and weight.layout == torch.strided and weight.device.type == "cpu"
+    return plain and weight.dtype == dtype and tuple(weight.shape) == shape and weight.numel() > 0
+
+
+class PackedWeights:
+    """Packed copies of weights, each made when it is first multiplied by.
+
+    Args:
+        linears: layers of a target, as `linears_to_pack` says. They are changed within `in_use` only.
+    """
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self._forwards = [(vars(linear), _packed_forward(linear)) for linear in linears]
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, the layers multiply by the copies; another thread that runs the target gets the same products."""
+        if torch.is_autocast_enabled("cpu"):  # that chooses types of its own
+            yield
+            return
+        for own, forward in self._forwards:
+            own["forward"] = forward
+        try:
+            yield
+        finally:
+            for own, _ in self._forwards:
+                own.pop("forward", None)
+
+
+def _packed_forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a layer does, by a copy of its weight as long as that is its weight and nothing is to be differentiated."""
+    weight, packed = linear.weight, None
+    version = None if weight.is_inference() else weight._version
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        nonlocal packed
+        same = linear.weight is weight and (version is None or weight._version == version)
+        if not same or input.dtype != weight.dtype or input.numel() == 0 or torch.is_grad_enabled():
+            return F.linear(input, linear.weight, linear.bias)
+        if packed is None:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _FEW_ROWS)
+        return multiply(input, packed, linear.bias, "none", [], "")
+
+    return forward

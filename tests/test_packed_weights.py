@@ -1,0 +1,314 @@
+"""Packed copies of a target's weights: the same products, of the weights there are, and nothing stays on the target."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, StoppingCriteriaList
+
+from hf_hsdraft import CachebackDrafter, pacing
+from hf_hsdraft import packed_weights as module
+from hf_hsdraft.packed_weights import PackedWeights, linears_to_pack
+
+pytestmark = pytest.mark.skipif(not module._has_kernel(torch.float32), reason="this processor has no such kernel")
+HALF = [torch.float32, *([torch.bfloat16] if module._has_kernel(torch.bfloat16) else [])]
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """Layers whose weights were packed, call by call."""
+    made, original = [], module._packed_forward
+
+    def noting(linear):
+        forward, seen = original(linear), [False]
+
+        def noted(input):
+            if not seen[0] and not torch.is_grad_enabled():
+                seen[0] = True
+                made.append(linear)
+            return forward(input)
+
+        return noted
+
+    monkeypatch.setattr(module, "_packed_forward", noting)
+    return made
+
+
+@pytest.fixture
+def no_least(monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_NUMBERS", 0)
+
+
+def own_forwards(target) -> list[str]:
+    return [name for name, part in target.named_modules() if "forward" in vars(part)]
+
+
+def texts(target, ids, drafter=None, seed=0, **call):
+    torch.manual_seed(seed)
+    return target.generate(ids, assistant_model=drafter, **{"max_new_tokens": 40, "do_sample": False, **call})
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_products_are_the_same_but_for_rounding(dtype, bias, rows):
+    torch.manual_seed(rows)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    linear = nn.Linear(48, 33, bias=bias).to(dtype)
+    every_second = torch.randn(2, rows, 96).to(dtype)[..., ::2]
+    for x in (torch.randn(2, rows, 48).to(dtype), every_second, torch.randn(rows, 48).to(dtype)):
+        packed, exact = PackedWeights([linear]), linear.double()(x.double()).detach()
+        linear.to(dtype)
+        with torch.no_grad(), packed.in_use():
+            y = linear(x)
+        assert y.dtype == dtype and y.shape == exact.shape
+        torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=tolerance)
+        with torch.no_grad(), packed.in_use():
+            assert linear(x[:0]).shape == exact[:0].shape  # no rows at all
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_text_is_plain_decodings(packings, batch, do_sample):
+    target = make_target()
+    drafter = make_drafter(target)
+    drafter.generation_config.packed_weights = True
+    ids = torch.randint(2, VOCAB, (batch, 9), generator=torch.Generator().manual_seed(batch))
+    if do_sample and batch > 1:
+        drafter.generation_config.packed_weights = False  # a batch draws from generators of its own
+        expected = texts(target, ids, drafter, do_sample=True)
+        assert not packings
+        drafter.generation_config.packed_weights = True
+    else:
+        expected = texts(target, ids, do_sample=do_sample)
+    assert torch.equal(texts(target, ids, drafter, do_sample=do_sample), expected)
+    assert packings and {type(linear) for linear in packings} == {nn.Linear}
+    assert set(packings) == set(linears_to_pack(target, True)) and target.lm_head in packings
+
+
+def test_only_layers_that_run_are_packed(packings):
+    """Of an encoder-decoder the encoder runs once, before."""
+    from transformers import AutoModelForSeq2SeqLM, T5Config
+
+    torch.manual_seed(0)
+    fields = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    target = AutoModelForSeq2SeqLM.from_config(T5Config(**fields, decoder_start_token_id=0, pad_token_id=0)).eval()
+    target.generation_config.eos_token_id = None
+    ids = torch.randint(2, VOCAB, (1, 12))
+    drafter = CachebackDrafter(packed_weights=True)
+    assert torch.equal(texts(target, ids, drafter), texts(target, ids))
+    assert packings and not {*packings} & {*target.encoder.modules()}
+
+
+@pytest.mark.usefixtures("no_least")
+def test_a_call_packs_once_it_has_saved_the_time(packings):
+    """With drafts that cost nothing, and with ones that are never right: a fiftieth of the time may go unnoticed."""
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    echo = CachebackDrafter([texts(target, ids, max_new_tokens=100)[0].tolist()], node_cost=0.0, depth_cost=0.0)
+    output = texts(target, ids, echo, max_new_tokens=4)
+    assert not packings, "three forwards cannot have been saved"
+    output = texts(target, ids, echo, max_new_tokens=60, return_dict_in_generate=True)
+    assert output.statistics.tau > 2.0 and packings
+    packings.clear()
+    useless = make_drafter(target)
+    useless.generation_config.packed_weights = None
+    useless.generation_config.ngram_length, useless.generation_config.tree_sizing = 0, "fixed"
+    assert torch.equal(texts(target, ids, useless, max_new_tokens=60), texts(target, ids, max_new_tokens=60))
+    assert not packings
+    patient = CachebackDrafter(node_cost=1.0, depth_cost=1.0)  # nothing is ever worth verifying
+    texts(target, ids, patient, max_new_tokens=140)
+    assert not packings
+    texts(target, ids, patient, max_new_tokens=170)
+    assert packings, "3 of 150 forwards are 2%"
+
+
+def test_weights_that_were_changed_between_calls_are_seen():
+    """Also where no version is counted, as when adapters are merged."""
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    drafter = make_drafter(target)
+    before = texts(target, ids, drafter)
+    for linear in linears_to_pack(target, True):
+        linear.weight.data += 0.1 * torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(1))
+    after = texts(target, ids)
+    assert not torch.equal(before, after) and torch.equal(texts(target, ids, drafter), after)
+
+
+class Training(StoppingCriteria):
+    """Steps in the middle of a call, after so many tokens of text."""
+
+    def __init__(self, target, at: int, replace: bool) -> None:
+        self.target, self.at, self.replace, self.stepped = target, at, replace, False
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.at and not self.stepped:
+            self.stepped = True
+            head = self.target.lm_head
+            noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
+            if self.replace:
+                head.weight = nn.Parameter(head.weight.detach() + noise)
+            else:
+                with torch.no_grad():
+                    head.weight += noise
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_weights_that_are_changed_in_a_call_are_seen(replace, packings):
+    ids = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    found = []
+    for packed in (None, True):
+        target = make_target()
+        drafter = None
+        if packed:  # hardly anything is drafted: a node may have been verified before the step
+            drafter = make_drafter(target, num_draft_steps=1, beam_width=1, tree_size=1)
+            drafter.generation_config.packed_weights, drafter.generation_config.ngram_length = True, 0
+        criteria = StoppingCriteriaList([Training(target, 20, replace)])
+        found.append(texts(target, ids, drafter, stopping_criteria=criteria))
+    assert packings and torch.equal(*found)
+    assert not torch.equal(found[0], texts(make_target(), ids)), "the step changes the text"
+
+
+def test_nothing_stays_on_the_target_or_in_memory(monkeypatch):
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9))
+    drafter = make_drafter(target)
+    drafter.generation_config.packed_weights = True
+    made, original = [], PackedWeights.__init__
+
+    def noting(self, linears):
+        original(self, linears)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(PackedWeights, "__init__", noting)
+    gc.disable()
+    try:
+        output = texts(target, ids, drafter, return_dict_in_generate=True)
+        assert len(made) == 1 and made[0]() is None and own_forwards(target) == []
+        assert output.past_key_values is not None
+    finally:
+        gc.enable()
+
+    def failing(*args):
+        assert own_forwards(target), "the layers are replaced within a forward"
+        raise RuntimeError("stop")
+
+    handle = target.model.norm.register_forward_hook(failing)
+    with pytest.raises(RuntimeError, match="stop"):
+        packed = PackedWeights(linears_to_pack(target, True))
+        with torch.no_grad(), packed.in_use():
+            target(ids)
+    handle.remove()
+    assert own_forwards(target) == []
+
+
+def test_what_is_left_as_it_is():
+    target = make_target()
+    every = linears_to_pack(target, True)
+    assert len(every) == 3 * 7 + 1 and linears_to_pack(target, None) == [] == linears_to_pack(target, False)
+    hooked = target.model.layers[0].mlp.up_proj
+    handle = hooked.register_forward_hook(lambda *args: None)
+    assert hooked not in linears_to_pack(target, True)
+    handle.remove()
+    torch.nn.utils.parametrizations.weight_norm(hooked)
+    assert hooked not in linears_to_pack(target, True) and len(linears_to_pack(target, True)) == len(every) - 1
+    target.model.layers[1].mlp.up_proj.to(torch.float64)
+    assert len(linears_to_pack(target, True)) == len(every) - 2
+    assert linears_to_pack(make_target().to(torch.float64), True) == []
+    assert linears_to_pack(make_target().to("meta"), True) == []
+    compiled = make_target()
+    compiled.model.layers[0].compile()
+    assert linears_to_pack(compiled, True) == []
+    replaced = make_target()
+    replaced.model.layers[0].forward = replaced.model.layers[0].forward
+    assert linears_to_pack(replaced, True) == []
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2))
+    assert linears_to_pack(gpt2, True) == [gpt2.lm_head]  # its other products are of another kind of layer
+
+
+def test_large_targets_are_packed_when_asked_for_alone(monkeypatch):
+    target = make_target(hidden_size=256, num_hidden_layers=1)
+    by_default = linears_to_pack(target, None)
+    assert by_default and all(linear.weight.numel() >= 2**16 for linear in by_default)
+    assert set(by_default) < set(linears_to_pack(target, True))
+    monkeypatch.setattr(module, "_MOST_BYTES", sum(4 * linear.weight.numel() for linear in by_default))
+    assert linears_to_pack(target, None) == by_default
+    monkeypatch.setattr(module, "_MOST_BYTES", module._MOST_BYTES - 1)
+    assert linears_to_pack(target, None) == [] and linears_to_pack(target, True)
+
+
+def test_gradients_and_autocast_take_the_weights_themselves():
+    linear = nn.Linear(16, 8)
+    packed, x = PackedWeights([linear]), torch.randn(3, 16)
+    with packed.in_use():
+        linear(x).sum().backward()
+    assert linear.weight.grad is not None
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), packed.in_use():
+        assert linear(x).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("no_least")
+def test_costs_are_those_of_packed_weights(packings):
+    """A trial of their own, the word of which counts for the first rounds of later calls."""
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    expected = texts(target, ids, max_new_tokens=200)
+    echo = CachebackDrafter([expected[0].tolist()])
+    for _ in range(3):
+        assert torch.equal(texts(target, ids, echo, max_new_tokens=200), expected)
+    known = {key[-1]: costs for key, costs in pacing._known[target].items()}
+    assert packings and set(known) == {True, False}
+    assert known[True].trial.next_size() is None and known[True].costs is not None
+
+
+def measured(target, packed: bool, plain: float) -> pacing.Pace:
+    """A pace whose trial has ended, with plain rounds of so many seconds."""
+    pace = pacing.pace_for(target, ("a kind",), 0, 6, None, packed=packed)
+    while pace.costs is None:
+        size = pace.measured.next_size()
+        pace.timed(size, 1.0, plain * (1.0 + 0.05 * size), 0, 0.0)
+    return pace
+
+
+def test_calls_begin_with_what_is_known_of_packed_weights():
+    target = make_target()
+    first = pacing.pace_for(target, ("a kind",), 0, 6, None)
+    assert first.costs is None
+    packed = measured(target, True, 0.030)
+    assert packed.costs.node == pytest.approx(0.05, abs=0.02)
+    again = pacing.pace_for(target, ("a kind",), 0, 6, None)
+    assert again.costs == packed.costs and again.measured is not packed.measured
+    again.timed(0, 1.0, 0.040, 0, 0.0)
+    assert again.measured.plain == 0.040 and packed.measured.plain == 0.030
+
+
+@pytest.mark.parametrize(("plain", "slower"), [(0.030, False), (0.042, False), (0.050, True)])
+def test_packing_that_slows_plain_rounds_is_given_up(plain, slower):
+    target = make_target()
+    assert not pacing.slower_packed(target, ("a kind",), 0, 6)
+    measured(target, False, 0.040)
+    assert not pacing.slower_packed(target, ("a kind",), 0, 6)
+    measured(target, True, plain)
+    assert pacing.slower_packed(target, ("a kind",), 0, 6) is slower
+
+
+@pytest.mark.usefixtures("no_least")
+def test_a_call_does_not_pack_where_that_slowed_others(packings, monkeypatch):
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    drafter = make_drafter(target)
+    drafter.generation_config.packed_weights = None
+    monkeypatch.setattr("hf_hsdraft.decoding.slower_packed", lambda *kind: True)
+    texts(target, ids, drafter, max_new_tokens=200)
+    assert not packings
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0.5])
+def test_other_values_are_refused(value):
+    target = make_target()
+    drafter = make_drafter(target)
+    drafter.generation_config.packed_weights = value
+    with pytest.raises(ValueError, match="packed_weights"):
+        texts(target, torch.randint(2, VOCAB, (1, 9)), drafter)
