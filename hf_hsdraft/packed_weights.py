@@ -30,7 +30,7 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
         asked_for: `True` for all that can be packed, whatever their size; `None` for those where it pays, if they take
             no more than 2 GiB together; `False` for none.
     """
-    if asked_for is False or target.device.type != "cpu" or not _has_kernel(target.dtype):
+    if asked_for is False or target.device.type != "cpu":
         return []
     modules = list(target.modules())
     if any(module._compiled_call_impl is not None or "forward" in vars(module) for module in modules):
@@ -43,19 +43,43 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
     return linears if size <= _MOST_BYTES else []
 
 
-def _has_kernel(dtype: torch.dtype) -> bool:
+def has_kernel(weight: torch.Tensor) -> bool:
+    """Whether there is something here that multiplies by a packed copy of `weight`."""
+    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
+        return False
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return half or weight.dtype == torch.float32
+
+
+class PackedWeight:
+    """x W^T + b, by a copy of W that is made when it is first multiplied by.
+
+    Args:
+        weight: `[out, in]`, of which `has_kernel` holds.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.detach()
+        self._copy: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Args:
+            x: `[..., in]`, of the weight's type, not empty; gradients do not get through.
+        """
+        if self._copy is None:
+            self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, _FEW_ROWS)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._copy, bias, "none", [], "")
 
 
 def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
     """Whether a module is a product by its weight and no more: no adapter, nothing that makes or fetches the weight."""
-    if type(module) is not nn.Linear or not is_unhooked(module):
+    if type(module) is not nn.Linear or not is_unhooked(module) or type(module.weight) is not nn.Parameter:
         return False
-    weight, shape = module.weight, (module.out_features, module.in_features)
-    plain = type(weight) is nn.Parameter and weight.layout == torch.strided and weight.device.type == "cpu"
-    return plain and weight.dtype == dtype and tuple(weight.shape) == shape and weight.numel() > 0
+    shape = module.out_features, module.in_features
+    return has_kernel(module.weight) and module.weight.dtype == dtype and tuple(module.weight.shape) == shape
 
 
 class PackedWeights:
@@ -85,17 +109,13 @@ class PackedWeights:
 
 def _packed_forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a layer does, by a copy of its weight as long as that is its weight and nothing is to be differentiated."""
-    weight, packed = linear.weight, None
+    weight, packed = linear.weight, PackedWeight(linear.weight)
     version = None if weight.is_inference() else weight._version
-    multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        nonlocal packed
         same = linear.weight is weight and (version is None or weight._version == version)
         if not same or input.dtype != weight.dtype or input.numel() == 0 or torch.is_grad_enabled():
             return F.linear(input, linear.weight, linear.bias)
-        if packed is None:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _FEW_ROWS)
-        return multiply(input, packed, linear.bias, "none", [], "")
+        return packed(input, linear.bias)
 
     return forward

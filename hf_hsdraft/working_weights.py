@@ -28,11 +28,14 @@ from .modeling_hsdraft import (
     PathInjector,
     is_unhooked,
 )
+from .packed_weights import PackedWeight, has_kernel
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
 
 
-_FEW_ROWS = 8  # what a default beam multiplies at once
+_FEW_ROWS, _LARGE_FEW = 8, 2  # that 8-bit weights are multiplied by: what a default beam has, and of a large weight
+_LARGE = 2**22  # numbers: a head
+_MORE_ROWS = 64  # those of several texts; by more, as of a prompt, a weight is multiplied as it is
 _ROWS_AT_ONCE = 4096  # of a weight that is brought to 8 bits
 
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
@@ -52,7 +55,8 @@ class Product:
     """x W^T + b, by a weight that stays as it is.
 
     What a few rows cost on a CPU is fetching the weight. So in half precision they are multiplied by 8-bit weights,
-    each output's scaled by its greatest: close enough for drafts. Many rows, as of a prompt, take the weight itself.
+    each output's scaled by its greatest: close enough for drafts. More rows, and a few in other types, take a packed
+    copy, and those of a prompt the weight itself.
 
     Args:
         weight: `[out, in]`; bias: `[out]`.
@@ -61,12 +65,24 @@ class Product:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
         self._small = _in_8_bits(self._weight)
+        self._few = _FEW_ROWS if weight.numel() < _LARGE else _LARGE_FEW
+        self._packed = PackedWeight(self._weight) if _rounding.get() and has_kernel(self._weight) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._small is None or not 0 < _rows(x) <= _FEW_ROWS:
-            return F.linear(x, self._weight, self._bias)
-        y = _times_8_bits(x, *self._small)
-        return y if self._bias is None else y + self._bias
+        rows = _rows(x)
+        if self._small is not None and 0 < rows <= (self._few if self._packed else _FEW_ROWS):
+            y = _times_8_bits(x, *self._small)
+            return y if self._bias is None else y + self._bias
+        if self._packed is not None and 0 < rows <= _MORE_ROWS and self._is_plain(x):
+            return self._packed(x, self._bias)
+        return F.linear(x, self._weight, self._bias)
+
+    def _is_plain(self, x: torch.Tensor) -> bool:
+        """Whether nobody compiles this, differentiates it, or chooses types on the way."""
+        differentiated = torch.is_grad_enabled() and x.requires_grad
+        if torch.compiler.is_compiling() or differentiated or torch.is_autocast_enabled("cpu"):
+            return False
+        return x.dtype == self._weight.dtype
 
     def of(self, outputs: torch.Tensor) -> Transform:
         """Some of the outputs, `[n]`, int64, without their bias; for any rows, as they are few where this is asked."""

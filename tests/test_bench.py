@@ -116,9 +116,10 @@ def test_texts_are_counted_by_prompt():
 
 def test_greedy_texts_are_plains_and_the_drafter_is_left_as_it_was(target, drafter, inputs):
     before = drafter.generation_config.to_dict()
-    systems = systems_of("default,chain+resample+ngrams,tree6x2+tree_builder=gumbel,lookup,static", target, drafter)
+    names = "default,chain+resample+ngrams,tree6x2+tree_builder=gumbel,lookup,static,packed"
+    systems = systems_of(names, target, drafter)
     measured = measure(target, systems, inputs, Settings(10))
-    assert not measured.left_out and len(measured.runs) == 6
+    assert not measured.left_out and len(measured.runs) == 7
     for name, runs in measured.runs.items():
         row = summarise(runs, measured.plain)
         assert row.identical == len(inputs) and row.ties == row.divergent == 0, name
@@ -132,10 +133,11 @@ def test_greedy_texts_are_plains_and_the_drafter_is_left_as_it_was(target, draft
 def test_sampled_texts_are_compared_where_the_draws_are_alike(target, drafter, inputs):
     rejecting = "tree+tree_builder=gumbel+verification=rejection"
     measured = measure(
-        target, systems_of(f"tree,{rejecting},lookup,static", target, drafter), inputs, Settings(8, 1.0, seed=3)
+        target, systems_of(f"tree,{rejecting},lookup,static,packed", target, drafter), inputs, Settings(8, 1.0, seed=3)
     )
     rows = {name: summarise(runs, measured.plain) for name, runs in measured.runs.items()}
     assert rows["tree"].identical == rows["plain, static cache"].identical == len(inputs)
+    assert rows["plain, packed weights"].identical == len(inputs) and rows["plain, packed weights"].tau == 1.0
     assert rows[rejecting].identical is rows["prompt lookup (transformers)"].identical is None
     texts = [time_call(target, inputs[0], System(PLAIN), Settings(8, 1.0, seed=seed))[0] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]  # a seed decides, and something is drawn at all
@@ -275,13 +277,14 @@ def saved(chatty, tokenizer, tmp_path) -> Path:
 def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     prompts, report = write_prompts(saved / "prompts.jsonl", 5), saved / "report.json"
     arguments = ["bench", "--prompts", str(prompts), "--target", str(saved / "target"), "--limit", "4"]
-    arguments += ["--drafter", str(saved / "drafter"), "--variants", "default,tree8x2+resample,lookup,static"]
+    arguments += ["--drafter", str(saved / "drafter"), "--variants", "default,tree8x2+resample,lookup,static,packed"]
     arguments += ["--max-new-tokens", "6", "--repeats", "2", "--temperature", "1.0", "--profile"]
     arguments += ["--context-lengths", "12,20", "--batch-sizes", "1,2", "--json", str(report)]
     result = CliRunner().invoke(app, arguments, env=CONSOLE_WIDTH, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     document = json.loads(report.read_text(), parse_constant=pytest.fail)  # no NaN, no infinity
     names = ["plain", "default", "tree8x2+resample", "prompt lookup (transformers)", "plain, static cache"]
+    names += ["plain, packed weights"]
     assert list(document["summary"]) == document["settings"]["systems"] == names
     assert document["summary"]["default"]["identical"] == document["settings"]["questions"] == 4
     assert document["summary"]["prompt lookup (transformers)"]["identical"] is None

@@ -80,18 +80,31 @@ def test_few_rows_are_close_and_many_are_exact(dtype, inputs):
     weight[3] = 0.0  # nothing to scale by
     product, some = Product(weight, bias), torch.tensor([5, 0, 40])
     assert (product._small is not None) == (HAS_KERNEL and dtype == torch.bfloat16 and inputs == 192)
-    for shape in [(1,), (8,), (2, 4), (9,), (0,)]:
+    for shape in [(1,), (8,), (2, 4), (9,), (64,), (65,), (0,)]:
         x = torch.randn(*shape, inputs).to(dtype)
         expected, found = F.linear(x, weight, bias), product(x)
         assert found.shape == expected.shape and found.dtype == dtype
-        if dtype == torch.float32 or len(x) > 8:
+        if shape in [(65,), (0,)]:
             assert torch.equal(found, expected)
-        elif x.numel():
-            error = (found - expected).float().norm() / expected.float().norm()
-            assert error < 0.02
+            continue
+        error = (found - expected).float().norm() / expected.float().norm()
+        assert error < (1e-6 if dtype == torch.float32 else 0.02 if x.numel() <= 8 * inputs else 0.003)
+        if x.numel() <= 8 * inputs:
             torch.testing.assert_close(product.of(some)(x), F.linear(x, weight[some]), atol=0.5, rtol=0.02)
     x = torch.randn(4, 2 * inputs).to(dtype)[:, ::2]  # not contiguous
     assert (product(x) - F.linear(x, weight, bias)).float().norm() < 0.02 * F.linear(x, weight, bias).float().norm()
+
+
+@torch.no_grad()
+def test_large_weights_are_packed_for_fewer_rows():
+    """8 bits a number are fewer to fetch, but every further row has to be multiplied one by one."""
+    product = Product(torch.randn(2**16, 64).to(torch.bfloat16))
+    if product._small is None or product._packed is None:
+        pytest.skip("this processor has no such kernels")
+    product(torch.randn(2, 64).to(torch.bfloat16))
+    assert product._packed._copy is None
+    product(torch.randn(3, 64).to(torch.bfloat16))
+    assert product._packed._copy is not None
 
 
 @torch.no_grad()
@@ -177,6 +190,7 @@ def test_products_that_are_more_than_a_weight_are_called(target):
     torch.testing.assert_close(hidden, drafter.fuse_inputs(taps, embeds))
     expected = torch.cat([attention.q_proj(hidden), attention.k_proj(hidden), attention.v_proj(hidden)], dim=-1)
     torch.testing.assert_close(working.layers[0].qkv(hidden), expected)
-    torch.testing.assert_close(working.logits(hidden), drafter.logits(hidden, weights))
+    torch.testing.assert_close(working.logits(hidden), drafter.logits(hidden, weights), atol=1e-3, rtol=1e-4)
     states, ours = drafter.injector.advance(embeds, None), working.injector.advance(embeds, None)
-    torch.testing.assert_close(working.injector(hidden, ours), drafter.injector(hidden, states))
+    close = {"atol": 1e-3, "rtol": 1e-4}  # some numbers are in the hundreds
+    torch.testing.assert_close(working.injector(hidden, ours), drafter.injector(hidden, states), **close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ..call_output import DraftStatistics
+from ..packed_weights import PackedWeights, linears_to_pack
 from .machine import PeakMemory, synchronise
 from .measure import Divergence
 from .systems import PLAIN, System, with_options
@@ -162,13 +164,15 @@ def _generate(
     kwargs = {**settings.generate_kwargs(), **system.generate_kwargs, "streamer": streamer}
     if system.static and settings.max_cache_len is not None:
         kwargs["max_cache_len"] = settings.max_cache_len
-    output = target.generate(**inputs, **kwargs)
+    packed = PackedWeights(linears_to_pack(target, True)).in_use() if system.packed else contextlib.nullcontext()
+    with packed:
+        output = target.generate(**inputs, **kwargs)
     statistics = getattr(output, "statistics", None)
     run = Run(0, 0.0, 0, statistics=statistics, first_seconds=streamer.first)
     run.first_tokens = streamer.sizes[0] if streamer.sizes else 0
     if statistics is not None:
         run.accepted = list(statistics.accepted_lengths)
-    elif system.name != PLAIN and not system.static and len(inputs["input_ids"]) == 1:
+    elif system.name != PLAIN and not (system.static or system.packed) and len(inputs["input_ids"]) == 1:
         run.accepted = [size - 1 for size in streamer.sizes]  # assisted decoding hands on a round at a time
     start = inputs["input_ids"].shape[1] if not target.config.is_encoder_decoder else 1
     return output.sequences[:, start:].tolist(), run

@@ -19,8 +19,8 @@ from . import economize
 PLAIN = "plain"
 EXPECTED = (
     "default, untrained, chain, tree, tree8 (nodes), tree8x3 (and depth), any of them +none, +ensemble, +resample, "
-    "+skip, +ngrams, +cost or +option=value; lookup, static, cacheback, economize-lookup, economize-eagle3=FOLDER, "
-    "economize-hybrid=FOLDER"
+    "+skip, +ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
+    "economize-eagle3=FOLDER, economize-hybrid=FOLDER"
 )
 # Short names of drafting options. Any other option of `drafter.generation_config` is given as +name=value.
 SHORT: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 _DRAFTED = re.compile(r"(default|untrained|chain|tree)(?:(?<!default)(?<!untrained)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
 _ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
-_FIXED = ("lookup", "static", "cacheback")
+_FIXED = ("lookup", "static", "packed", "cacheback")
 _LOOKUP_TOKENS = 10  # transformers' own example
 
 
@@ -43,8 +43,8 @@ class Variant:
 
     Attributes:
         text: the name as given.
-        kind: `default`, `untrained` (the same with random weights), `chain`, `tree`, `lookup`, `static`, `cacheback`,
-            or one of `economize.KINDS`.
+        kind: `default`, `untrained` (the same with random weights), `chain`, `tree`, `lookup`, `static`, `packed`,
+            `cacheback`, or one of `economize.KINDS`.
         size, depth: of `treeSIZExDEPTH`, if given.
         options: drafting options that were named.
         folder: of an economize drafter; cycle, confidence: how that drafts.
@@ -123,6 +123,7 @@ class System:
         ours: drafts with an `HSDrafter`; if such a system fails the whole comparison does, others are left out.
         draws_as_plain: sampling with the same seed gives plain's own text.
         static: its cache has a fixed length, and its forwards may be compiled.
+        packed: the target's weights are packed for the call, as drafting does it, but nothing is drafted.
     """
 
     name: str
@@ -133,6 +134,7 @@ class System:
     ours: bool = False
     draws_as_plain: bool = True
     static: bool = False
+    packed: bool = False
 
     @property
     def may_be_left_out(self) -> bool:
@@ -208,6 +210,8 @@ def other_system(variant: Variant, target: Any) -> System:
         return System("prompt lookup (transformers)", kwargs, draws_as_plain=False)
     if variant.kind == "static":
         return System("plain, static cache", {"cache_implementation": "static"}, static=True)
+    if variant.kind == "packed":
+        return System("plain, packed weights", packed=True)
     if variant.kind == "cacheback":
         drafter = CachebackDrafter()
         return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
