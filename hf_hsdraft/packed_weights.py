@@ -8,7 +8,7 @@ made within a call, and gone with it. It is the same product, summed in another 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _MOST_BYTES = 2**31  # of all copies, unless they are asked for
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
-    """The layers of a target that it pays to pack; none where there is no kernel, or where others replace forwards.
+    """The layers of a target that it pays to pack; none where there is no kernel, or where something is compiled.
 
     Args:
         asked_for: `True` for all that can be packed, whatever their size; `None` for those where it pays, if they take
@@ -33,14 +33,20 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
     if asked_for is False or target.device.type != "cpu":
         return []
     modules = list(target.modules())
-    if any(module._compiled_call_impl is not None or "forward" in vars(module) for module in modules):
-        return []  # a compiled one would be compiled anew, and of others we know nothing
+    if any(map(_is_compiled, modules)):  # it would be compiled anew
+        return []
     linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
     if asked_for:
         return linears
     linears = [linear for linear in linears if linear.weight.numel() >= _LEAST_NUMBERS]
     size = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears)
     return linears if size <= _MOST_BYTES else []
+
+
+def packed_now(target: nn.Module) -> list[nn.Linear]:
+    """The layers of a target that run within `PackedWeights.in_use`."""
+    modules: Any = target.modules()
+    return [module for module in modules if isinstance(vars(module).get("forward"), _PackedForward)]
 
 
 def has_kernel(weight: torch.Tensor) -> bool:
@@ -74,6 +80,10 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise.default(x, self._copy, bias, "none", [], "")
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
 def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
     """Whether a module is a product by its weight and no more: no adapter, nothing that makes or fetches the weight."""
     if type(module) is not nn.Linear or not is_unhooked(module) or type(module.weight) is not nn.Parameter:
@@ -90,7 +100,7 @@ class PackedWeights:
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
-        self._forwards = [(vars(linear), _packed_forward(linear)) for linear in linears]
+        self._forwards = [(vars(linear), _PackedForward(linear)) for linear in linears]
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -107,15 +117,16 @@ class PackedWeights:
                 own.pop("forward", None)
 
 
-def _packed_forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+class _PackedForward:
     """What a layer does, by a copy of its weight as long as that is its weight and nothing is to be differentiated."""
-    weight, packed = linear.weight, PackedWeight(linear.weight)
-    version = None if weight.is_inference() else weight._version
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        same = linear.weight is weight and (version is None or weight._version == version)
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear, self._weight, self._packed = linear, linear.weight, PackedWeight(linear.weight)
+        self._version = None if linear.weight.is_inference() else linear.weight._version
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        linear, weight = self._linear, self._weight
+        same = linear.weight is weight and (self._version is None or weight._version == self._version)
         if not same or input.dtype != weight.dtype or input.numel() == 0 or torch.is_grad_enabled():
             return F.linear(input, linear.weight, linear.bias)
-        return packed(input, linear.bias)
-
-    return forward
+        return self._packed(input, linear.bias)

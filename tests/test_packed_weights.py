@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, Sto
 
 from hf_hsdraft import CachebackDrafter, pacing
 from hf_hsdraft import packed_weights as module
+from hf_hsdraft.bench import profile
+from hf_hsdraft.bench.calls import Settings
+from hf_hsdraft.bench.systems import System
 from hf_hsdraft.packed_weights import PackedWeights, linears_to_pack
 
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if module.has_kernel(torch.ones(1, 1, dtype=dtype))]
@@ -22,20 +25,15 @@ pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such ke
 @pytest.fixture
 def packings(monkeypatch):
     """Layers whose weights were packed, call by call."""
-    made, original = [], module._packed_forward
+    made, original = [], module._PackedForward.__call__
 
-    def noting(linear):
-        forward, seen = original(linear), [False]
+    def noting(self, input):
+        new, output = self._packed._copy is None, original(self, input)
+        if new and self._packed._copy is not None:
+            made.append(self._linear)
+        return output
 
-        def noted(input):
-            if not seen[0] and not torch.is_grad_enabled():
-                seen[0] = True
-                made.append(linear)
-            return forward(input)
-
-        return noted
-
-    monkeypatch.setattr(module, "_packed_forward", noting)
+    monkeypatch.setattr(module._PackedForward, "__call__", noting)
     return made
 
 
@@ -223,7 +221,7 @@ def test_what_is_left_as_it_is():
     compiled.model.layers[0].compile()
     assert linears_to_pack(compiled, True) == []
     replaced = make_target()
-    replaced.model.layers[0].forward = replaced.model.layers[0].forward
+    replaced.model.layers[0].forward = torch.compile(replaced.model.layers[0].forward)
     assert linears_to_pack(replaced, True) == []
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2))
     assert linears_to_pack(gpt2, True) == [gpt2.lm_head]  # its other products are of another kind of layer
@@ -238,6 +236,16 @@ def test_large_targets_are_packed_when_asked_for_alone(monkeypatch):
     assert linears_to_pack(target, None) == by_default
     monkeypatch.setattr(module, "_MOST_BYTES", module._MOST_BYTES - 1)
     assert linears_to_pack(target, None) == [] and linears_to_pack(target, True)
+
+
+def test_a_profile_repeats_forwards_by_packed_weights():
+    target = make_target()
+    system = System("ours", {"assistant_model": make_drafter(target)}, ours=True)
+    ids = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    call = profile._verifying_call(target, system, {"input_ids": ids, "attention_mask": ids > 0}, Settings(12), 17)
+    assert call is not None and set(call.packed) == set(linears_to_pack(target, True))
+    assert profile.packed_now(target) == [] and own_forwards(target) == []
+    assert all(milliseconds > 0 for milliseconds in profile._forward_times(target, call))
 
 
 def test_gradients_and_autocast_take_the_weights_themselves():

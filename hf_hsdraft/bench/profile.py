@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import (
     candidate_generator,
@@ -29,6 +30,7 @@ from .. import (
     working_weights,
 )
 from ..growing_cache import give_room_back
+from ..packed_weights import PackedWeights, packed_now
 from .calls import Settings, time_call
 from .machine import synchronise
 from .run import Inputs
@@ -163,10 +165,15 @@ def profile(
 
 @dataclass(frozen=True)
 class _VerifyingCall:
-    """One forward of the target: its arguments with a copy of the cache, and the context variables it ran under."""
+    """One forward of the target: its arguments with a copy of the cache, and what it ran under.
+
+    Attributes:
+        packed: the layers that multiplied by packed weights.
+    """
 
     arguments: dict[str, Any]
     context: contextvars.Context
+    packed: list[nn.Linear]
 
     @property
     def nodes(self) -> int:
@@ -176,7 +183,7 @@ class _VerifyingCall:
 def _verifying_call(
     target: Any, system: System, inputs: Inputs, settings: Settings, nodes: int
 ) -> _VerifyingCall | None:
-    """The target's forward that verified closest to `nodes` nodes in a call; of equally close ones the first.
+    """The target's forward that verified closest to `nodes` nodes in a call; of equally close ones the last.
 
     `None` if none can be repeated.
     """
@@ -189,9 +196,9 @@ def _verifying_call(
             cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
             if not args and ids is not None and cache is not None and cache.get_seq_length():
                 distance = abs(ids.shape[1] - nodes)
-                if best is None or distance < abs(best.nodes - nodes):
+                if best is None or distance <= abs(best.nodes - nodes):
                     kept = {**kwargs, "past_key_values": copy.deepcopy(cache)}
-                    best = _VerifyingCall(kept, contextvars.copy_context())
+                    best = _VerifyingCall(kept, contextvars.copy_context(), packed_now(target))
             return forward(*args, **kwargs)
 
         return watching
@@ -217,15 +224,16 @@ def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
     if "logits_to_keep" in one:
         one["logits_to_keep"] = 1
 
-    def seconds(arguments: dict[str, Any], context: contextvars.Context) -> float:
+    def seconds(arguments: dict[str, Any], context: contextvars.Context, packed: PackedWeights) -> float:
         given = {**arguments, "past_key_values": copy.deepcopy(arguments["past_key_values"])}
         synchronise(target.device)
         begin = time.perf_counter()
-        context.run(target, **given)
+        with packed.in_use():
+            context.run(target, **given)
         synchronise(target.device)
         return time.perf_counter() - begin
 
-    plain = contextvars.copy_context()
-    pairs = [(seconds(one, plain), seconds(many, call.context)) for _ in range(_FORWARDS + 1)]
+    plain, nothing, packed = contextvars.copy_context(), PackedWeights([]), PackedWeights(call.packed)
+    pairs = [(seconds(one, plain, nothing), seconds(many, call.context, packed)) for _ in range(_FORWARDS + 1)]
     one_s, many_s = (statistics.median(column) for column in zip(*pairs[1:], strict=True))  # the first warms up
     return 1e3 * one_s, 1e3 * many_s
