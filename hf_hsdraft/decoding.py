@@ -197,6 +197,8 @@ class _Call:
             done = not texts.active
         if outlives and not self.synced_gpus:
             self._read_ends()
+        if self.statistics is not None:
+            self.statistics.packed_weights = runtime.packed
         runtime.finish(texts.sequences())
         if outlives and generator is not None and generator.trained and len(rows) == 1:
             setattr(runtime.cache, _MEMORY, generator.memory(runtime.length + 1))
@@ -204,8 +206,7 @@ class _Call:
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
         options = self.options = _as_the_target_can(self, output, positions.roots)
         rows = len(self.texts.rows)
-        if options.packed_weights:
-            self.runtime.pack_weights(True)
+        self.packing = bool(options.packed_weights) and self.runtime.pack_weights(True)
         self.may_pack = options.packed_weights is None
         self.pace = self._pace(options, max(positions.roots))
         generator = HSCandidateGenerator(

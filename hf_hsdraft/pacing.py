@@ -283,9 +283,9 @@ def pace_for(
 
 
 def slower_packed(target: Any, kind_of_call: tuple[Any, ...], depth: int, tree_size: int) -> bool:
-    """Whether plain rounds have taken longer with packed weights than without: the layout may not suit a processor."""
+    """Whether plain rounds take longer with packed weights, even the quickest: the layout may not suit a processor."""
     known, key = _known.get(target, {}), (*kind_of_call, depth, tree_size)
     packed, apart = known.get((*key, True)), known.get((*key, False))
-    if packed is None or apart is None or packed.plain is None or apart.plain is None:
+    if packed is None or packed.costs is None or apart is None or apart.plain is None:
         return False
-    return packed.plain > _SLOWER * apart.plain
+    return min(packed.trial.forwards.get(0, [0.0])) > _SLOWER * apart.plain

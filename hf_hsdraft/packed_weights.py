@@ -1,14 +1,17 @@
 """On CPUs, rounds multiply by copies of the target's weights that are laid out for the processor.
 
-PyTorch lays a weight out anew in every product of a few rows, which takes about as long as multiplying. A copy laid out
-once takes less from the second dozen of products on. A copy cannot know whether its weight was changed since: so it is
-made within a call, and gone with it. It is the same product, summed in another order.
+PyTorch multiplies a few rows by a weight as it lies in memory, which takes half as long again, or twice as long, as by
+a copy laid out for it. A copy does not follow what is written to its weight. So it is made within a call, and gone with
+it; within a call it is left alone as soon as its weight is another one, or is written to and counts it. It is the same
+product, summed in another order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 
 from .modeling_hsdraft import is_unhooked
 
-PACKING_COST = 3.0  # forwards of one token that packing takes as long as, roughly
+PACKING_COST = 3.0  # forwards of one token, as plain decoding runs them, that packing takes as long as, roughly
 _FEW_ROWS = 16  # that the layout is chosen for; it serves any number
 _LEAST_NUMBERS = 2**16  # of a weight; products of smaller ones take no longer than starting them
 _MOST_BYTES = 2**31  # of all copies, unless they are asked for
@@ -30,7 +33,7 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
         asked_for: `True` for all that can be packed, whatever their size; `None` for those where it pays, if they take
             no more than 2 GiB together; `False` for none.
     """
-    if asked_for is False or target.device.type != "cpu":
+    if asked_for is False or target.device.type != "cpu" or not _are_products_torchs_own():
         return []
     modules = list(target.modules())
     if any(map(_is_compiled, modules)):  # it would be compiled anew
@@ -44,16 +47,24 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
 
 
 def packed_now(target: nn.Module) -> list[nn.Linear]:
-    """The layers of a target that run within `PackedWeights.in_use`."""
+    """The layers of a target that multiply by packed copies here and now."""
     modules: Any = target.modules()
-    return [module for module in modules if isinstance(vars(module).get("forward"), _PackedForward)]
+    return [module for module in modules if module in _in_use.get()]
+
+
+def _are_products_torchs_own() -> bool:
+    """Whether nobody has put another product in their place, as some libraries of quantised weights do."""
+    own = nn.Linear.forward is _FORWARD and _FORWARD.__module__ == nn.Linear.__module__
+    return own and not hasattr(_FORWARD, "__wrapped__") and isinstance(F.linear, types.BuiltinFunctionType)
 
 
 def has_kernel(weight: torch.Tensor) -> bool:
     """Whether there is something here that multiplies by a packed copy of `weight`."""
     if weight.device.type != "cpu" or weight.layout != torch.strided or weight.numel() == 0:
         return False
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
     half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return half or weight.dtype == torch.float32
@@ -69,14 +80,28 @@ class PackedWeight:
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.detach()
         self._copy: torch.Tensor | None = None
+        self._failed = False
+        self._place = weight.data_ptr()
+        self._version = None if weight.is_inference() else weight._version
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether `weight`, from which this was made, is what it was, as far as it tells: `.data` may be written to."""
+        return weight.data_ptr() == self._place and (self._version is None or weight._version == self._version)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """
         Args:
-            x: `[..., in]`, of the weight's type, not empty; gradients do not get through.
+            x: `[..., in]`, of the weight's type; gradients do not get through.
         """
+        usual = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype == x.dtype)
+        if self._failed or not usual or x.numel() == 0:
+            return F.linear(x, self._weight, bias)
         if self._copy is None:
-            self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, _FEW_ROWS)
+            try:
+                self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, _FEW_ROWS)
+            except RuntimeError:  # no room for it
+                self._failed = True
+                return F.linear(x, self._weight, bias)
         return torch.ops.mkldnn._linear_pointwise.default(x, self._copy, bias, "none", [], "")
 
 
@@ -86,47 +111,62 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
     """Whether a module is a product by its weight and no more: no adapter, nothing that makes or fetches the weight."""
-    if type(module) is not nn.Linear or not is_unhooked(module) or type(module.weight) is not nn.Parameter:
+    left_behind = isinstance(vars(module).get("forward"), _Forward)
+    if type(module) is not nn.Linear or not (left_behind or is_unhooked(module)):
+        return False
+    if type(module.weight) is not nn.Parameter:
         return False
     shape = module.out_features, module.in_features
     return has_kernel(module.weight) and module.weight.dtype == dtype and tuple(module.weight.shape) == shape
+
+
+_FORWARD = nn.Linear.forward
+_in_use: ContextVar[dict[nn.Module, PackedWeight]] = ContextVar("hsdraft_packed", default={})  # noqa: B039 never written
 
 
 class PackedWeights:
     """Packed copies of weights, each made when it is first multiplied by.
 
     Args:
-        linears: layers of a target, as `linears_to_pack` says. They are changed within `in_use` only.
+        linears: layers of a target, as `linears_to_pack` says.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
-        self._forwards = [(vars(linear), _PackedForward(linear)) for linear in linears]
+        self._of: dict[Any, PackedWeight] = {linear: PackedWeight(linear.weight) for linear in linears}
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, the layers multiply by the copies; another thread that runs the target gets the same products."""
-        if torch.is_autocast_enabled("cpu"):  # that chooses types of its own
-            yield
-            return
-        for own, forward in self._forwards:
-            own["forward"] = forward
+        """Inside, in this thread, the layers multiply by the copies."""
+        token = _in_use.set(self._of)
         try:
+            for linear in self._of:
+                vars(linear)["forward"] = _Forward(linear)
             yield
         finally:
-            for own, _ in self._forwards:
-                own.pop("forward", None)
+            _in_use.reset(token)  # first: what an interrupt leaves behind does what the class does
+            for linear in self._of:
+                vars(linear).pop("forward", None)
 
 
-class _PackedForward:
-    """What a layer does, by a copy of its weight as long as that is its weight and nothing is to be differentiated."""
+def _own_forward(linear: nn.Linear) -> Any:
+    return types.MethodType(_FORWARD, linear)
+
+
+class _Forward:
+    """What a layer does for as long as some thread has packed copies in use, in that thread and in others."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        self._linear, self._weight, self._packed = linear, linear.weight, PackedWeight(linear.weight)
-        self._version = None if linear.weight.is_inference() else linear.weight._version
+        self._linear = linear
+
+    def __reduce__(self) -> Any:
+        """A copy of the layer that is made meanwhile has its class's forward."""
+        return _own_forward, (self._linear,)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        linear, weight = self._linear, self._weight
-        same = linear.weight is weight and (self._version is None or weight._version == self._version)
-        if not same or input.dtype != weight.dtype or input.numel() == 0 or torch.is_grad_enabled():
-            return F.linear(input, linear.weight, linear.bias)
-        return self._packed(input, linear.bias)
+        linear, packed = self._linear, _in_use.get().get(self._linear)
+        weight = linear.weight
+        if packed is None or not packed.is_of(weight) or input.dtype != weight.dtype:
+            return _FORWARD(linear, input)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):  # the latter chooses types of its own
+            return _FORWARD(linear, input)
+        return packed(input, linear.bias)

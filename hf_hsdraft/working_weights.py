@@ -35,6 +35,7 @@ Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
 
 _FEW_ROWS, _LARGE_FEW = 8, 2  # that 8-bit weights are multiplied by: what a default beam has, and of a large weight
 _LARGE = 2**22  # numbers: a head
+_MOST_BYTES = 2**27  # of a weight that is packed; the copy is kept
 _MORE_ROWS = 64  # those of several texts; by more, as of a prompt, a weight is multiplied as it is
 _ROWS_AT_ONCE = 4096  # of a weight that is brought to 8 bits
 
@@ -66,7 +67,8 @@ class Product:
         self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
         self._small = _in_8_bits(self._weight)
         self._few = _FEW_ROWS if weight.numel() < _LARGE else _LARGE_FEW
-        self._packed = PackedWeight(self._weight) if _rounding.get() and has_kernel(self._weight) else None
+        small = self._weight.numel() * self._weight.element_size() <= _MOST_BYTES
+        self._packed = PackedWeight(self._weight) if _rounding.get() and small and has_kernel(self._weight) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = _rows(x)

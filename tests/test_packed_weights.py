@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
+from threading import Thread
 
 import pytest
 import torch
@@ -25,15 +28,16 @@ pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such ke
 @pytest.fixture
 def packings(monkeypatch):
     """Layers whose weights were packed, call by call."""
-    made, original = [], module._PackedForward.__call__
+    made, original = [], module._Forward.__call__
 
     def noting(self, input):
-        new, output = self._packed._copy is None, original(self, input)
-        if new and self._packed._copy is not None:
+        packed = module._in_use.get().get(self._linear)
+        new, output = packed is not None and packed._copy is None, original(self, input)
+        if new and packed._copy is not None:
             made.append(self._linear)
         return output
 
-    monkeypatch.setattr(module._PackedForward, "__call__", noting)
+    monkeypatch.setattr(module._Forward, "__call__", noting)
     return made
 
 
@@ -139,24 +143,26 @@ def test_weights_that_were_changed_between_calls_are_seen():
 class Training(StoppingCriteria):
     """Steps in the middle of a call, after so many tokens of text."""
 
-    def __init__(self, target, at: int, replace: bool) -> None:
-        self.target, self.at, self.replace, self.stepped = target, at, replace, False
+    def __init__(self, target, at: int, way: str) -> None:
+        self.target, self.at, self.way, self.stepped = target, at, way, False
 
     def __call__(self, input_ids, scores, **kwargs):
         if input_ids.shape[1] >= self.at and not self.stepped:
             self.stepped = True
             head = self.target.lm_head
             noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
-            if self.replace:
+            if self.way == "replace":
                 head.weight = nn.Parameter(head.weight.detach() + noise)
+            elif self.way == "data":
+                head.weight.data = head.weight.detach() + noise
             else:
                 with torch.no_grad():
                     head.weight += noise
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("replace", [True, False])
-def test_weights_that_are_changed_in_a_call_are_seen(replace, packings):
+@pytest.mark.parametrize("way", ["replace", "data", "in place"])
+def test_weights_that_are_changed_in_a_call_are_seen(way, packings):
     ids = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     found = []
     for packed in (None, True):
@@ -165,7 +171,7 @@ def test_weights_that_are_changed_in_a_call_are_seen(replace, packings):
         if packed:  # hardly anything is drafted: a node may have been verified before the step
             drafter = make_drafter(target, num_draft_steps=1, beam_width=1, tree_size=1)
             drafter.generation_config.packed_weights, drafter.generation_config.ngram_length = True, 0
-        criteria = StoppingCriteriaList([Training(target, 20, replace)])
+        criteria = StoppingCriteriaList([Training(target, 20, way)])
         found.append(texts(target, ids, drafter, stopping_criteria=criteria))
     assert packings and torch.equal(*found)
     assert not torch.equal(found[0], texts(make_target(), ids)), "the step changes the text"
@@ -248,14 +254,110 @@ def test_a_profile_repeats_forwards_by_packed_weights():
     assert all(milliseconds > 0 for milliseconds in profile._forward_times(target, call))
 
 
-def test_gradients_and_autocast_take_the_weights_themselves():
+def test_gradients_autocast_and_other_types_take_the_weights_themselves():
     linear = nn.Linear(16, 8)
     packed, x = PackedWeights([linear]), torch.randn(3, 16)
     with packed.in_use():
         linear(x).sum().backward()
     assert linear.weight.grad is not None
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), packed.in_use():
+    with torch.no_grad(), packed.in_use(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(x).dtype == torch.bfloat16
+    with torch.no_grad(), packed.in_use(), pytest.raises(RuntimeError, match="dtype"):  # as without
+        linear(x.double())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["every second", "expanded", "a row"])
+def test_unusual_biases(shape):
+    linear, x = nn.Linear(48, 33), torch.randn(6, 48)
+    bias = {"every second": torch.randn(66)[::2], "expanded": torch.randn(1).expand(33), "a row": torch.randn(1, 33)}
+    linear.bias = nn.Parameter(bias[shape])
+    expected = linear(x)
+    with PackedWeights([linear]).in_use():
+        torch.testing.assert_close(linear(x), expected)
+
+
+@torch.no_grad()
+def test_other_threads_and_copies_run_the_layers_as_they_are():
+    linear, x = nn.Linear(64, 64), torch.randn(5, 64)
+    expected, found = linear(x), []
+    with PackedWeights([linear]).in_use():
+        packed = linear(x)
+        thread = Thread(target=lambda: found.append((linear(x), module.packed_now(linear))))
+        thread.start()
+        thread.join()
+        copied = pickle.loads(pickle.dumps(linear)), copy.deepcopy(linear)
+        for each in copied:
+            each.weight.data.zero_()
+            each.bias.data.zero_()
+            assert not each(x).any(), "it has weights of its own"
+    assert torch.equal(found[0][0], expected) and found[0][1] == []
+    torch.testing.assert_close(packed, expected)
+    assert not any(each(x).any() for each in copied)
+
+
+@torch.no_grad()
+def test_what_an_interrupt_leaves_behind_does_nothing():
+    target = make_target()
+    linear, x = target.lm_head, torch.randn(3, 32)
+    vars(linear)["forward"] = module._Forward(linear)
+    linear.weight.data *= 2.0
+    assert torch.equal(linear(x), nn.functional.linear(x, linear.weight)) and linear in linears_to_pack(target, True)
+    with PackedWeights([linear]).in_use():
+        torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight))
+    assert own_forwards(target) == []
+
+
+@torch.no_grad()
+def test_without_room_for_a_copy_the_weight_is_taken(monkeypatch):
+    linear, x = nn.Linear(64, 64), torch.randn(5, 64)
+
+    def failing(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", failing)
+    with PackedWeights([linear]).in_use():
+        assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_nothing_is_packed_where_products_are_not_torchs_own(monkeypatch):
+    target = make_target()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert linears_to_pack(target, True) == []
+    assert linears_to_pack(target, True)
+    original = nn.functional.linear
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.functional, "linear", lambda *args: original(*args))
+        assert linears_to_pack(target, True) == []
+    own = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x))
+    assert linears_to_pack(target, True) == []
+
+
+@pytest.mark.parametrize("asked_for", [True, None])
+@pytest.mark.usefixtures("no_least")
+def test_the_round_that_packs_is_not_timed(asked_for, monkeypatch):
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    echo = CachebackDrafter([texts(target, ids, max_new_tokens=60)[0].tolist()], packed_weights=asked_for)
+    events = []
+    original, timed = module._Forward.__call__, pacing.Pace.timed
+
+    def running(self, input):
+        events.append("packs" if module._in_use.get()[self._linear]._copy is None else "runs")
+        return original(self, input)
+
+    def timing(self, *args):
+        events.append("timed")
+        return timed(self, *args)
+
+    monkeypatch.setattr(module._Forward, "__call__", running)
+    monkeypatch.setattr(pacing.Pace, "timed", timing)
+    output = texts(target, ids, echo, max_new_tokens=60, return_dict_in_generate=True)
+    assert output.statistics.packed_weights and events.count("timed") >= 2
+    packing = [place for place, event in enumerate(events) if event == "packs"]
+    after = events[packing[-1] :]
+    assert "timed" not in events[packing[0] : packing[-1]]
+    assert after.index("runs") < after.index("timed"), "a second round has run"
 
 
 @pytest.mark.usefixtures("no_least")

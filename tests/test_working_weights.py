@@ -108,6 +108,18 @@ def test_large_weights_are_packed_for_fewer_rows():
 
 
 @torch.no_grad()
+def test_what_is_not_packed(monkeypatch):
+    weight, x = torch.randn(40, 24), torch.randn(5, 24)
+    product = Product(weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert product(x).dtype == torch.bfloat16
+    with in_full_precision():
+        assert torch.equal(Product(weight)(x), F.linear(x, weight))
+    monkeypatch.setattr("hf_hsdraft.working_weights._MOST_BYTES", 40 * 24 * 4 - 1)
+    assert torch.equal(Product(weight)(x), F.linear(x, weight))  # copies are kept
+
+
+@torch.no_grad()
 def test_they_are_kept_until_something_changes(target):
     """However it is written: by optimizers that keep no count, by merges into `.data`, by another vocabulary."""
     target, drafter = copy.deepcopy(target), drafter_of(target, draft_vocab_size=40, draft_vocab_ids=list(range(40)))

@@ -14,6 +14,7 @@ import torch
 from ..cacheback import CachebackDrafter
 from ..draft_options import DraftOptions
 from ..modeling_hsdraft import HSDrafter
+from ..packed_weights import linears_to_pack
 from . import economize
 
 PLAIN = "plain"
@@ -123,7 +124,7 @@ class System:
         ours: drafts with an `HSDrafter`; if such a system fails the whole comparison does, others are left out.
         draws_as_plain: sampling with the same seed gives plain's own text.
         static: its cache has a fixed length, and its forwards may be compiled.
-        packed: the target's weights are packed for the call, as drafting does it, but nothing is drafted.
+        packed: the target's weights are packed for the call, for its prompt too, but nothing is drafted.
     """
 
     name: str
@@ -211,6 +212,8 @@ def other_system(variant: Variant, target: Any) -> System:
     if variant.kind == "static":
         return System("plain, static cache", {"cache_implementation": "static"}, static=True)
     if variant.kind == "packed":
+        if not linears_to_pack(target, True):
+            raise ValueError("variant 'packed': no weight of this target can be packed here")
         return System("plain, packed weights", packed=True)
     if variant.kind == "cacheback":
         drafter = CachebackDrafter()
