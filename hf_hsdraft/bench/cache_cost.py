@@ -1,4 +1,4 @@
-"""What verification costs over a long context, with and without what we change about caches and attention.
+"""What verification costs over a long context, with and without what we change about caches, attention and weights.
 
     python -m hf_hsdraft.bench.cache_cost --context-lengths 256,2048,8192
 
@@ -6,7 +6,8 @@ Forwards over one token and over a chain of drafted tokens under an explicit mas
 
 - plain: transformers' `DynamicCache`, which concatenates; grouped keys and values repeated under a mask.
 - growing: the cache that grows in place (`growing_cache.py`).
-- growing, grouped: that, and keys that are read once for all heads that share them (`grouped_attention.py`).
+- grouped: that, and keys that are read once for all heads that share them (`grouped_attention.py`).
+- packed: that, and packed copies of the weights (`packed_weights.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -24,9 +26,10 @@ from transformers.cache_utils import DynamicCache
 
 from ..grouped_attention import grouped_attention, install
 from ..growing_cache import make_room
+from ..packed_weights import PackedWeights, linears_to_pack
 from ..target_loading import load_target
 
-WAYS = ("plain", "growing", "growing, grouped")
+WAYS = ("plain", "growing", "grouped", "packed")
 _CHUNK = 1024  # tokens of the context that are read at once
 
 
@@ -36,12 +39,18 @@ def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, di
     cache = _filled(target, context)
     growing = copy.deepcopy(cache)
     make_room(growing)
-    caches = dict(zip(WAYS, (cache, growing, growing), strict=True))
+    caches = dict(zip(WAYS, (cache, growing, growing, growing), strict=True))
+    packed = PackedWeights(linears_to_pack(target, True))
     times: dict[str, dict[str, list[float]]] = {way: {"one": [], "nodes": []} for way in WAYS}
     for repeat in range(repeats + 2):  # the first two are warm-up
         for way in WAYS:
             for name, size in (("one", 1), ("nodes", nodes)):
-                seconds = _forward(target, caches[way], context, size, way == WAYS[-1])
+                with ExitStack() as stack:
+                    if way in ("grouped", "packed"):
+                        stack.enter_context(grouped_attention())
+                    if way == "packed":
+                        stack.enter_context(packed.in_use())
+                    seconds = _forward(target, caches[way], context, size)
                 if repeat > 1:
                     times[way][name].append(1e3 * seconds)
     return {way: {name: median(values) for name, values in row.items()} for way, row in times.items()}
@@ -57,7 +66,7 @@ def _filled(target: Any, context: int) -> DynamicCache:
 
 
 @torch.inference_mode()
-def _forward(target: Any, cache: DynamicCache, context: int, size: int, grouped: bool) -> float:
+def _forward(target: Any, cache: DynamicCache, context: int, size: int) -> float:
     kwargs: dict[str, Any] = {}
     if size > 1:  # as a draft tree is read
         own = torch.ones(size, size, dtype=torch.bool).tril()
@@ -68,11 +77,7 @@ def _forward(target: Any, cache: DynamicCache, context: int, size: int, grouped:
     tokens = _tokens(target, size)
     _wait(target)
     begin = time.perf_counter()
-    if grouped:
-        with grouped_attention():
-            target(tokens, past_key_values=cache, **kwargs)
-    else:
-        target(tokens, past_key_values=cache, **kwargs)
+    target(tokens, past_key_values=cache, **kwargs)
     _wait(target)
     seconds = time.perf_counter() - begin
     cache.crop(-size)
@@ -105,7 +110,7 @@ def main(
     for length, row in rows.items():
         for way, times in row.items():
             typer.echo(
-                f"{length:6d} tokens, {way:17s} one token {times['one']:7.1f} ms, {nodes} {times['nodes']:7.1f} ms"
+                f"{length:6d} tokens, {way:8s} one token {times['one']:7.1f} ms, {nodes} {times['nodes']:7.1f} ms"
             )
     if out is not None:
         partial = out.with_name(out.name + ".partial")
