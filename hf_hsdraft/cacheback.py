@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .configuration_hsdraft import default_options
+from .configuration_hsdraft import default_options, is_integer
 from .modeling_hsdraft import TargetWeights
 from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
 
@@ -53,7 +53,7 @@ class CachebackDrafter:
     """
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
-        if not isinstance(ngram_length, int) or not 1 <= ngram_length <= MOST_LEADING:
+        if not is_integer(ngram_length) or not 1 <= ngram_length <= MOST_LEADING:
             raise ValueError(
                 f"ngram_length={ngram_length!r} is invalid: expected an integer from 1 to {MOST_LEADING}; without "
                 "n-grams there is nothing to draft"

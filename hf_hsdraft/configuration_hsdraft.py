@@ -248,7 +248,7 @@ class HSDraftConfig(PreTrainedConfig):
             _check_integer(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1e12:
+            if not is_number(value) or not 0.0 < value < 1e12:
                 raise ValueError(f"{name}={_short(value)} is invalid: expected a positive number")
         for name, allowed in (("injector", INJECTORS), ("head", HEADS)):
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
@@ -256,7 +256,7 @@ class HSDraftConfig(PreTrainedConfig):
                     f"{name}={_short(getattr(self, name))} is invalid: expected one of {', '.join(allowed)}"
                 )
         window = self.sliding_window
-        if window is not None and not (_is_integer(window) and self.num_draft_steps < window < 2**31):
+        if window is not None and not (is_integer(window) and self.num_draft_steps < window < 2**31):
             raise ValueError(
                 f"sliding_window={_short(window)} is invalid: expected None, or an integer above "
                 f"num_draft_steps={self.num_draft_steps}"
@@ -286,7 +286,7 @@ class HSDraftConfig(PreTrainedConfig):
     def _check_taps(self) -> None:
         taps = self.target_tap_layers
         in_range = len(taps) <= _MOST_TAPS and all(
-            isinstance(tap, int) and 0 <= tap <= self.target_num_hidden_layers for tap in taps
+            is_integer(tap) and 0 <= tap <= self.target_num_hidden_layers for tap in taps
         )
         if not taps or not in_range or sorted(set(taps)) != taps:
             raise ValueError(
@@ -307,8 +307,7 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={self.draft_vocab_size}: they must agree"
             )
-        integers = all(isinstance(token, int) and not isinstance(token, bool) for token in ids)
-        ascending = integers and all(low < high for low, high in itertools.pairwise(ids))
+        ascending = all(map(is_integer, ids)) and all(low < high for low, high in itertools.pairwise(ids))
         if not ascending or ids[0] < 0 or ids[-1] >= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
@@ -338,9 +337,9 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(f"target_reference={_short(self.target_reference)} is invalid: {expected}")
         ids, start, *counts = (self.target_reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
         valid = isinstance(ids, list) and 3 <= len(ids) <= _LONGEST_REFERENCE
-        valid = valid and all(_is_integer(token) and 0 <= token < self.vocab_size for token in ids)
-        valid = valid and _is_integer(start) and 2 <= start < len(ids)
-        if not valid or not all(_is_integer(count) and 0 <= count <= len(ids) - start for count in counts):
+        valid = valid and all(is_integer(token) and 0 <= token < self.vocab_size for token in ids)
+        valid = valid and is_integer(start) and 2 <= start < len(ids)
+        if not valid or not all(is_integer(count) and 0 <= count <= len(ids) - start for count in counts):
             raise ValueError(f"target_reference={_short(self.target_reference)} is invalid: {expected}")
 
     def _check_digest(self) -> None:
@@ -398,7 +397,7 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = kwargs.get(name)
         tokens = value if isinstance(value, list) else [0 if value is None else value]
-        if len(tokens) > _LONGEST_NAME or not all(_is_integer(token) and 0 <= token < 2**31 for token in tokens):
+        if len(tokens) > _LONGEST_NAME or not all(is_integer(token) and 0 <= token < 2**31 for token in tokens):
             raise ValueError(f"{name}={_short(value)} is invalid: expected a token id or a few")
     unknown = sorted(kwargs.keys() - _OF_TRANSFORMERS - _MEANINGLESS - _FORBIDDEN)
     if unknown:
@@ -410,13 +409,19 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_integer(name: str, value: Any) -> None:
-    if not _is_integer(value) or not 1 <= value <= LIMITS[name]:
-        wanted = "1 or more" if not _is_integer(value) or value < 1 else f"at most {LIMITS[name]:,}"
+    if not is_integer(value) or not 1 <= value <= LIMITS[name]:
+        wanted = "1 or more" if not is_integer(value) or value < 1 else f"at most {LIMITS[name]:,}"
         raise ValueError(f"{name}={_short(value)} is invalid: expected an integer of {wanted}")
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer; Python counts `True` and `False` among them, nobody who sets a size does."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an integer or a float, and neither `True` nor `False`."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .configuration_hsdraft import LIMITS
+from .configuration_hsdraft import LIMITS, is_integer, is_number
 from .drafter_files import few
 from .ngram_cache import MOST_LEADING
 from .round_costs import Costs
@@ -97,21 +97,21 @@ class DraftOptions:
         sizes = {name: LIMITS[name] for name in ("tree_size", "beam_width")}
         for name, most in {"num_assistant_tokens": limit, **sizes}.items():
             value = option(name)
-            if not isinstance(value, int) or not 1 <= value <= most:
+            if not is_integer(value) or not 1 <= value <= most:
                 wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
-                wanted = f"at most {most:,}" if name in sizes and isinstance(value, int) and value > most else wanted
+                wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
                 raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
         ngram_length = option("ngram_length")
-        if not isinstance(ngram_length, int) or not 0 <= ngram_length <= MOST_LEADING:
+        if not is_integer(ngram_length) or not 0 <= ngram_length <= MOST_LEADING:
             raise ValueError(
                 f"ngram_length={ngram_length!r} is invalid: expected an integer from 0 (no n-grams) to {MOST_LEADING}"
             )
         threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
-        if not isinstance(threshold, int | float) or not 0.0 <= threshold < 1.0:
+        if not is_number(threshold) or not 0.0 <= threshold < 1.0:
             raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
         if reuse not in REUSES:
             raise ValueError(f"reuse={reuse!r} is invalid: expected one of {', '.join(REUSES)}")
-        if not isinstance(weight, int | float) or weight < 0.0:
+        if not is_number(weight) or not weight >= 0.0:
             raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
         builder, verification, sizing = option("tree_builder"), option("verification"), option("tree_sizing")
         for name, value, allowed in (
@@ -162,7 +162,7 @@ def _given_costs(node: Any, depth: Any) -> Costs | None:
     if node is None and depth is None:
         return None
     for name, value in (("node_cost", node), ("depth_cost", depth)):
-        if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        if not is_number(value) or not 0.0 <= value <= 1.0:
             raise ValueError(
                 f"{name}={value!r} is invalid: expected 0 to 1, in forwards of one token; give both node_cost and "
                 "depth_cost, or neither to have them measured"

@@ -13,7 +13,19 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .drafter_files import HUB_ARGUMENTS, OPTIONS, check_weights, fetch, forgetting_damaged, read_json, tensors
+from .drafter_files import (
+    CONFIG,
+    DESCRIBED,
+    HUB_ARGUMENTS,
+    OPTIONS,
+    check_is_drafter,
+    check_weights,
+    fetch,
+    find_folder,
+    forgetting_damaged,
+    read_json,
+    tensors,
+)
 from .publication import complete, complete_folder, push, push_adapter
 
 _OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
@@ -40,10 +52,16 @@ class PretrainedDrafter(PreTrainedModel):
     ) -> Any:
         """Loads a drafter as every model of transformers is loaded, from safetensors only, checked before it is built.
 
+        Args:
+            pretrained_model_name_or_path: folder or Hub name of a drafter.
+            kwargs: as in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
+                from; without it, the configuration beside the weights is read. Fields of the configuration may be
+                given by name too, and go before what it says.
+
         Raises:
             OSError: there is no such folder or repository, or it holds no configuration or no weights.
             ValueError: it is something else than a drafter, of a newer format, damaged, or its weights do not cover the
-                configuration.
+                configuration. Or `config` is no configuration of a drafter.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *args, **kwargs)
@@ -57,13 +75,9 @@ class PretrainedDrafter(PreTrainedModel):
         fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
         overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
         with forgetting_damaged(name, offline=bool(hub.get("local_files_only"))):
-            folder = fetch(name, cls.config_class.model_type, kwargs.pop("subfolder", None) or "", **hub)
-            if isinstance(config, PreTrainedConfig):
-                config = copy.deepcopy(config)
-                for field, value in overrides.items():
-                    setattr(config, field, value)
-            else:
-                config = cls.config_class.from_dict(read_json(folder / "config.json"), **overrides)
+            subfolder = kwargs.pop("subfolder", None) or ""
+            folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
+            config = _configuration(cls.config_class, config, folder, subfolder, hub, overrides)
             with torch.device("meta"):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
             check_weights(folder, shapes, config.weights_digest)
@@ -153,6 +167,40 @@ class PretrainedDrafter(PreTrainedModel):
     @property
     def _adapted(self) -> bool:
         return bool(getattr(self, "_hf_peft_config_loaded", False))
+
+
+def _configuration(
+    config_class: Any, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
+) -> Any:
+    """The configuration to build a drafter by.
+
+    Args:
+        given: what the caller passed as `config`: `None`, a configuration, or the name of a folder or repository.
+        folder: of the weights; subfolder, hub: where in a repository to look, and what to ask the Hub with.
+        overrides: fields to set otherwise.
+
+    Raises:
+        ValueError: `given` is of another type, or of another model.
+    """
+    if given is None:
+        return config_class.from_dict(read_json(folder / CONFIG), **overrides)
+    if isinstance(given, str | os.PathLike):
+        with forgetting_damaged(given, offline=bool(hub.get("local_files_only"))):
+            source = find_folder(given, DESCRIBED, subfolder, **hub)
+            check_is_drafter(source, config_class.model_type)
+            config = config_class.from_dict(read_json(source / CONFIG), **overrides)
+        # The digests are of the weights beside a configuration, and other weights are loaded here.
+        config.weights_digest = config_class.from_dict(read_json(folder / CONFIG)).weights_digest
+        return config
+    if not isinstance(given, PreTrainedConfig) or given.model_type != config_class.model_type:
+        raise ValueError(
+            f"config={type(given).__name__} is invalid: expected an {config_class.__name__}, or the folder or Hub name "
+            "of a drafter to read one from"
+        )
+    config = copy.deepcopy(given)
+    for field, value in overrides.items():
+        setattr(config, field, value)
+    return config
 
 
 def _drafting_options(stored: dict[str, Any]) -> dict[str, Any]:

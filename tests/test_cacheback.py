@@ -100,8 +100,9 @@ def test_encoder_decoders_too():
 
 
 def test_wrong_arguments_are_refused_before_any_work(target, prompt):
-    with pytest.raises(ValueError, match="ngram_length=0"):
-        CachebackDrafter(ngram_length=0)
+    for length in (0, True):
+        with pytest.raises(ValueError, match=f"ngram_length={length}"):
+            CachebackDrafter(ngram_length=length)
     for unknown in ({"tree_sise": 3}, {"temperature": 0.3}, {"tree_builder": "gumbel"}):
         with pytest.raises(ValueError, match=next(iter(unknown))):
             CachebackDrafter(**unknown)
@@ -109,3 +110,5 @@ def test_wrong_arguments_are_refused_before_any_work(target, prompt):
         target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(texts=[[1, VOCAB, 2]]))
     with pytest.raises(ValueError, match="tree_size"):
         target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(tree_size=0))
+    with pytest.raises(ValueError, match="num_assistant_tokens=True"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(num_assistant_tokens=True))

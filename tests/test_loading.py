@@ -58,6 +58,8 @@ def test_dtype_of_loading_is_respected(target, tmp_path, prompt):
         ("target_tap_layers", [3, 1], "ascending"),
         ("target_tap_layers", [99], "between 0"),
         ("target_tap_layers", [], "ascending"),
+        ("target_tap_layers", [True, 2], "ascending"),  # Python counts it among the numbers
+        ("tree_size", True, "an integer"),
         ("draft_vocab_size", VOCAB + 1, f"vocab_size={VOCAB}"),
         ("draft_vocab_ids", [1, 1, 2], "distinct"),
         ("draft_vocab_ids", [1, VOCAB], f"0 to {VOCAB - 1}"),
@@ -145,6 +147,15 @@ def test_prompts_beyond_the_context_window(drafter):
         ("verification", "rejection", "bias the text"),
         ("reuse_weight", -1.0, "0 or more"),
         ("assistant_confidence_threshold", 1.0, "below 1"),
+        # Python counts these among the numbers.
+        ("tree_size", True, "an integer"),
+        ("beam_width", True, "an integer"),
+        ("num_assistant_tokens", True, "an integer"),
+        ("ngram_length", False, "an integer"),
+        ("assistant_confidence_threshold", False, "a probability"),
+        ("reuse_weight", True, "a number"),
+        ("reuse_weight", float("nan"), "a number"),
+        ("node_cost", True, "0 to 1"),
     ],
 )
 def test_drafting_options_are_checked(target, drafter, prompt, name, value, expected):
@@ -211,6 +222,38 @@ def test_configuration_of_another_size(folder):
 def test_an_override_on_loading_is_checked(folder):
     with pytest.raises(ValueError, match="num_draft_steps=0"):
         HSDrafter.from_pretrained(folder, num_draft_steps=0)
+
+
+def test_a_configuration_is_read_from_another_folder(target, folder, prompt, tmp_path):
+    """As in transformers, `config` may be a name; the weights are still those of the folder that is loaded."""
+    other, plain = tmp_path / "other", target.generate(prompt, max_new_tokens=8, do_sample=False)
+    make_drafter(target, seed=5, tree_size=7, beam_width=2, target_name="org/other").save_pretrained(other)
+    weights = HSDrafter.from_pretrained(folder).state_dict()
+    for given in (other, str(other), HSDraftConfig.from_pretrained(other, weights_digest=None)):
+        loaded = HSDrafter.from_pretrained(folder, config=given, beam_width=3)
+        assert (loaded.config.tree_size, loaded.config.beam_width, loaded.config.target_name) == (7, 3, "org/other")
+        assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+        assert generate(target, loaded, prompt).tolist() == plain.tolist()
+
+
+def test_a_configuration_from_elsewhere_is_checked(target, folder, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    for given, reason in ((tmp_path / "target", "not a drafter"), (target.config, "expected an HSDraftConfig"),
+                          ({"tree_size": 7}, "expected an HSDraftConfig")):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            HSDrafter.from_pretrained(folder, config=given)
+    with pytest.raises(OSError, match="no such drafter folder"):
+        HSDrafter.from_pretrained(folder, config=tmp_path / "nowhere")
+    wider = tmp_path / "wider"
+    make_drafter(target, intermediate_size=80).save_pretrained(wider)
+    with pytest.raises(ValueError, match="gate_proj"):
+        HSDrafter.from_pretrained(folder, config=wider)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1000] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match="SHA-256"):  # by the digests beside the weights
+        HSDrafter.from_pretrained(folder, config=wider, intermediate_size=64)
 
 
 def test_an_edited_configuration_is_checked_on_loading(folder):
