@@ -55,6 +55,17 @@ class DraftStatistics:
         """Tokens emitted per target forward and row, the bonus token included; plain decoding has exactly 1."""
         return self.new_tokens / max(self.row_forwards, 1)
 
+    # Whisper's `generate` takes each field of an output apart by rows, and moves the parts to the CPU.
+    __iter__ = None
+
+    def __getitem__(self, row: int) -> DraftStatistics:
+        """What stands for a row: the statistics of the whole call, as its rows are decoded together."""
+        return self
+
+    def cpu(self) -> DraftStatistics:
+        """These statistics, which are on no device."""
+        return self
+
 
 @dataclass
 class HSDraftGenerateOutput(GenerateDecoderOnlyOutput):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from .configuration_hsdraft import LIMITS, is_integer, is_number
-from .drafter_files import few
+from .drafter_files import few, printable
 from .ngram_cache import MOST_LEADING
 from .round_costs import Costs
 from .verification import VERIFICATIONS
+
+logger = logging.get_logger(__name__)
+
+_SHARED_WITH_TRANSFORMERS = ("num_assistant_tokens", "assistant_confidence_threshold")
+_ALIKE = 0.85  # of two names; see `difflib.SequenceMatcher.ratio`
 
 TREE_SIZINGS = ("cost", "fixed")
 REUSES = ("none", "ensemble", "resample", "skip")
@@ -77,16 +84,12 @@ class DraftOptions:
                 filled in its own defaults by then, and those count as not set.
 
         Raises:
-            ValueError: an option is unknown or out of range; the message names it and what would be right.
+            ValueError: an option is misspelt or out of range; the message names it and what would be right.
         """
         config = drafter.generation_config
         limit = drafter.config.num_draft_steps
         defaults = drafter.default_generation_config()
-        known = {*vars(defaults), "transformers_version"}
-        unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
-        if unknown:
-            raise ValueError(f"unknown drafting options on drafter.generation_config: {few(unknown)}")
-
+        _check_names(config, defaults)
         library = GenerationConfig._get_default_generation_params()
 
         def option(name: str) -> Any:
@@ -155,6 +158,32 @@ class DraftOptions:
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=packed,
         )
+
+
+def _check_names(config: GenerationConfig, defaults: GenerationConfig) -> None:
+    """Tells fields of a drafter's generation configuration that are no options.
+
+    A name that is nearly an option's is a typing error. Others are left alone: libraries set fields of their own, and
+    transformers copies all those of a model's generation configuration.
+
+    Args:
+        config: of the drafter; defaults: all the options there are, among transformers' own fields.
+
+    Raises:
+        ValueError: a name is misspelt.
+    """
+    unknown = [name for name in vars(config) if name not in vars(defaults) and not name.startswith("_")]
+    unknown = sorted(name for name in unknown if name != "transformers_version")
+    options = sorted(vars(defaults).keys() - vars(GenerationConfig()).keys() | set(_SHARED_WITH_TRANSFORMERS))
+    for name in unknown:
+        meant = difflib.get_close_matches(name, options, n=1, cutoff=_ALIKE)
+        if meant:
+            raise ValueError(
+                f"{printable(name)} on drafter.generation_config is no drafting option: {meant[0]} is one; correct the "
+                f"name, or remove it by `del drafter.generation_config.{printable(name)}`"
+            )
+    if unknown:
+        logger.warning_once(f"fields of drafter.generation_config that mean nothing to it: {few(unknown)}")
 
 
 def _given_costs(node: Any, depth: Any) -> Costs | None:

@@ -248,7 +248,7 @@ def test_an_adapter_beside_the_weights_is_not_looked_at(folder, tmp_path):
         HSDrafter.from_pretrained(alone)
 
 
-def test_what_files_say_reaches_no_terminal_as_it_is(folder, tmp_path):
+def test_what_files_say_reaches_no_terminal_as_it_is(folder, tmp_path, monkeypatch):
     from hf_hsdraft.hub.describe import describe
 
     escape = "\x1b]0;owned\x07"
@@ -257,10 +257,15 @@ def test_what_files_say_reaches_no_terminal_as_it_is(folder, tmp_path):
     (folder / "training_recipe.json").write_text(json.dumps({"training": {escape: escape}, "limits": 5}))
     lines = [text for section in describe(str(folder)).values() for line in section.items() for text in line]
     assert all(line.isprintable() for line in lines)
-    (folder / "generation_config.json").write_text(json.dumps({escape: 1}))
-    with pytest.raises(ValueError, match="unknown drafting options") as error:
+    (folder / "generation_config.json").write_text(json.dumps({f"ngram_length{escape[:3]}": 1}))
+    with pytest.raises(ValueError, match="ngram_length is one") as error:
         HSDrafter.from_pretrained(folder).save_pretrained(tmp_path / "elsewhere")
     assert str(error.value).isprintable()
+    (folder / "generation_config.json").write_text(json.dumps({escape: 1}))
+    warned = []
+    monkeypatch.setattr("hf_hsdraft.draft_options.logger.warning_once", warned.append)
+    HSDrafter.from_pretrained(folder).save_pretrained(tmp_path / "elsewhere")
+    assert "owned" in warned[0] and warned[0].isprintable()
     tensors = load_file(folder / "model.safetensors")
     tensors |= {f"{escape}{index}": torch.zeros(1) for index in range(10_000)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

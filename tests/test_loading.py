@@ -183,6 +183,28 @@ def test_missing_folders_and_unknown_options(target, drafter, prompt, tmp_path, 
         generate(target, drafter, prompt)
 
 
+def test_fields_that_libraries_set_break_no_call(target, drafter, prompt, tmp_path):
+    """Only a name that is nearly an option's is an error; all of a model's generation configuration may be copied."""
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    options = vars(drafter.generation_config)
+    options |= {
+        "force_unique_generate_call": True,
+        "lang_to_id": {"en": 5},
+        "confidence_threshold": 0.1,
+        "is_assistant": True,
+    }
+    before = dict(options)
+    assert generate(target, drafter, prompt).tolist() == plain.tolist()
+    assert vars(drafter.generation_config) == before
+    drafter.save_pretrained(tmp_path)
+    assert generate(target, HSDrafter.from_pretrained(tmp_path), prompt).tolist() == plain.tolist()
+    for name, meant in (("tree_sise", "tree_size"), ("ngram_len", "ngram_length"), ("reuse_weights", "reuse_weight")):
+        setattr(drafter.generation_config, name, 3)
+        with pytest.raises(ValueError, match=f"{name} .*: {meant} is one"):
+            generate(target, drafter, prompt)
+        delattr(drafter.generation_config, name)
+
+
 def test_auto_classes_know_the_drafter(folder):
     from transformers import AutoModel
 
