@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .configuration_hsdraft import default_options, is_integer
+from .configuration_hsdraft import ANY, AnySpecialTokens, default_options, is_integer
 from .modeling_hsdraft import TargetWeights
 from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
 
@@ -31,6 +31,11 @@ class CachebackConfig:
 
     num_draft_steps: int = MOST_NGRAM_DEPTH
     target_tap_layers: tuple[int, ...] = ()
+    vocab_size: Any = ANY  # of the target, as a pipeline compares it
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        """What a pipeline compares with a target's; it fits any."""
+        return AnySpecialTokens(self)
 
 
 class CachebackDrafter:

@@ -236,6 +236,10 @@ class HSDraftConfig(PreTrainedConfig):
             fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
         return cls(**{**fields, **overrides})
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
+        return self if decoder or encoder else AnySpecialTokens(self)
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As every configuration; a file that does not name its format is of the first one."""
@@ -352,6 +356,44 @@ class HSDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"weights_digest={_short(digests)} is invalid: expected SHA-256 digests by names of files of weights"
             )
+
+
+class _Any:
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "any"
+
+
+ANY = _Any()
+
+
+class AnySpecialTokens:
+    """The configuration of a drafter, as a pipeline compares it with that of a target.
+
+    A pipeline takes an assistant without a tokenizer of its own only if the special tokens of both configurations are
+    equal. A drafter writes no such tokens: it proposes token ids, and the target alone decides what ends a text. So it
+    fits whatever a target calls its special tokens, now and later.
+
+    Args:
+        config: that all other fields are read from.
+    """
+
+    bos_token_id = eos_token_id = pad_token_id = ANY
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self._config, name)
 
 
 def default_options(num_assistant_tokens: int, tree_size: int, beam_width: int) -> GenerationConfig:

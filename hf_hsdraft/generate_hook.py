@@ -70,9 +70,10 @@ def _drafter_of(assistant: Any) -> HSDrafter | CachebackDrafter | None:
 
 
 def _hooked_preparation(original: Any) -> Any:
-    """Lends the drafter to a target with a `generate` of its own: only such a one prepares a call with its assistant.
+    """Puts `_Lent` in a drafter's place for targets that have a `generate` of their own.
 
-    The `generate` of transformers prepares the call without, and reads nothing of a drafter that is not ours.
+    Such a `generate` hands all arguments of the call to this method, the assistant among them, and goes on with what
+    it returns. That of transformers hands over no assistant, so nothing happens there.
     """
 
     @functools.wraps(original)

@@ -11,7 +11,7 @@ from conftest import VOCAB, make_drafter, make_target
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, pipeline
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import CachebackDrafter, HSDrafter
 from hf_hsdraft.target_match import explain_mismatch, measure_match, tokenizer_hash
 from hf_hsdraft.training.identity import record_target
 
@@ -154,10 +154,28 @@ def test_a_hash_tells_tokenizers_apart_and_not_their_order(tokenizer):
     assert tokenizer_hash(build({"a": 0, "b": 1})) != tokenizer_hash(build({"a": 1, "b": 0}))
 
 
-def test_a_pipeline_takes_the_drafter_in_its_constructor(chatty, tokenizer, recorded):
-    """It wants the special tokens of the target in the assistant's configuration."""
-    plain = pipeline("text-generation", model=chatty, tokenizer=tokenizer)
-    drafting = pipeline("text-generation", model=chatty, tokenizer=tokenizer, assistant_model=recorded)
+@pytest.mark.parametrize("kind", ["ngrams", "hidden states"])
+@pytest.mark.parametrize("changed", [{}, {"pad_token_id": 4}, {"eos_token_id": [4, 7], "bos_token_id": None}], ids=str)
+def test_a_pipeline_takes_the_drafter_in_its_constructor(chatty, tokenizer, recorded, kind, changed):
+    """Whatever the target's special tokens were when the drafter was made."""
+    target, drafter = copy.deepcopy(chatty), recorded if kind == "hidden states" else CachebackDrafter()
+    for name, token in changed.items():
+        setattr(target.config, name, token)
+        setattr(target.generation_config, name, token)
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    drafting = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
     options = {"max_new_tokens": 8, "do_sample": False}
     assert drafting("w1 w2 w3", **options) == plain("w1 w2 w3", **options)
-    assert drafting.assistant_model is recorded and drafting.assistant_tokenizer is None
+    assert drafting.assistant_model is drafter and drafting.assistant_tokenizer is None
+
+
+def test_a_pipeline_refuses_a_drafter_of_another_vocabulary(tokenizer, recorded):
+    with pytest.raises(ValueError, match="different tokenizer"):
+        pipeline("text-generation", model=make_target(vocab_size=50), tokenizer=tokenizer, assistant_model=recorded)
+
+
+def test_the_configuration_itself_keeps_its_special_tokens(recorded, chatty):
+    config = recorded.config
+    assert config.eos_token_id == chatty.config.eos_token_id and config.get_text_config(decoder=True) is config
+    compared = copy.deepcopy(config.get_text_config())
+    assert compared.vocab_size == config.vocab_size and compared.eos_token_id == "whatever"
