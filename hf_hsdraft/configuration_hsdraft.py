@@ -39,7 +39,7 @@ LIMITS = {
     "tree_size": 2**12,
     "beam_width": 2**12,
 }
-_MOST_TAPS, _LONGEST_NAME, _LONGEST_REFERENCE = 64, 256, 512
+_MOST_TAPS, _LONGEST_NAME, _LONGEST_REFERENCE, _MOST_CODE_FILES = 64, 256, 512, 1024
 
 # What transformers may hand over; all else in a file is left out.
 _OF_TRANSFORMERS = {
@@ -89,6 +89,8 @@ class HSDraftConfig(PreTrainedConfig):
             the position `start` from which on the target wrote it, and of the tokens from there on, how many it
             chooses again (`agreed`) and how many the drafter's first choice hits (`drafted`).
         weights_digest: SHA-256 of each file of weights, by name; written by `save_pretrained`.
+        code_files: names of the `*.py` files that were saved with it, so that a later version can replace them; written
+            by `save_pretrained`.
         format_version: of the files; a drafter of a newer one is refused, older ones load.
         hidden_size: width of the drafted hidden states; equal to `target_hidden_size` unless `head="trained"`.
         num_hidden_layers: layers of the trunk.
@@ -129,6 +131,7 @@ class HSDraftConfig(PreTrainedConfig):
         target_tokenizer_hash: str = "",
         target_reference: Mapping[str, Any] | None = None,
         weights_digest: Mapping[str, str] | None = None,
+        code_files: Sequence[str] | None = None,
         format_version: int = FORMAT_VERSION,
         hidden_size: int | None = None,
         num_hidden_layers: int = 1,
@@ -171,6 +174,7 @@ class HSDraftConfig(PreTrainedConfig):
         self.target_tokenizer_hash = target_tokenizer_hash
         self.target_reference = dict(target_reference) if isinstance(target_reference, Mapping) else target_reference
         self.weights_digest = dict(weights_digest) if isinstance(weights_digest, Mapping) else weights_digest
+        self.code_files = None if code_files is None else _as_list(code_files)
         self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
@@ -269,6 +273,7 @@ class HSDraftConfig(PreTrainedConfig):
         self._check_vocabulary()
         self._check_target()
         self._check_digest()
+        self._check_code_files()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} is invalid: it must divide "
@@ -357,6 +362,14 @@ class HSDraftConfig(PreTrainedConfig):
                 f"weights_digest={_short(digests)} is invalid: expected SHA-256 digests by names of files of weights"
             )
 
+    def _check_code_files(self) -> None:
+        names = self.code_files
+        if names is not None and not (len(names) <= _MOST_CODE_FILES and all(map(is_code_file, names))):
+            raise ValueError(
+                f"code_files={_short(names)} is invalid: expected at most {_MOST_CODE_FILES} names such as "
+                "modeling_hsdraft.py, without folders"
+            )
+
 
 class _Any:
     """Equal to everything."""
@@ -413,6 +426,11 @@ def default_options(num_assistant_tokens: int, tree_size: int, beam_width: int) 
         depth_cost=None,
         packed_weights=None,
     )
+
+
+def is_code_file(name: Any) -> bool:
+    """Whether this is the name of a Python module at the top of a repository."""
+    return isinstance(name, str) and len(name) <= _LONGEST_NAME and bool(re.fullmatch(r"[A-Za-z_]\w*\.py", name, re.A))
 
 
 def public_name(name: str) -> str:

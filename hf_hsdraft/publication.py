@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
-from .configuration_hsdraft import FORMAT_VERSION, HSDraftConfig, public_name
+from .configuration_hsdraft import FORMAT_VERSION, HSDraftConfig, is_code_file, public_name
 from .drafter_files import CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, digests, read_json, tensors
 from .generate_recipe import generate
 from .model_card import RECIPE, is_generated, write_card
@@ -38,6 +38,15 @@ logger = logging.get_logger(__name__)
 REQUIREMENTS = "transformers>=5.23\ntorch>=2.6\n"  # of the code that travels
 AUTO_MAP = {"AutoConfig": "configuration_hsdraft.HSDraftConfig", "AutoModel": "modeling_hsdraft.HSDrafter"}
 OF_AN_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", *DOCUMENTS)
+# All the code that was ever saved with a drafter before `code_files` said so; not to be added to.
+_BEFORE_CODE_FILES = (
+    "cacheback", "call_output", "candidate_generator", "configuration_hsdraft", "decoded_texts", "decoding",
+    "draft_options", "draft_tree", "drafter_files", "ended_rows", "expansion", "foresight", "generate_hook",
+    "generate_recipe", "grouped_attention", "growing_cache", "model_card", "modeling_hsdraft", "ngram_cache",
+    "pacing", "packed_weights", "pretrained_drafter", "publication", "roll_out", "round_costs", "sampled_trees",
+    "static_cache", "static_roll_out", "target_limits", "target_match", "target_probe", "target_runtime",
+    "tree_masks", "verification", "working_weights",
+)  # fmt: skip
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -46,7 +55,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into; its files replace those in `folder` one by one when all are written.
 
     A process that has the old files open or mapped goes on with the old ones. Files of a former drafter that the new
-    one has not are deleted; those of anybody else stay.
+    one has not are deleted, its code among them; those of anybody else stay.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; a drafter is saved into a folder")
@@ -60,11 +69,12 @@ def complete_folder(folder: Path) -> Iterator[Path]:
             if (folder / path).is_dir() or (folder / path).parent.is_file():
                 raise OSError(f"{folder / path} cannot be written: something of that name is in the way")
         former = _is_drafter(folder)
+        code = former_code(folder) if former else ()
         for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
             (folder / path).parent.mkdir(exist_ok=True)
             os.replace(partial / path, folder / path)
         for path in folder.iterdir() if former else []:
-            if path.relative_to(folder) not in written and is_ours(path.name):
+            if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():
                 path.unlink(missing_ok=True)
         for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
             if Path(one) in written:
@@ -75,16 +85,28 @@ def complete_folder(folder: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file at the top of a repository is one that a drafter brings, weights and documents."""
-    return name in (WEIGHTS, INDEX, *DOCUMENTS) or bool(_SHARD.fullmatch(name))
+def is_ours(name: str, code: Collection[str]) -> bool:
+    """Whether a file at the top of a repository is one that a drafter brings: weights, documents, or its `code`."""
+    return name in (WEIGHTS, INDEX, *DOCUMENTS) or name in code or bool(_SHARD.fullmatch(name))
+
+
+def former_code(folder: Path) -> set[str]:
+    """Names of the code files that the drafter in a folder was saved with.
+
+    Raises:
+        OSError, DamagedFile: its configuration cannot be read.
+    """
+    listed = read_json(folder / CONFIG).get("code_files")
+    if listed is None:
+        return {f"{stem}.py" for stem in _BEFORE_CODE_FILES}
+    return set(filter(is_code_file, listed)) if isinstance(listed, list) else set()
 
 
 def complete(config: HSDraftConfig, partial: Path, folder: Path, source: Path | None) -> None:
     """Adds to saved weights what else belongs into the repository.
 
     Args:
-        config: of the drafter; gets the digests of the weights.
+        config: of the drafter; gets the digests of the weights and the names of the code files.
         partial: holds configuration, options and weights.
         folder: where they will go. A card that somebody wrote stays.
         source: folder that the drafter was loaded from. Its recipe comes along, its figures if these are its weights.
@@ -93,12 +115,14 @@ def complete(config: HSDraftConfig, partial: Path, folder: Path, source: Path | 
     config.format_version = FORMAT_VERSION
     config.target_name = public_name(config.target_name)
     config.auto_map = dict(AUTO_MAP)  # whatever another repository's file said
+    model = Path(__file__).with_name("modeling_hsdraft.py")
+    code = sorted({Path(path) for path in [str(model), *get_relative_import_files(model)]})
+    config.code_files = [path.name for path in code]
     config.save_pretrained(partial)
     (partial / "custom_generate").mkdir(exist_ok=True)
     shutil.copyfile(inspect.getfile(generate), partial / "custom_generate" / "generate.py")
     (partial / "custom_generate" / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
-    model = Path(__file__).with_name("modeling_hsdraft.py")
-    for path in map(Path, [str(model), *get_relative_import_files(model)]):
+    for path in code:
         shutil.copyfile(path, partial / path.name)
     if source is not None and _is_drafter(source):
         _bring_documents(source, partial)
@@ -128,7 +152,7 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
     with _told(repo_id):
         api, repo_id, there = _prepare(repo_id, options)
         revision = options.pop("revision", None)
-        former = CONFIG in there
+        former, code = CONFIG in there, set[str]()
         if former:
             with tempfile.TemporaryDirectory() as place:
                 api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
@@ -137,10 +161,11 @@ def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
                 except ValueError as error:
                     message = f"{repo_id} holds something else than a drafter, nothing was sent ({error})"
                     raise ValueError(message.replace(place, repo_id)) from None
+                code = former_code(Path(place))
         write_card(folder, repo_id)
         _leave_foreign_card(api, repo_id, revision, there, folder)
         sent = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        stale = sorted(name for name in there - sent if former and is_ours(name) and name != "README.md")
+        stale = sorted(name for name in there - sent if former and is_ours(name, code) and name != "README.md")
         return api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,

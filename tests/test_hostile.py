@@ -54,6 +54,8 @@ HOSTILE = {
     "sharding": {"distributed_config": {"tp_size": 8}},
     "a function for a dtype": {"dtype": "load"},
     "digests of files elsewhere": {"weights_digest": {"../../secret": "0" * 64}},
+    "code elsewhere": {"code_files": ["../../secret.py"]},
+    "code without end": {"code_files": ["a.py"] * 10**5},
     "digests that are none": {"weights_digest": {"model.safetensors": "rm -rf /"}},
     # what goes to terminals and cards
     "escape sequences": {"target_name": "\x1b]0;owned\x07"},
@@ -136,6 +138,7 @@ def test_a_newer_format_asks_for_an_upgrade_and_older_ones_load(folder):
         "target_tokenizer_hash",
         "target_reference",
         "weights_digest",
+        "code_files",
         "auto_map",
     )
     old = {name: value for name, value in config.items() if name not in new} | {"injector": "path"}

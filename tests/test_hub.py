@@ -324,7 +324,7 @@ answer([
 
 
 def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
-    """Somebody's card, scripts and weights stay; documents about former weights go."""
+    """Somebody's card, scripts and weights stay; documents about former weights go, and code of a former version."""
     theirs = {
         "README.md": b"my own card",
         "app.py": b"print()",
@@ -334,7 +334,10 @@ def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
         "acceptance.png": b"about former weights",
     }
     bench.hub.put("user/lived-in", theirs)
-    bench.hub.put("user/former", {**theirs, "config.json": bench_file(bench, "config.json")})
+    config = json.loads(bench_file(bench, "config.json"))
+    config["code_files"].append("former_module.py")
+    former = {"config.json": json.dumps(config).encode(), "former_module.py": b"of an earlier version"}
+    bench.hub.put("user/former", {**theirs, **former})
     other = {"config.json": b'{"model_type": "llama"}', "model-00001-of-00002.safetensors": b"somebody's"}
     bench.hub.put("user/other-model", other)
     found = bench.child(

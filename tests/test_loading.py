@@ -278,6 +278,44 @@ def test_a_configuration_from_elsewhere_is_checked(target, folder, tmp_path):
         HSDrafter.from_pretrained(folder, config=wider, intermediate_size=64)
 
 
+def edit(folder, **fields) -> dict:
+    """Changes fields of a saved configuration; `None` takes one out."""
+    config = {**json.loads((folder / "config.json").read_text()), **fields}
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "saved before there was a list"])
+def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, prompt, monkeypatch, listed):
+    """A folder that is saved to again has the code of this version, and whatever somebody else put there."""
+    current = {path.name for path in folder.glob("*.py")}
+    assert set(json.loads((folder / "config.json").read_text())["code_files"]) == current
+    (folder / "former_module.py").write_text("raise RuntimeError")
+    (folder / "app.py").write_text("print()")
+    monkeypatch.setattr("hf_hsdraft.publication._BEFORE_CODE_FILES", ["former_module"])
+    edit(folder, code_files=[*current, "former_module.py"] if listed else None)
+    loaded = HSDrafter.from_pretrained(folder)
+    (folder / "modeling_hsdraft.py").unlink()  # whatever is missing comes anew
+    for _ in range(2):
+        loaded.save_pretrained(folder)
+        assert {path.name for path in folder.glob("*.py")} == current | {"app.py"}
+    plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert generate(target, HSDrafter.from_pretrained(folder), prompt).tolist() == plain.tolist()
+
+
+def test_a_list_of_code_names_no_files_elsewhere(target, folder):
+    outside = folder.parent / "outside.py"
+    outside.write_text("print()")
+    (folder / "notes.txt").write_text("mine")
+    edit(folder, code_files=["../outside.py", str(outside), "notes.txt", 5, "custom_generate"])
+    with pytest.raises(ValueError, match="code_files"):
+        HSDrafter.from_pretrained(folder)
+    make_drafter(target).save_pretrained(folder)
+    assert outside.exists() and (folder / "notes.txt").exists() and HSDrafter.from_pretrained(folder)
+    outside.unlink()
+
+
 def test_an_edited_configuration_is_checked_on_loading(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_draft_steps": 0}))
