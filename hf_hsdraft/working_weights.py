@@ -260,13 +260,61 @@ def _fusing(drafter: HSDrafter) -> Callable[[torch.Tensor, torch.Tensor], torch.
     return fuse_inputs
 
 
-# Of each output layer and each drafter, so that it ends with either: what the weights were like, and what they became.
-_Kept = weakref.WeakKeyDictionary[HSDrafter, tuple[torch.Tensor, tuple[Any, ...], WorkingWeights]]
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor as it was when it was last looked at, by what tells of a change without reading its values.
+
+    Attributes:
+        tensor: gone with the tensor itself, so that a new one at an old address is another one.
+        place: where its values lie.
+        version: how often it was written to; `None` of a tensor made in inference mode, which does not count.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    place: int
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Seen:
+        return cls(weakref.ref(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the one that was seen, and was not written to since, as far as it counts."""
+        now = _Seen.of(tensor)
+        return self.tensor() is tensor and (now.place, now.version) == (self.place, self.version)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Working weights, and what they were made of.
+
+    Attributes:
+        form: shapes, types and devices of the tensors, and all else that decides what is made of them.
+        seen: the tensors.
+        values: a sample of their values, for writes that no tensor counts: those to `.data`, and in inference mode.
+        weights: what they became.
+    """
+
+    form: tuple[Any, ...]
+    seen: tuple[_Seen, ...]
+    values: torch.Tensor
+    weights: WorkingWeights
+
+    def is_of(self, form: tuple[Any, ...], tensors: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
+        same = self.form == form and all(map(_Seen.is_still, self.seen, tensors))
+        return same and torch.equal(self.values, values)
+
+
+# Of each output layer and each drafter, so that it ends with either.
+_Kept = weakref.WeakKeyDictionary[HSDrafter, _Made]
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn.Linear) -> WorkingWeights:
     """Those of a drafter with the head of a target; kept until either changes.
+
+    A change is a write that a tensor counts, however small, or another tensor in its place. Writes to `.data` and in
+    inference mode are not counted: of those only such are noticed as change values throughout.
 
     What is not kept: of drafters with adapters or hooks, and of heads that are packed or offloaded.
     """
@@ -282,10 +330,11 @@ def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn
         values = _sample(tensors)
         of_head = _kept.setdefault(head, weakref.WeakKeyDictionary())
         kept = of_head.get(drafter)
-        if kept is None or kept[1] != form or not torch.equal(kept[0], values):
+        if kept is None or not kept.is_of(form, tensors, values):
+            seen = tuple(map(_Seen.of, tensors))
             weights = WorkingWeights.of(drafter, drafter.borrow(embedding, output_head).head)
-            kept = of_head[drafter] = values, form, replace(weights, spare=[])
-        return kept[2]
+            kept = of_head[drafter] = _Made(form, seen, values, replace(weights, spare=[]))
+        return kept.weights
 
 
 # What a drafter is built of; anything else in its place may change without its parameters.
@@ -310,7 +359,7 @@ def _can_be_sampled(tensor: Any) -> bool:
 
 
 def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Some values of each: training, merging and loading change practically all of them, whatever way they write."""
+    """Some values of each: training, merging and loading change practically all of them, where they write uncounted."""
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     parts = [part[:: len(part) // 32 + 1].to(tensors[0].device, torch.float32) for part in parts]
     return torch.cat(parts).cpu()

@@ -154,6 +154,56 @@ def test_they_are_kept_until_something_changes(target):
     assert len(set(map(id, found))) == len(found)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("of_target", [True, False], ids=["head", "drafter"])
+def test_an_edit_of_a_few_rows_is_noticed(of_target):
+    """However few: a sample of the values would miss it."""
+    target = make_target(vocab_size=400)
+    drafter = drafter_of(target, draft_vocab_size=400)
+    edited = target.get_output_embeddings().weight if of_target else drafter.injector.up.weight
+    sampled = range(0, edited.numel(), edited.numel() // 32 + 1)
+    untouched = set(range(len(edited))) - {place // edited.shape[1] for place in sampled}
+    row = max(untouched)
+    before = working_weights(drafter, *modules_of(target))
+    edited[row] = 5.0
+    weights, x = working_weights(drafter, *modules_of(target)), torch.randn(3, 32)
+    assert weights is not before and working_weights(drafter, *modules_of(target)) is weights
+    torch.testing.assert_close(weights.logits(x), drafter.logits(x, borrowed(drafter, target)))
+    code = torch.randn(3, drafter.config.injector_rank)
+    torch.testing.assert_close(weights.injector.up(code), drafter.injector.up(code))
+
+
+@torch.no_grad()
+def test_another_tensor_in_a_place_is_noticed(target):
+    """Even one that lies where the former lay, and was written to as often."""
+    drafter = drafter_of(target)
+    before = working_weights(drafter, *modules_of(target))
+    old = drafter.roll_proj.weight
+    drafter.roll_proj.weight = nn.Parameter(old.detach(), requires_grad=False)
+    assert drafter.roll_proj.weight.data_ptr() == old.data_ptr()
+    assert working_weights(drafter, *modules_of(target)) is not before
+
+
+@torch.no_grad()
+def test_calls_do_not_make_them_anew(target, prompt):
+    drafter = drafter_of(target)
+    weights = working_weights(drafter, *modules_of(target))
+    for do_sample in (False, True):
+        target.generate(prompt, max_new_tokens=8, do_sample=do_sample, assistant_model=drafter)
+    assert working_weights(drafter, *modules_of(target)) is weights
+
+
+def test_models_made_in_inference_mode_work(prompt):
+    """Their tensors count no writes."""
+    with torch.inference_mode():
+        target = make_target()
+        drafter = drafter_of(target)
+        weights = working_weights(drafter, *modules_of(target))
+        assert working_weights(drafter, *modules_of(target)) is weights
+        drafter.roll_proj.weight.mul_(2.0)
+        assert working_weights(drafter, *modules_of(target)) is not weights
+
+
 @pytest.mark.parametrize("which", ["target", "drafter"])
 def test_they_end_with_either_model(target, which):
     models = {"target": copy.deepcopy(target), "drafter": drafter_of(target)}
