@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+)
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
@@ -25,7 +30,7 @@ from transformers.generation.candidate_generator import (
 from .draft_tree import DraftTree
 from .ended_rows import EndedRows, can_leave
 from .grouped_attention import grouped_attention
-from .growing_cache import give_room_back, make_room
+from .growing_cache import GrowingLayer, give_room_back, make_room
 from .packed_weights import PackedWeights, linears_to_pack
 from .static_cache import CompiledCalls, StaticSlots, move_slots
 from .target_limits import cache_layers, recurrent_layers, text_config, why_no_trees, why_refused
@@ -53,10 +58,17 @@ _MOST_UNREAD = 12
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a cache stands: its slots, and copies of the layers that cannot drop tokens, by index."""
+    """Where a cache stands.
+
+    Attributes:
+        slots: that are filled.
+        copies: of the layers that cannot drop tokens, by index.
+        held: what the other layers hold, by index and attribute; see `_held_by`.
+    """
 
     slots: int
     copies: dict[int, Any]
+    held: dict[int, dict[str, Any]]
 
 
 class TargetRuntime:
@@ -323,11 +335,13 @@ class TargetRuntime:
             self._kwargs = self._updated(self._raw, length)
         if self._mark is None:
             self._drop(size - length)
-        elif length == size:
+            return
+        if length == size:
             self._unread = 0
         else:
             self.roll_back(self._mark)
             self._unread += length
+        self._forget_past()
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -357,12 +371,14 @@ class TargetRuntime:
         Args:
             before_commit: also copy layers that a commit makes forget what came before, windows and convolutions.
         """
-        copies = {}
+        copies, held = {}, {}
         for index, layer in enumerate(cache_layers(self.cache)):
             forgets = index in self._windows or isinstance(layer, LinearAttentionCacheLayerMixin)
             if (self._recurrent and not layer.is_croppable) or (before_commit and forgets):
                 copies[index] = copy.deepcopy(layer)
-        return Mark(self.length, copies)
+            elif self._static is None:
+                held[index] = _held_by(layer)
+        return Mark(self.length, copies, held)
 
     def restore(self, mark: Mark) -> None:
         """As `roll_back`, also after a commit, if the mark was made for that."""
@@ -371,7 +387,11 @@ class TargetRuntime:
         self.roll_back(mark)
 
     def roll_back(self, mark: Mark) -> None:
-        """Puts the cache back to a mark, once; a forward may have stopped between two layers."""
+        """Puts the cache back to a mark, once.
+
+        A forward may have stopped between two layers, or between the keys and the values of one. So nothing is
+        concluded from what one tensor has grown by to another.
+        """
         if self._static is not None:
             self._static.fill(mark.slots)
             return
@@ -379,11 +399,9 @@ class TargetRuntime:
         for index, layer in enumerate(layers):
             if index in mark.copies:
                 layers[index] = mark.copies[index]
-            elif isinstance(layer, LinearAttentionCacheLayerMixin):  # a convolution keeps what it read since
-                states = [(state, layer.conv_kernel_size[i]) for i, state in layer.conv_states.items()]
-                layer.crop(-max((state.shape[-1] - size for state, size in states if state is not None), default=0))
-            elif getattr(layer, "keys", None) is not None:
-                layer.crop(-max(layer.get_seq_length() - mark.slots, 0))
+            else:
+                vars(layer).update(mark.held[index])
+                _cut(layer, mark.slots)
 
     def finish(self, input_ids: torch.Tensor) -> None:
         """Leaves the cache as plain decoding would.
@@ -391,14 +409,15 @@ class TargetRuntime:
         Args:
             input_ids: `[B, length]`, the finished texts, of which the last token is never read.
         """
-        if self._unread:
-            self._catch_up(input_ids[:, :-1])
         new_tokens = input_ids.shape[1] - self._prompt_length
-        if self._ended is not None:
-            self._ended.put_back(self.cache, self._prompt_slots + new_tokens - 1)
-        surplus = self.length - (self._prompt_slots + new_tokens - 1)
-        if not self._recurrent:
-            self._drop(max(surplus, 0))
+        end = self._prompt_slots + new_tokens - 1
+        with self.undone_on_error():
+            if self._unread:
+                self._catch_up(input_ids[:, :-1])
+            if self._ended is not None:
+                self._ended.put_back(self.cache, end)
+            if not self._recurrent:
+                self._drop(max(self.length - end, 0))
         self._release()
 
     def _drop(self, count: int) -> None:
@@ -411,12 +430,19 @@ class TargetRuntime:
     def _release(self) -> None:
         """Makes the layers of the cache work as they did before the call."""
         give_room_back(self._text_cache)
-        for index, layer in enumerate(cache_layers(self.cache)):
-            if index in self._windows:
-                layer.sliding_window = self._windows[index]
+        layers = cache_layers(self.cache)
+        for index, width in self._windows.items():
+            layers[index].sliding_window = width
+        self._forget_past()
+        for layer in layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
+
+    def _forget_past(self) -> None:
+        """Lets windows and convolutions drop what no later forward reads."""
+        for layer in cache_layers(self.cache):
             if getattr(layer, "record_past", False):
                 layer.crop(0)
-                layer.record_past = False
 
     def prompt_outputs(self, row: int, states: bool, attentions: bool) -> dict[str, tuple[torch.Tensor, ...]]:
         """Hidden states and attentions of the prompt's forward, of one row."""
@@ -611,6 +637,31 @@ class TargetRuntime:
 
 def _last(logits: torch.Tensor, taps: torch.Tensor, columns: int | None) -> TargetOutput:
     return TargetOutput(logits, taps) if columns is None else TargetOutput(logits[:, -columns:], taps[:, -columns:])
+
+
+def _held_by(layer: Any) -> dict[str, Any]:
+    """What a cache layer that can drop tokens holds, by attribute, without a copy.
+
+    A forward and a commit put other tensors in the place of these, and never write into them. Not of keys and values
+    that only grow at their end: their beginning stays, and two of them would take twice the memory.
+    """
+    if type(layer) in (DynamicLayer, GrowingLayer):
+        return {}
+    grows = () if getattr(layer, "is_sliding", False) else ("keys", "values")
+    copied = (dict, list)  # states by their number or name
+    return {
+        name: copy.copy(value) if isinstance(value, copied) else value
+        for name, value in vars(layer).items()
+        if name not in grows
+    }
+
+
+def _cut(layer: Any, slots: int) -> None:
+    """Leaves at most the first `slots` of keys and values, of each by itself; a window never holds more than that."""
+    for name in ("keys", "values"):
+        states = getattr(layer, name, None)
+        if states is not None and states.dim() > 1 and states.shape[-2] > slots:
+            setattr(layer, name, states[..., :slots, :])
 
 
 def _kept_of(path: Sequence[int] | None) -> int:
