@@ -172,7 +172,7 @@ class DecodedTexts:
         row.emitted = tokens
         if self._draws is not None:
             self._draws[index].settle(len(tokens))
-        row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device, row.ids.dtype)], dim=-1)
+        row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)  # int64, whatever the prompt is
         del row.visited[len(tokens) :]  # of a verdict that was cut
         row.scores, row.logits = self._with_visited(row)
         row.steps.extend(steps)
@@ -276,7 +276,7 @@ class DecodedTexts:
             for one in limits:
                 one(torch.empty(1, length, dtype=torch.bool), None)  # only for its reminder of the context window
             return tokens[-1] in self._eos or any(length >= one.max_length for one in limits)
-        ids = torch.cat([row.ids, row.ids.new_tensor([tokens])], dim=-1)
+        ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
         scores = self._with_visited(row)[0] if self.keeps_scores else None
         count = len(self.rows)
         return bool(self._stop(ids if count == 1 else ids.repeat(count, 1), scores)[index])

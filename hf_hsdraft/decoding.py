@@ -78,15 +78,25 @@ def _check_call(
     check_target(target, drafter)
     if not kwargs.get("use_cache"):
         raise ValueError("use_cache=False is not possible with a drafter: verification needs the target's cache")
-    window, mask = furthest_position(target), kwargs.get("attention_mask")
-    length = input_ids.shape[1] if mask is None or target.config.is_encoder_decoder else int(mask.sum(dim=1).max())
+    window = furthest_position(target)
     rotary = getattr(text_config(target), "rope_parameters", None)  # goes on beyond its window
-    if length > window and not rotary:
+    length = 0 if rotary else _positions_taken(target, input_ids, kwargs)
+    if length > window:
         raise ValueError(f"the prompt has {length} tokens, the target's context window is {window}; shorten the prompt")
     if synced_gpus and any(isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor) for one in processors):
         raise ValueError(
             "guidance_scale is not possible with a drafter and synced_gpus=True: its forwards differ by process"
         )
+
+
+def _positions_taken(target: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
+    """How many of its positions the target needs for the prompts."""
+    if target.config.is_encoder_decoder:
+        return input_ids.shape[1]
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is not None:
+        return int(positions.max()) + 1
+    return input_ids.shape[1] if mask is None else int(mask.sum(dim=1).max())
 
 
 def speculative_decoding(
@@ -204,7 +214,7 @@ class _Call:
             setattr(runtime.cache, _MEMORY, generator.memory(runtime.length + 1))
 
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
-        options = self.options = _as_the_target_can(self, output, positions.roots)
+        options = self.options = _as_the_target_can(self, output, positions)
         rows = len(self.texts.rows)
         self.packing = bool(options.packed_weights) and self.runtime.pack_weights(True)
         self.may_pack = options.packed_weights is None
@@ -233,7 +243,7 @@ class _Call:
         rows = [row for row in self.read if row not in self.closed and texts.rows[row].ids.shape[1] < texts.length()]
         if not rows or not runtime.trees:
             return
-        trees = [DraftTree.root(texts.last_token(row)) for row in self.read]
+        trees = [self._undrafted(row) for row in self.read]
         with runtime.undone_on_error():
             runtime.verify(trees, texts.batch())
             runtime.commit(trees, [[] if row in rows else None for row in self.read])
@@ -293,10 +303,10 @@ class _Call:
         clock.start()
         timer = time.perf_counter if self.pace is not None and self.pace.measures else float
         began = timer()
-        trees = {row: DraftTree.root(texts.last_token(row)) for row in self.read}
+        trees = {row: self._undrafted(row) for row in self.read}
         place = {row: index for index, row in enumerate(self.read)}
         behind = self._behind(active)
-        trees.update(zip(active, generator.draft(self._depths(active, positions.roots), behind), strict=True))
+        trees.update(zip(active, generator.draft(self._depths(active, positions), behind), strict=True))
         clock.stop("draft_seconds")
         drafted = timer()
         before = runtime.forwards
@@ -330,6 +340,11 @@ class _Call:
             self.statistics.row_forwards += len(active) * (runtime.forwards - before)
             self.statistics.accepted_lengths += [verdicts[row].num_drafted for row in active]
             self.statistics.drafted_nodes += [len(trees[row]) - 1 for row in active]
+
+    def _undrafted(self, row: int) -> DraftTree:
+        """What is read of a row without a draft: its last token, unless plain decoding would not read that any more."""
+        idle = row in self.closed or not self.texts.room(row)
+        return (DraftTree.idle if idle else DraftTree.root)(self.texts.last_token(row))
 
     def _packs(self, generator: HSCandidateGenerator, positions: _Positions, emitted: float, nodes: int) -> bool:
         """Packs the target's weights once the call has saved the time that takes: so it may end then without a loss.
@@ -367,9 +382,9 @@ class _Call:
         furthest = min(lengths.values(), default=0)
         return [row for row, length in lengths.items() if length - furthest <= _ABREAST]
 
-    def _depths(self, active: list[int], roots: list[int]) -> dict[int, int]:
+    def _depths(self, active: list[int], positions: _Positions) -> dict[int, int]:
         """How deep to draft: no node beyond a text's greatest length, a forward's reach, or the cache's room."""
-        reach = [min(furthest_read(self.target, root) - root, self.runtime.deepest) for root in roots]
+        reach = [min(each, self.runtime.deepest) for each in positions.reach(self.target)]
         depths = {row: max(min(self.texts.room(row) - 1, reach[row]), 0) for row in active}
         if self.runtime.in_step and depths:
             depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
@@ -383,11 +398,13 @@ class _Positions:
     Attributes:
         prompt: `[B, n]`, positions of the prompts' taps; real: `[B, n]`, bool, which of them are no padding.
         roots: position of each row's last token.
+        ahead: by how much the target's own position of that token is greater: by that of a caller's `position_ids`.
     """
 
     prompt: torch.Tensor
     real: torch.Tensor
     roots: list[int]
+    ahead: list[int]
 
     @classmethod
     def of(cls, runtime: TargetRuntime, tapped: int, batch_size: int) -> _Positions:
@@ -396,18 +413,30 @@ class _Positions:
             real = torch.ones(batch_size, runtime.length, dtype=torch.bool)
         real = real.clone()
         real[:, -1] = True  # also of a prompt padded at the right: the first token was chosen there
-        positions = (real.long().cumsum(1) - 1).clamp(min=0)
-        return cls(positions[:, -tapped:], real[:, -tapped:], real.sum(dim=1).tolist())
+        positions, roots = (real.long().cumsum(1) - 1).clamp(min=0), real.sum(dim=1).tolist()
+        own = runtime.next_positions or roots
+        ahead = [position - root for position, root in zip(own, roots, strict=True)]
+        return cls(positions[:, -tapped:], real[:, -tapped:], roots, ahead)
+
+    def of_root(self, row: int) -> set[int]:
+        """Where a row's last token is: by its length and by the target's own positions, which both may have limits."""
+        return {self.roots[row], self.roots[row] + self.ahead[row]}
+
+    def reach(self, target: Any) -> list[int]:
+        """For each row, how far beyond its last token a forward may read."""
+        rows = range(len(self.roots))
+        return [min(furthest_read(target, at) - at for at in self.of_root(row)) for row in rows]
 
 
-def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> DraftOptions:
+def _as_the_target_can(call: _Call, output: TargetOutput, positions: _Positions) -> DraftOptions:
     """The options as far as the target can follow them: chains where it reads no trees.
 
     Raises:
         ValueError: it reads no drafts at all.
     """
     target, runtime, texts, options = call.target, call.runtime, call.texts, call.options
-    near = any(min(furthest_read(target, root) - root, runtime.deepest) < PROBE_DEPTH for root in roots)
+    rows = len(positions.roots)
+    near = min(*positions.reach(target), runtime.deepest) < PROBE_DEPTH
     if _any_process(near, call.synced_gpus, target.device):
         runtime.trees = False
         if call.statistics is not None:
@@ -419,8 +448,8 @@ def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> D
     needed = _any_process(known_ability(runtime) is None, call.synced_gpus, target.device)
     ability = tried_ability(runtime, texts.batch(), output.logits[:, -1]) if needed else known_ability(runtime)
     assert ability is not None
-    longest = max(root + texts.room(row) for row, root in enumerate(roots)) + 1
-    if ability.trees and len(roots) > 1 and frequencies_change(target, longest):
+    longest = max(max(positions.of_root(row)) + texts.room(row) for row in range(rows)) + 1
+    if ability.trees and rows > 1 and frequencies_change(target, longest):
         # The row that is furthest decides for all, so they have to go in step, as in plain decoding.
         ability = replace(ability, trees=False, reason="its rotary frequencies follow the longest row of a batch")
     if not ability.chains:
@@ -436,7 +465,7 @@ def _as_the_target_can(call: _Call, output: TargetOutput, roots: list[int]) -> D
     else:
         logger.warning_once(f"{type(target).__name__} is drafted for with chains instead of trees: {ability.reason}.")
         options = options.as_chain()
-    runtime.make_room(options.shared_by(len(roots)).tree_size + 1)
+    runtime.make_room(options.shared_by(rows).tree_size + 1)
     if call.statistics is not None:
         call.statistics.draft_kind = "tree" if ability.trees and options.beam_width > 1 else "chain"
         call.statistics.reason = ability.reason

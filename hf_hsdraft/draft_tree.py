@@ -39,6 +39,14 @@ class DraftTree:
         """The tree that drafts nothing."""
         return cls((token,), (-1,), (0,), (0.0,))
 
+    @classmethod
+    def idle(cls, token: int) -> DraftTree:
+        """What is read for a text that has ended while others go on: in the place of the token before its last one.
+
+        That place exists, also where the text has filled all positions that the target has.
+        """
+        return cls((token,), (-1,), (-1,), (0.0,))
+
     def children(self) -> list[dict[int, int]]:
         """For each node, its children: token id to node index."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]

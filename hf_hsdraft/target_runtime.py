@@ -175,6 +175,17 @@ class TargetRuntime:
         return self._attended
 
     @property
+    def next_positions(self) -> list[int] | None:
+        """After the prompt's forward, the target's own position of each row's next token; `None` if it is given none.
+
+        Of several axes the greatest.
+        """
+        if self._last_positions is None:
+            return None
+        last = self._last_positions.reshape(-1, self._last_positions.shape[-1]).amax(dim=0)
+        return (last.expand(self.num_rows) + 1).tolist()
+
+    @property
     def num_rows(self) -> int:
         return len(self._kept)
 

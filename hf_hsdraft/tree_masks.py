@@ -99,7 +99,7 @@ class TreeBatch:
         for tree in trees:
             spare = size - len(tree)
             tokens.append([*tree.tokens, *[tree.tokens[0]] * spare])
-            depths.append([*tree.depths, *[0] * spare])
+            depths.append([*tree.depths, *[tree.depths[0]] * spare])
             alone = ([column == node for column in range(size)] for node in range(len(tree), size))
             ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
         return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
