@@ -51,7 +51,8 @@ class _Row:
         end: length at which it ended; 0 while it goes on.
         emitted: the tokens appended last.
         scores, logits: `[1, V]` each new token, if asked for.
-        visited: raw and processed scores of the tokens chosen in the current walk.
+        judged: raw and processed scores `[1, V]` at the nodes of the tree that is being verified, as far as they were
+            asked for; emptied when a path of it is accepted.
         steps: further outputs of each new token, if asked for.
     """
 
@@ -60,7 +61,7 @@ class _Row:
     emitted: list[int] = field(default_factory=list)
     scores: tuple[torch.Tensor, ...] = ()
     logits: tuple[torch.Tensor, ...] = ()
-    visited: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     steps: list[StepOutputs] = field(default_factory=list)
 
 
@@ -161,9 +162,8 @@ class DecodedTexts:
 
     def walk(self, index: int, tree: DraftTree, logits: torch.Tensor) -> Verdict:
         """What of a row's tree is accepted, by the target's `logits` `[nodes, V]`."""
-        row = self.rows[index]
-        row.visited.clear()
-        return walk(tree, self._chooser(index, tree, logits), lambda tokens: self._ends(index, tokens))
+        chooser = self._chooser(index, tree, logits)
+        return walk(tree, chooser, lambda path, tokens: self._ends(index, path, tokens))
 
     def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
         """Appends what was accepted, and the token after it."""
@@ -172,9 +172,9 @@ class DecodedTexts:
         row.emitted = tokens
         if self._draws is not None:
             self._draws[index].settle(len(tokens))
-        row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)  # int64, whatever the prompt is
-        del row.visited[len(tokens) :]  # of a verdict that was cut
-        row.scores, row.logits = self._with_visited(row)
+        row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
+        row.scores, row.logits = self._with_path(row, verdict.path)
+        row.judged.clear()
         row.steps.extend(steps)
         if verdict.finished and not row.end:
             row.end = row.ids.shape[1]
@@ -246,12 +246,12 @@ class DecodedTexts:
         row = self.rows[index]
 
         def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
-            drafted = row.ids.new_tensor([tokens])
-            raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
-            scores = self._processed(index, torch.cat([row.ids, drafted], dim=-1), raw.clone())
-            if keep:
-                row.visited.append((raw, scores))
-            return scores
+            if node not in row.judged:  # processors are asked once, as some of them count
+                drafted = row.ids.new_tensor([tokens])
+                raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
+                ids = torch.cat([row.ids, drafted], dim=-1)
+                row.judged[node] = raw, self._processed(index, ids, raw.clone() if self.keeps_logits else raw)
+            return row.judged[node][1]
 
         if self._reject:
             return rejection_choice(scores_at, tree, self._vocab_ids)
@@ -265,8 +265,8 @@ class DecodedTexts:
         count = len(self.rows)
         return self._process(ids.repeat(count, 1), scores.repeat(count, 1))[index : index + 1].to(ids.device)
 
-    def _ends(self, index: int, tokens: list[int]) -> bool:
-        """Whether the stopping criteria end a row after these tokens, asked once for each."""
+    def _ends(self, index: int, path: list[int], tokens: list[int]) -> bool:
+        """Whether a row ends after these tokens, chosen at root and `path`. Criteria are asked once for each token."""
         row = self.rows[index]
         length = row.ids.shape[1] + len(tokens)
         if row.end:  # it goes on until the other rows have ended
@@ -277,17 +277,17 @@ class DecodedTexts:
                 one(torch.empty(1, length, dtype=torch.bool), None)  # only for its reminder of the context window
             return tokens[-1] in self._eos or any(length >= one.max_length for one in limits)
         ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
-        scores = self._with_visited(row)[0] if self.keeps_scores else None
+        scores = self._with_path(row, path)[0] if self.keeps_scores else None
         count = len(self.rows)
         return bool(self._stop(ids if count == 1 else ids.repeat(count, 1), scores)[index])
 
-    def _with_visited(self, row: _Row) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Scores and raw logits of a row, those of the tokens chosen in the current walk included."""
+    def _with_path(self, row: _Row, path: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Scores and raw logits of a row, with those of the tokens chosen at the root and along an accepted path."""
         scores, logits = row.scores, row.logits
         if self.keeps_scores:
-            scores = (*scores, *(processed for _, processed in row.visited))
+            scores = (*scores, *(row.judged[node][1] for node in (0, *path)))
         if self.keeps_logits:
-            logits = (*logits, *(raw for raw, _ in row.visited))
+            logits = (*logits, *(row.judged[node][0] for node in (0, *path)))
         return scores, logits
 
 

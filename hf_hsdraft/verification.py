@@ -17,14 +17,15 @@ VERIFICATIONS = ("walk", "rejection")
 # Given a node and the tokens drafted on the way to it (the root's excluded), the next token of the text there.
 ChooseToken = Callable[[int, list[int]], int]
 
-# Given a node and the tokens drafted on the way to it, the target's scores [1, V] there, after all processors.
+# Given a node and the tokens drafted on the way to it, the target's scores [1, V] there, after all processors. Asking
+# again gives the same and changes nothing.
 ScoresAt = Callable[[int, list[int]], torch.Tensor]
 
 # Given probabilities [1, V], a token.
 Draw = Callable[[torch.Tensor], int]
 
-# Given the tokens chosen since the root: does the text end with the last of them?
-EndsText = Callable[[list[int]], bool]
+# Given the nodes accepted so far and the tokens chosen at the root and at each node: does the text end with the last?
+EndsText = Callable[[list[int], list[int]], bool]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
         token = choose(node, tokens)
         following = children[node].get(token)
         tokens.append(token)
-        finished = ends(tokens)
+        finished = ends(path, tokens)
         if following is None or finished:
             return Verdict(path, token, finished, len(path) + (following is not None))
         path.append(following)

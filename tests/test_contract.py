@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import HSDraftConfig, HSDrafter, decoding
+from hf_hsdraft import HSDraftConfig, HSDrafter, decoded_texts, decoding
 from hf_hsdraft.bench.scripted import scripted
 from hf_hsdraft.ended_rows import EndedRows
 from hf_hsdraft.pacing import Pace
@@ -169,6 +169,68 @@ def test_outputs_are_those_of_plain_decoding(make, rows):
     plain, drafted = compare(target, make_drafter(target), batch_of(rows), **OUTPUTS)
     assert_same_outputs(plain, drafted)
     assert drafted.statistics.draft_kind == "tree"
+
+
+@pytest.mark.parametrize("verification", ["walk", "rejection"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_judging_changes_nothing(target, drafter, monkeypatch, verification, rows):
+    """A verifier may ask for the scores at a node as often as it likes."""
+
+    def curious(rule):
+        def choice(scores_at, *args):
+            def ask(node, tokens):
+                first = scores_at(node, tokens).clone()
+                assert torch.equal(scores_at(node, tokens), first)
+                return first
+
+            choose = rule(ask, *args)
+
+            def chosen(node, tokens):
+                token = choose(node, tokens)
+                scores_at(node, tokens)
+                return token
+
+            return chosen
+
+        return choice
+
+    class Counts(LogitsProcessor):
+        """Asked once for each token, or another text comes out."""
+
+        row_wise = True
+
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            return scores + 0.1 * self.calls * torch.arange(scores.shape[-1]) if rows == 1 else scores / 2
+
+    def scores_so_far(input_ids, scores):
+        steps.append([float(one.max()) for one in scores])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    drafter.generation_config.verification, drafter.generation_config.tree_builder = verification, "gumbel"
+    call = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12}
+    call |= {"do_sample": verification == "rejection", "pad_token_id": 0}
+    outputs, seen = [], []
+    for rule in (None, curious):
+        if rule is not None:
+            for name in ("own_choice", "rejection_choice"):
+                monkeypatch.setattr(f"hf_hsdraft.decoded_texts.{name}", rule(getattr(decoded_texts, name)))
+        steps = []
+        torch.manual_seed(0)
+        given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}
+        outputs.append(target.generate(**batch_of(rows), **call, **given, assistant_model=drafter))
+        seen.append(steps)
+    assert seen[0] == seen[1] and len(seen[0][-1]) == 12
+    assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist()
+    for name in ("scores", "logits"):
+        assert len(outputs[1][name]) == 12
+        assert all(map(torch.equal, outputs[0][name], outputs[1][name]))
+    if verification == "walk":
+        given = {"logits_processor": LogitsProcessorList([Counts()])}
+        assert_same_outputs(target.generate(**batch_of(rows), **call, **given), outputs[1])
 
 
 @given(

@@ -128,7 +128,7 @@ def check(
             def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
                 return table.scores[tuple(tokens)]
 
-            verdict = walk(tree, choice(scores_at, tree, ids), lambda tokens: False)
+            verdict = walk(tree, choice(scores_at, tree, ids), lambda path, tokens: False)
             text = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
             accepted += len(verdict.path)
             while len(text) < LENGTH:
