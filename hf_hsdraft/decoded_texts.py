@@ -16,26 +16,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from .draft_tree import DraftTree
 from .foresight import Draws, Foresight
+from .row_processors import RowProcessors
 from .tree_masks import on_device
 from .verification import ChooseToken, Verdict, draw_token, greedy_choice, own_choice, rejection_choice, walk
 
-# Processors of the library that treat each row by itself. Any other one is shown a whole batch, as it would be by plain
-# decoding, so that it may tell rows apart by their number.
-_ROW_BY_ROW = tuple(
-    getattr(logits_process, f"{name}LogitsProcessor", None) or getattr(logits_process, f"{name}LogitsWarper")
-    for name in ("NoRepeatNGram", "NoBadWords", "SequenceBias", "MinLength", "SuppressTokens")
-) + tuple(
-    getattr(logits_process, f"{name}LogitsWarper")
-    for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
-)
-# Of those the ones that can be asked about a drafter's scores: they look at nothing else, wherever those are.
+# Processors of the library that can be asked about a drafter's scores: they look at nothing else, wherever those are.
 _WARPERS = tuple(
     getattr(logits_process, f"{name}LogitsWarper")
     for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon")
-)
-_NOT_IN_BATCHES = (
-    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    logits_process.SynthIDTextWatermarkLogitsProcessor,
 )
 
 # Outputs of one token beside its scores, for `return_dict_in_generate`: name of the output to tensors by layer.
@@ -73,9 +61,6 @@ class DecodedTexts:
         generation_config, logits_processor, stopping_criteria, streamer: as `generate()` prepared them.
         reject: choose tokens by rejection without replacement instead of the target's own draws.
         vocab_ids: `[V']`, the draft vocabulary, for `reject`.
-
-    Raises:
-        ValueError: a logits processor keeps a state that rows of a batch would share.
     """
 
     def __init__(
@@ -108,13 +93,7 @@ class DecodedTexts:
         self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
         pad = getattr(generation_config, "_pad_token_tensor", None)
         self.pad_token_id = 0 if pad is None else int(pad)
-        shared = [type(one).__name__ for one in logits_processor if isinstance(one, _NOT_IN_BATCHES)]
-        if shared and len(self.rows) > 1:
-            raise ValueError(
-                f"{', '.join(shared)} keeps a state that the rows of a batch share, and they draft at their own pace; "
-                "call generate() for each prompt, or leave assistant_model out"
-            )
-        self._by_rows = len(self.rows) == 1 or all(type(one) in _ROW_BY_ROW for one in logits_processor)
+        self._processed = RowProcessors(logits_processor, len(self.rows))
         self._draws: list[Draws] | None = None
 
     @property
@@ -159,6 +138,16 @@ class DecodedTexts:
         if self._draws is None:
             return None
         return Foresight(self._draws, [one for one in self._process if type(one) in _WARPERS])
+
+    def start(self, logits: torch.Tensor) -> None:
+        """Processes the scores of every row's first new token, `[B, V]`, at once, as plain decoding does."""
+        if len(self.rows) == 1 or len(self._process) == 0:
+            return
+        ids = torch.cat([row.ids for row in self.rows])
+        raw = logits.to(ids.device, torch.float32, copy=True)
+        scores = self._processed.of_all_rows(ids, raw.clone() if self.keeps_logits else raw)
+        for row, *judged in zip(self.rows, raw.split(1), scores.to(ids.device).split(1), strict=True):
+            row.judged[0] = judged[0], judged[1]
 
     def walk(self, index: int, tree: DraftTree, logits: torch.Tensor) -> Verdict:
         """What of a row's tree is accepted, by the target's `logits` `[nodes, V]`."""
@@ -250,7 +239,8 @@ class DecodedTexts:
                 drafted = row.ids.new_tensor([tokens])
                 raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
                 ids = torch.cat([row.ids, drafted], dim=-1)
-                row.judged[node] = raw, self._processed(index, ids, raw.clone() if self.keeps_logits else raw)
+                scores = self._processed(index, ids, raw.clone() if self.keeps_logits else raw)
+                row.judged[node] = raw, scores.to(ids.device)
             return row.judged[node][1]
 
         if self._reject:
@@ -258,12 +248,6 @@ class DecodedTexts:
         if not self._config.do_sample:
             return own_choice(scores_at, None)
         return own_choice(scores_at, draw_token if self._draws is None else self._draws[index])
-
-    def _processed(self, index: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._by_rows:
-            return self._process(ids, scores).to(ids.device)
-        count = len(self.rows)
-        return self._process(ids.repeat(count, 1), scores.repeat(count, 1))[index : index + 1].to(ids.device)
 
     def _ends(self, index: int, path: list[int], tokens: list[int]) -> bool:
         """Whether a row ends after these tokens, chosen at root and `path`. Criteria are asked once for each token."""

@@ -23,6 +23,7 @@ from .pacing import Pace, pace_for, slower_packed
 from .packed_weights import PACKING_COST
 from .roll_out import RollOut
 from .round_costs import ASSUMED
+from .row_processors import check_processors
 from .static_cache import with_draft_room
 from .static_roll_out import static_roll_out
 from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
@@ -87,6 +88,7 @@ def _check_call(
         raise ValueError(
             "guidance_scale is not possible with a drafter and synced_gpus=True: its forwards differ by process"
         )
+    check_processors(processors, len(input_ids))
 
 
 def _positions_taken(target: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int:
@@ -184,6 +186,7 @@ class _Call:
         self.clock.stop("prefill_seconds")
         recorder = _Recorder(runtime, generation_config)
         self.foresight = texts.foresee(output.logits.shape[-1])
+        texts.start(output.logits[:, -1])
         for row in rows:
             tree = DraftTree.root(-1)
             texts.emit(row, tree, texts.walk(row, tree, output.logits[row, -1:]), recorder.prompt(row))

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
+    WatermarkingConfig,
 )
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSDraftConfig, HSDrafter, decoded_texts, decoding
@@ -307,24 +310,131 @@ def test_lengths(target, drafter, limits):
     assert plain.sequences.tolist() == drafted.sequences.tolist()
 
 
-def test_processors_that_tell_rows_apart(target, drafter):
-    """Each row of a batch gets what it would get from plain decoding."""
-
-    class Forbids(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            assert len(input_ids) == len(scores) == 3
-            for row in range(3):
-                scores[row, row::3] = -torch.inf
-            return scores
-
-    plain, drafted = compare(target, drafter, batch_of(3), logits_processor=LogitsProcessorList([Forbids()]))
-    assert plain.sequences.tolist() == drafted.sequences.tolist()
+def test_allowed_tokens_are_asked_for_with_the_text_of_their_row(target, drafter):
+    inputs = batch_of(3)
+    prompts, asked = inputs["input_ids"].tolist(), []
 
     def allowed(batch_id, ids):
-        return list(range(10 * batch_id + 5, 10 * batch_id + 30))
+        assert ids.shape == (len(ids),) and ids[:12].tolist() == prompts[batch_id]
+        asked.append((batch_id, len(ids)))
+        return list(range(10 * batch_id + 5, 10 * batch_id + 30 + len(ids) % 3))
 
-    plain, drafted = compare(target, drafter, batch_of(3), prefix_allowed_tokens_fn=allowed)
+    plain, drafted = compare(target, drafter, inputs, prefix_allowed_tokens_fn=allowed)
     assert plain.sequences.tolist() == drafted.sequences.tolist()
+    assert Counter(asked) == dict.fromkeys(asked, 2)  # by either call once for each token
+
+
+class ForbidsInTheRow(LogitsProcessor):
+    """Tells rows apart by their number."""
+
+    def __call__(self, input_ids, scores):
+        for row in range(len(scores)):
+            scores[row, row::3] = -torch.inf
+        return scores
+
+
+class ForbidsTheLast(LogitsProcessor):
+    """Row-wise, which only its author knows."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], -torch.inf)
+
+
+def test_unknown_processors_are_refused_in_batches_unless_they_are_said_to_be_row_wise(target, drafter, rows_read):
+    call = {"do_sample": False, "max_new_tokens": NEW, "assistant_model": drafter}
+    counts = rows_read(target)
+    with pytest.raises(ValueError, match=r"ForbidsInTheRow .* row_wise = True .* call generate\(\) for each prompt"):
+        target.generate(**batch_of(3), **call, logits_processor=LogitsProcessorList([ForbidsInTheRow()]))
+    assert not counts
+    plain, drafted = compare(target, drafter, batch_of(1), logits_processor=LogitsProcessorList([ForbidsInTheRow()]))
+    assert plain.sequences.tolist() == drafted.sequences.tolist()
+
+    class Said(ForbidsTheLast):
+        row_wise = True
+
+        def __call__(self, input_ids, scores):
+            shapes.append((len(input_ids), len(scores)))
+            return super().__call__(input_ids, scores)
+
+    shapes: list[tuple[int, int]] = []
+    by_object = ForbidsTheLast()
+    by_object.row_wise = True
+    for one in (Said(), by_object):
+        plain, drafted = compare(target, drafter, batch_of(3), logits_processor=LogitsProcessorList([one]))
+        assert plain.sequences.tolist() == drafted.sequences.tolist()
+    assert Counter(shapes) == {(3, 3): NEW, (1, 1): 3 * NEW}
+
+
+CHANGES_NOTHING_HERE = ("values", "most of the entropy")
+PROCESSORS = {
+    "repetition of padded rows": {"repetition_penalty": 1.3},
+    "repetition of a prompt": {"encoder_repetition_penalty": 1.5},
+    "n-grams of a prompt": {"encoder_no_repeat_ngram_size": 1},
+    "two texts of a prompt": {
+        "encoder_repetition_penalty": 1.5,
+        "encoder_no_repeat_ngram_size": 2,
+        "repetition_penalty": 1.3,
+        "num_return_sequences": 2,
+        "do_sample": True,
+        "top_k": 1,
+    },
+    "lengths": {
+        "min_new_tokens": 6,
+        "min_length": 15,
+        "forced_eos_token_id": 7,
+        "exponential_decay_length_penalty": (3, 1.3),
+        "eos_token_id": list(range(5, 50, 4)),
+    },
+    "lists": {
+        "suppress_tokens": list(range(5, 40, 3)),
+        "begin_suppress_tokens": list(range(6, 60, 2)),
+        "bad_words_ids": [[9], [11, 12]],
+        "sequence_bias": [[[13], 2.0], [[14, 15], 3.0]],
+        "no_repeat_ngram_size": 2,
+    },
+    "values": {"remove_invalid_values": True, "renormalize_logits": True},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash")},
+    "most of the entropy": {"do_sample": True, "top_h": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_of_the_library_are_asked_about_single_rows(target, drafter, monkeypatch, name):
+    """Each sees the row that it is asked about and no other, and the text is plain decoding's."""
+    call, sizes = PROCESSORS[name], []
+    count = call.get("num_return_sequences", 1)
+    plain = target.generate(**batch_of(4), pad_token_id=0, **{"do_sample": False, "max_new_tokens": NEW, **call})
+    free = target.generate(**batch_of(4), do_sample=False, max_new_tokens=plain.shape[1] - 12, pad_token_id=0)
+    assert plain.tolist() != free.repeat_interleave(count, dim=0).tolist() or name in CHANGES_NOTHING_HERE
+    of_list = LogitsProcessorList.__call__
+
+    def noting(self, input_ids, scores, **kwargs):
+        sizes.append((len(input_ids), len(scores)))
+        return of_list(self, input_ids, scores, **kwargs)
+
+    monkeypatch.setattr(LogitsProcessorList, "__call__", noting)
+    with scripted(plain[:, 12:].tolist(), seed=1):
+        drafted = target.generate(
+            **batch_of(4),
+            pad_token_id=0,
+            **{"do_sample": False, "max_new_tokens": NEW, **call},
+            assistant_model=drafter,
+        )
+    assert drafted.tolist() == plain.tolist()
+    rows = len(plain)
+    first = sizes.count((rows, rows))
+    assert sizes == [(rows, rows)] * first + [(1, 1)] * (len(sizes) - first) and len(sizes) > first > 0
+
+
+def test_what_is_read_of_the_first_scores_is_of_all_rows(target, drafter):
+    found = []
+    for assistant in (None, drafter):
+        silence = WhisperNoSpeechDetection(no_speech_token=9, begin_index=1)
+        silence.set_begin_index(12)
+        given = {"logits_processor": LogitsProcessorList([silence]), "assistant_model": assistant}
+        target.generate(**batch_of(3), do_sample=False, max_new_tokens=6, **given)
+        found.append(silence.no_speech_prob.tolist())
+    assert found[0] == pytest.approx(found[1]) and len(set(found[0])) == 3
 
 
 def test_guidance_is_exact_for_one_prompt_and_refused_for_more(target, drafter):

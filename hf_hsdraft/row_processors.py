@@ -1,0 +1,140 @@
+"""Logits processors of a batch whose rows are at different lengths.
+
+Plain decoding shows a processor all rows at once. With a drafter each row reaches its next token in its own time, so it
+is processed as a batch of one: ids `[1, L]`, scores `[1, V]`. The result is plain decoding's own where a processor
+treats every row alone. Of the library's classes that is known here; of others the caller has to say it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+
+def _of_library(*names: str) -> tuple[type, ...]:
+    """Classes of the library by name, as far as the installed version has them."""
+    return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
+
+
+# They treat each row alone, and remember nothing from one call to the next.
+_ROW_WISE = _of_library(
+    "AlternatingCodebooksLogitsProcessor",
+    "BarkEosPrioritizerLogitsProcessor",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+    "WatermarkLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+)
+# They do so too, but hold something for each row, in the field named here.
+_HOLDS_ROWS = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: "generated_ngrams",
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: "encoder_input_ids",
+    logits_process.RepetitionPenaltyLogitsProcessor: "prompt_ignore_length",  # a tensor where prompts are padded
+}
+# This one reads the scores of the first new token only, and of all rows at once; later it hands scores through.
+_READS_THE_START = _of_library("WhisperNoSpeechDetection")
+# They keep a state of all rows at the same length.
+_NOT_IN_BATCHES = _of_library("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+
+
+def check_processors(processors: LogitsProcessorList, rows: int) -> None:
+    """Raises a ValueError if one of these processors cannot be asked about single rows of a batch."""
+    if rows == 1:
+        return
+    for one in processors:
+        name = type(one).__name__
+        if isinstance(one, _NOT_IN_BATCHES):
+            raise ValueError(
+                f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
+                "lengths; call generate() for each prompt, or leave assistant_model out"
+            )
+        if not _is_known(one) and not getattr(one, "row_wise", False):
+            raise ValueError(
+                f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
+                "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
+                "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "
+                "each prompt, or leave assistant_model out"
+            )
+
+
+def _is_known(processor: Any) -> bool:
+    kind = type(processor)
+    if kind is logits_process.PrefixConstrainedLogitsProcessor:
+        return processor._num_beams == 1
+    return kind in _ROW_WISE or kind in _HOLDS_ROWS or kind in _READS_THE_START
+
+
+class RowProcessors:
+    """The processors of a call, for one row at a time.
+
+    Args:
+        processors: as `generate()` prepared them; `check_processors` has let them through.
+        rows: of the batch.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, rows: int) -> None:
+        self._all = processors
+        self._of_rows = [processors]
+        if rows > 1:
+            self._of_rows = [LogitsProcessorList(_for_row(one, row, rows) for one in processors) for row in range(rows)]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __call__(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[1, V]` of one row after its text `[1, L]`. May write to `scores`."""
+        return self._of_rows[row](ids, scores)
+
+    def of_all_rows(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[B, V]` after texts `[B, L]` of equal length, as plain decoding does it. May write to `scores`.
+
+        Processors that only the caller knows to be row-wise get single rows here too.
+        """
+        for place, one in enumerate(self._all):
+            if _is_known(one):
+                scores = LogitsProcessorList([one])(ids, scores)
+            else:
+                singly = [LogitsProcessorList([of_row[place]]) for of_row in self._of_rows]
+                parts = zip(singly, ids.split(1), scores.split(1), strict=True)
+                scores = torch.cat([process(*part) for process, *part in parts])
+        return scores
+
+
+def _for_row(processor: Any, row: int, rows: int) -> Any:
+    """The processor for a batch that is this row alone: with that row's part of what it holds for each row."""
+    kind = type(processor)
+    if kind is logits_process.PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return kind(lambda batch_id, ids: allowed(row, ids), num_beams=1)
+    field = _HOLDS_ROWS.get(kind)
+    held = None if field is None else getattr(processor, field)
+    if field is None or not isinstance(held, torch.Tensor | list):
+        return processor
+    own = copy.copy(processor)
+    place = row // max(rows // len(held), 1)  # several rows may go back to one prompt
+    setattr(own, field, held[place : place + 1])
+    if kind is logits_process.EncoderNoRepeatNGramLogitsProcessor:
+        own.batch_size = 1
+    return own
