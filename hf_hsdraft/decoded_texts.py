@@ -5,6 +5,7 @@ Rows of a batch grow at their own pace; what comes out is what a loop over singl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,13 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from .draft_tree import DraftTree
 from .foresight import Draws, Foresight
@@ -25,6 +32,9 @@ _WARPERS = tuple(
     getattr(logits_process, f"{name}LogitsWarper")
     for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon")
 )
+
+# Criteria of the library that treat each row alone and remember nothing: a row of a batch can be asked about by itself.
+_ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 # Outputs of one token beside its scores, for `return_dict_in_generate`: name of the output to tensors by layer.
 StepOutputs = dict[str, tuple[torch.Tensor, ...]]
@@ -77,7 +87,6 @@ class DecodedTexts:
         self.prompt_length = input_ids.shape[1]
         self._config = generation_config
         self._process = logits_processor
-        self._stop = stopping_criteria
         self._streamer = streamer
         self._streamed = 0
         self._vocab_ids = vocab_ids
@@ -85,10 +94,15 @@ class DecodedTexts:
         wanted = generation_config.return_dict_in_generate
         self.keeps_scores = bool(wanted and generation_config.output_scores)
         self.keeps_logits = bool(wanted and generation_config.output_logits)
+        by_row = [len(self.rows) == 1 or type(one) in _ROW_WISE_CRITERIA for one in stopping_criteria]
+        self._stop = StoppingCriteriaList(itertools.compress(stopping_criteria, by_row))
+        self._stop_batch = StoppingCriteriaList(itertools.compress(stopping_criteria, (not one for one in by_row)))
+        self._steps_asked = 0  # steps of the batch that `_stop_batch` was asked about
+        self._step_scores: tuple[torch.Tensor, ...] = ()  # `[B, V]` of each of them, if scores are asked for
         # Plain decoding fills ended rows up where a token ends them, and lets them go on where something else did.
         self._has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         # A text's length and last token are known here: asking these needs nothing back from the device.
-        self._known_stop = all(type(one) in (EosTokenCriteria, MaxLengthCriteria) for one in stopping_criteria)
+        self._known_stop = all(type(one) in (EosTokenCriteria, MaxLengthCriteria) for one in self._stop)
         eos = [one.eos_token_id for one in stopping_criteria if type(one) is EosTokenCriteria]
         self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
         pad = getattr(generation_config, "_pad_token_tensor", None)
@@ -111,7 +125,16 @@ class DecodedTexts:
         return max(self._config.max_length - self.rows[index].ids.shape[1], 0)
 
     def new_tokens(self, index: int) -> int:
-        return self.rows[index].ids.shape[1] - self.prompt_length
+        """Tokens of a row after its prompt, without those beyond an end that was found later."""
+        row = self.rows[index]
+        length = row.ids.shape[1]
+        return (min(length, row.end) if row.end and self._has_eos else length) - self.prompt_length
+
+    def beyond_end(self) -> list[int]:
+        """Tokens of each row that are beyond the end of the batch; 0 while one of the rows goes on."""
+        if self.active:
+            return [0] * len(self.rows)
+        return [max(row.ids.shape[1] - self.length(), 0) for row in self.rows]
 
     def last_token(self, index: int) -> int:
         return self.rows[index].emitted[-1]
@@ -168,6 +191,23 @@ class DecodedTexts:
         if verdict.finished and not row.end:
             row.end = row.ids.shape[1]
 
+    def end_batch(self) -> None:
+        """Asks criteria that may look at all rows, or remember them, once for each step that all rows have taken.
+
+        So plain decoding asks them too. A row that is ahead of the others may turn out to have ended before its last
+        token; what is beyond its end is dropped.
+        """
+        while self._stop_batch and self._steps_asked < self._steps_taken():
+            length = self.prompt_length + self._steps_asked + 1
+            if self.keeps_scores:
+                scores = [row.scores[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
+                self._step_scores = (*self._step_scores, _stacked(scores, self._steps_asked))
+            ended = self._stop_batch(self.sequences(length), self._step_scores if self.keeps_scores else None)
+            for row, has_ended in zip(self.rows, ended.tolist(), strict=True):
+                if has_ended and (not row.end or row.end > length):
+                    row.end = length
+            self._steps_asked += 1
+
     def stream(self) -> None:
         """Hands on what is new: of one text its tokens `[1, n]`, of a batch each step `[B]` that all rows have reached.
 
@@ -175,10 +215,7 @@ class DecodedTexts:
         """
         if self._streamer is None:
             return
-        ready = min(
-            (self.new_tokens(index) for index, row in enumerate(self.rows) if not (row.end and self._has_eos)),
-            default=self.length() - self.prompt_length,
-        )
+        ready = self._steps_taken()
         ids = self.sequences(self.prompt_length + max(ready, self._streamed))
         if len(self.rows) == 1 and ready > self._streamed:
             self._streamer.put(ids[:, self.prompt_length + self._streamed :].cpu())
@@ -186,6 +223,13 @@ class DecodedTexts:
         while self._streamed < ready:
             self._streamer.put(ids[:, self.prompt_length + self._streamed].cpu())
             self._streamed += 1
+
+    def _steps_taken(self) -> int:
+        """Steps of plain decoding whose tokens are known in all rows."""
+        growing = [self.new_tokens(index) for index, row in enumerate(self.rows) if not (row.end and self._has_eos)]
+        if all(row.end for row in self.rows):
+            growing.append(self.length() - self.prompt_length)
+        return min(growing)
 
     def end_stream(self) -> None:
         if self._streamer is not None:
@@ -198,19 +242,21 @@ class DecodedTexts:
     def sequences(self, length: int | None = None) -> torch.Tensor:
         """`[B, length]`, rows that ended earlier filled up with the padding token."""
         length = self.length() if length is None else length
-        rows = [row.ids[:, :length] for row in self.rows]
+        kept = [min(length, self.prompt_length + self.new_tokens(index)) for index in range(len(self.rows))]
+        rows = [row.ids[:, :end] for row, end in zip(self.rows, kept, strict=True)]
         fill = self.pad_token_id
         return torch.cat([torch.nn.functional.pad(row, (0, length - row.shape[1]), value=fill) for row in rows])
 
     def stacked_scores(self, name: str) -> tuple[torch.Tensor, ...]:
         """`scores` or `logits`: `[B, V]` for each step; 0 where a row had ended."""
-        return self._stacked([getattr(row, name) for row in self.rows])
+        rows = [getattr(row, name)[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
+        return tuple(_stacked(rows, step) for step in range(self.length() - self.prompt_length))
 
     def stacked_steps(self, name: str) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """Outputs by step and layer, rows joined; 0 where a row had ended. `None` if the target gave none."""
         if any(name not in step for row in self.rows for step in row.steps):
             return None
-        rows = [[step[name] for step in row.steps] for row in self.rows]
+        rows = [[step[name] for step in row.steps[: self.new_tokens(index)]] for index, row in enumerate(self.rows)]
         count = self.length() - self.prompt_length
         longest = max(rows, key=len)
         return tuple(
@@ -219,13 +265,6 @@ class DecodedTexts:
                 for layer, sample in enumerate(longest[step])
             )
             for step in range(count)
-        )
-
-    def _stacked(self, rows: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        longest = max(rows, key=len)
-        return tuple(
-            torch.cat([_like(row[step] if step < len(row) else None, longest[step]) for row in rows])
-            for step in range(self.length() - self.prompt_length)
         )
 
     def _chooser(self, index: int, tree: DraftTree, logits: torch.Tensor) -> ChooseToken:
@@ -262,8 +301,7 @@ class DecodedTexts:
             return tokens[-1] in self._eos or any(length >= one.max_length for one in limits)
         ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
         scores = self._with_path(row, path)[0] if self.keeps_scores else None
-        count = len(self.rows)
-        return bool(self._stop(ids if count == 1 else ids.repeat(count, 1), scores)[index])
+        return bool(self._stop(ids, scores)[0])
 
     def _with_path(self, row: _Row, path: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Scores and raw logits of a row, with those of the tokens chosen at the root and along an accepted path."""
@@ -273,6 +311,12 @@ class DecodedTexts:
         if self.keeps_logits:
             logits = (*logits, *(row.judged[node][0] for node in (0, *path)))
         return scores, logits
+
+
+def _stacked(rows: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor:
+    """`[B, V]` of one step; 0 where a row had ended."""
+    longest = max(rows, key=len)
+    return torch.cat([_like(row[step] if step < len(row) else None, longest[step]) for row in rows])
 
 
 def _like(given: torch.Tensor | None, sample: torch.Tensor) -> torch.Tensor:

@@ -190,6 +190,7 @@ class _Call:
         for row in rows:
             tree = DraftTree.root(-1)
             texts.emit(row, tree, texts.walk(row, tree, output.logits[row, -1:]), recorder.prompt(row))
+        texts.end_batch()
         if self.statistics is not None:
             self.statistics.target_forwards, self.statistics.row_forwards = 1, len(rows)
         generator, rows_leave = None, False
@@ -323,8 +324,11 @@ class _Call:
             verified = timer()  # reading the choices has waited for the device
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
+            texts.end_batch()
             texts.stream()
-            runtime.commit(list(trees.values()), [self._path(row, verdicts) for row in self.read])
+            beyond = texts.beyond_end()
+            paths = [self._path(row, verdicts, beyond[row]) for row in self.read]
+            runtime.commit(list(trees.values()), paths)
         for row, verdict in verdicts.items():
             generator.settle([trees[row].tokens[node] for node in verdict.path], row, verdict.next_token)
             _read_path(generator, texts, output.taps[place[row]], positions, row, verdict)
@@ -370,10 +374,15 @@ class _Call:
             generator.share_among(len(self.read), self.pace)
         return True
 
-    def _path(self, row: int, verdicts: dict[int, Verdict]) -> list[int] | None:
-        """What is kept of a row's tree; of one that has ended its root, once: plain decoding reads its end too."""
+    def _path(self, row: int, verdicts: dict[int, Verdict], beyond: int) -> list[int] | None:
+        """What is kept of a row's tree; of one that has ended its root, once: plain decoding reads its end too.
+
+        Args:
+            beyond: tokens of the row that are beyond the end of the batch.
+        """
         if row in verdicts:
-            return verdicts[row].path
+            path = verdicts[row].path
+            return path[: max(len(path) - beyond, 0)]
         if row in self.closed:
             return None
         self.closed.add(row)

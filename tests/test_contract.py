@@ -657,6 +657,93 @@ def test_time_may_run_out_in_the_middle_of_a_path(target, drafter):
     assert texts[0] == texts[1] and len(texts[0][0]) == 22
 
 
+class MultiToken(StoppingCriteria):
+    """Ends rows at a sequence of two tokens, by the texts of all rows; keeps which of them have met it.
+
+    As evaluation harnesses have it; `answer` makes of that list what is returned.
+    """
+
+    def __init__(self, sequences, length, rows, answer):
+        self.sequences, self.length, self.answer = sequences, length, answer
+        self.done, self.asked = [False] * rows, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked.append((input_ids.tolist(), None if scores is None else len(scores)))
+        for row, tokens in enumerate(input_ids[:, self.length :][:, -3:].tolist()):
+            met = any(pair in self.sequences for pair in itertools.pairwise(tokens))
+            self.done[row] = self.done[row] or met
+        return self.answer(self.done)
+
+
+ANSWERS = {
+    "each row": torch.tensor,
+    "whether all rows have": all,
+    "the first row for all": lambda done: done[0],
+    "the second row for all": lambda done: torch.full((len(done),), done[1]),
+}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("make", [make_target, make_windowed])
+def test_criteria_with_a_state_of_all_rows(make, answer, ends):
+    """They are asked as by plain decoding: once for each step, with the texts of all rows."""
+    target = make()
+    drafter, call = make_drafter(target), {"output_scores": True, "output_logits": True}
+    for seed in range(6):
+        inputs = batch_of(3, seed=seed)
+        free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+        sequences = [tuple(row[at : at + 2]) for row, at in zip(free, (2, 8, 13), strict=True)]
+        if ends:
+            call["eos_token_id"] = [free[2][6], free[0][9]]
+        outputs, seen = [], []
+        for assistant in (None, drafter):
+            criterion = MultiToken(sequences, 12, 3, ANSWERS[answer])
+            with scripted(free, seed=seed):
+                outputs.append(
+                    target.generate(
+                        **inputs,
+                        **call,
+                        do_sample=False,
+                        max_new_tokens=NEW,
+                        pad_token_id=0,
+                        return_dict_in_generate=True,
+                        stopping_criteria=StoppingCriteriaList([criterion]),
+                        assistant_model=assistant,
+                    )
+                )
+            seen.append((criterion.asked, criterion.done))
+        plain, drafted = outputs
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        assert seen[0] == seen[1]
+        assert len(plain.scores) == len(drafted.scores) == len(drafted.logits)
+        for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            assert ours.get_seq_length() == theirs.get_seq_length()
+            longest = plain.sequences[:, -1] != 0  # all their keys are of text
+            torch.testing.assert_close(ours.keys[longest], theirs.keys[longest], atol=2e-4, rtol=2e-4)
+
+
+def test_a_streamer_gets_no_token_beyond_an_end_that_was_found_later(target, drafter):
+    class Steps(BaseStreamer):
+        def put(self, value):
+            steps.append(value.tolist())
+
+        def end(self):
+            pass
+
+    inputs = batch_of(3)
+    free = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, 12:].tolist()
+    seen = []
+    for assistant in (None, drafter):
+        steps: list[list[int]] = []
+        criterion = MultiToken([tuple(free[1][7:9])], 12, 3, lambda done: done[1])
+        with scripted(free, seed=2):
+            given = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": Steps()}
+            target.generate(**inputs, **given, do_sample=False, max_new_tokens=NEW, assistant_model=assistant)
+        seen.append(steps)
+    assert seen[0] == seen[1] and len(seen[0]) <= 1 + 9
+
+
 def test_the_cache_of_a_row_that_ended_holds_its_end(chatty):
     """Keys of every row up to the token that ended it are those of plain decoding."""
     found = 0
