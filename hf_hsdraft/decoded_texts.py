@@ -209,16 +209,16 @@ class DecodedTexts:
             self._steps_asked += 1
 
     def stream(self) -> None:
-        """Hands on what is new: of one text its tokens `[1, n]`, of a batch each step `[B]` that all rows have reached.
+        """Hands on what is new: of one text its tokens `[n]`, of a batch each step `[B]` that all rows have reached.
 
-        The first is what transformers' assisted decoding does, the second what its plain decoding does.
+        Plain decoding hands on `[1]` and `[B]`: streamers may count the items of what they get.
         """
         if self._streamer is None:
             return
         ready = self._steps_taken()
         ids = self.sequences(self.prompt_length + max(ready, self._streamed))
         if len(self.rows) == 1 and ready > self._streamed:
-            self._streamer.put(ids[:, self.prompt_length + self._streamed :].cpu())
+            self._streamer.put(ids[0, self.prompt_length + self._streamed :].cpu())
             self._streamed = ready
         while self._streamed < ready:
             self._streamer.put(ids[:, self.prompt_length + self._streamed].cpu())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
+import io
 import itertools
 import random
 from collections import Counter
@@ -14,8 +16,10 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    AsyncTextIteratorStreamer,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,12 +27,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
     WatermarkingConfig,
 )
+from transformers.cli.serving.utils import DirectStreamer
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSDraftConfig, HSDrafter, decoded_texts, decoding
+from hf_hsdraft.bench.demo import DraftColourStreamer
 from hf_hsdraft.bench.scripted import scripted
 from hf_hsdraft.ended_rows import EndedRows
 from hf_hsdraft.pacing import Pace
@@ -466,6 +474,59 @@ def test_streamers_of_a_batch_get_steps_in_order(target, drafter):
         assert streamer.ended == 1
         seen.append(streamer.steps)
     assert seen[0] == seen[1]
+
+
+def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
+    """Each streamer, the library's and our own, says what it says of plain decoding; the server counts all tokens."""
+
+    class Shapes(BaseStreamer):
+        def put(self, value):
+            shapes.append(tuple(value.shape))
+            tokens.extend(value.flatten().tolist())
+
+        def end(self):
+            pass
+
+    class Collects(TextStreamer):
+        def on_finalized_text(self, text, stream_end=False):
+            said.append(text)
+
+    async def run(assistant):
+        served, printed = asyncio.Queue(), io.StringIO()
+        streamers = {
+            "server": DirectStreamer(tokenizer._tokenizer, asyncio.get_running_loop(), served),
+            "text": Collects(tokenizer),
+            "new text": Collects(tokenizer, skip_prompt=True),
+            "iterator": TextIteratorStreamer(tokenizer, skip_prompt=True),
+            "async": AsyncTextIteratorStreamer(tokenizer, skip_prompt=True),
+            "demo": DraftColourStreamer(tokenizer, Console(file=printed, width=1000)),
+            "shapes": Shapes(),
+        }
+        texts = {}
+        for name, streamer in streamers.items():
+            said.clear()
+            with scripted(free[:, 12:].tolist(), seed=1):
+                target.generate(**inputs, **call, assistant_model=assistant, streamer=streamer)
+            texts[name] = "".join(said)
+        await asyncio.sleep(0)
+        texts["server"] = "".join(filter(None, [served.get_nowait() for _ in range(served.qsize())]))
+        texts["demo"] = printed.getvalue()
+        texts["iterator"] = "".join(streamers["iterator"])
+        texts["async"] = "".join([text async for text in streamers["async"]])
+        return texts, streamers["server"].total_tokens
+
+    inputs, call = batch_of(1), {"do_sample": False, "max_new_tokens": NEW}
+    free = target.generate(**inputs, **call)
+    results = []
+    said: list[str] = []
+    for assistant in (None, drafter):
+        shapes: list[tuple[int, ...]] = []
+        tokens: list[int] = []
+        results.append(asyncio.run(run(assistant)))
+        assert shapes[0] == (1, 12) and {len(shape) for shape in shapes[1:]} == {1}
+        assert tokens == free[0].tolist()
+    assert results[0] == results[1] and results[1][1] == NEW
+    assert len(shapes) < 1 + NEW and len(results[0][0]["text"]) > NEW
 
 
 def test_several_sequences_of_one_prompt(target, drafter):
