@@ -186,6 +186,35 @@ def throughput(
 
 
 @app.command()
+def concurrent(
+    calls: Annotated[str, typer.Option(help="Calls at once, comma-separated.")] = "1,2,4,8",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
+    ] = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    packed_weights: Annotated[
+        bool | None, typer.Option(help="Pack in the first round, or never; default: as the drafter says.")
+    ] = None,
+    dtype: DtypeOption = Dtype.float32,
+) -> None:
+    """Measures the memory that calls take which run at once, each number of calls in a process of its own."""
+    from .bench.concurrent import print_concurrent, run_concurrent
+    from .training.conversations import read_prompts
+    from .training.parity import PROMPTS
+
+    try:
+        counts = [int(count) for count in calls.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 1,2,4, found {calls!r}", param_hint="--calls") from None
+    texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    name = _drafter_of(target, drafter)
+    results = run_concurrent(target, name, dtype.torch, texts, counts, max_new_tokens, packed_weights)
+    print_concurrent(results, console)
+
+
+@app.command()
 def support(
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "causal,seq2seq,image-text",
@@ -484,15 +513,23 @@ def _layers(text: str) -> list[int]:
         raise typer.BadParameter(f"expected layer numbers such as 3,16,28, found {text!r}") from None
 
 
-def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
-    from .modeling_hsdraft import HSDrafter
-    from .target_loading import default_drafter, load_target
+def _drafter_of(target: str | None, drafter: str | None) -> str:
+    """The drafter that was named, or the one that comes with the target."""
+    from .target_loading import default_drafter
 
     name = drafter or default_drafter(target)
     if name is None:
         raise typer.BadParameter(
             "no drafter comes with this target; train one with `hsdraft train`", param_hint="--drafter"
         )
+    return name
+
+
+def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
+    from .modeling_hsdraft import HSDrafter
+    from .target_loading import load_target
+
+    name = _drafter_of(target, drafter)
     loaded = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
     model, tokenizer = load_target(target, dtype.torch, device)
     return model, tokenizer, loaded

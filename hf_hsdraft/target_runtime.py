@@ -31,7 +31,8 @@ from .draft_tree import DraftTree
 from .ended_rows import EndedRows, can_leave
 from .grouped_attention import grouped_attention
 from .growing_cache import GrowingLayer, give_room_back, make_room
-from .packed_weights import PackedWeights, linears_to_pack
+from .growing_cache import give_room_back, make_room
+from .packed_weights import PackedWeights
 from .static_cache import CompiledCalls, StaticSlots, move_slots
 from .target_limits import cache_layers, recurrent_layers, text_config, why_no_trees, why_refused
 from .tree_masks import TreeBatch, as_attention_takes_it, attention_kinds, on_device, tree_mask
@@ -234,12 +235,13 @@ class TargetRuntime:
     def pack_weights(self, asked_for: bool | None) -> bool:
         """From here on forwards multiply by packed copies of the weights; returns whether there are any.
 
+        Calls of the same target that run at the same time share them.
+
         Args:
-            asked_for: see `linears_to_pack`.
+            asked_for: see `PackedWeights.of`.
         """
-        linears = linears_to_pack(self.target, asked_for) if self._compiled is None else []
-        if linears:
-            self._packed = PackedWeights(linears)
+        if self._compiled is None:
+            self._packed = PackedWeights.of(self.target, asked_for)
         return self.packed
 
     @property

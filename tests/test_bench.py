@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
+from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
 from hf_hsdraft.bench.machine import PeakMemory
 from hf_hsdraft.bench.measure import Divergence, encode_prompt
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
@@ -27,6 +28,7 @@ from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, check_points, padded_batches
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
 from hf_hsdraft.cli import app
 from hf_hsdraft.hub.measured import enter_benchmarks
+from hf_hsdraft.packed_weights import linears_to_pack
 from hf_hsdraft.working_weights import WorkingWeights
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
@@ -345,3 +347,15 @@ def test_economize_decodes_plains_text_and_draws_its_own(target, drafter, inputs
     assert all(0 < one.first_seconds < one.seconds for one in greedy.runs[name])
     sampled = measure(target, systems, inputs[:2], Settings(10, 1.0))
     assert not sampled.left_out and summarise(sampled.runs[name], sampled.plain).identical is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells the peak of a process's memory")
+def test_calls_at_once_are_measured_together(target, inputs):
+    drafter = make_drafter(target)
+    result = measure_calls(target, drafter, inputs[:2], 8)
+    assert result.calls == 2 and result.packed == (2 if linears_to_pack(target, True) else 0)
+    assert result.added >= 0 and result.before > 0
+    with pytest.raises(ValueError, match="calls=0 is invalid"):
+        run_concurrent(None, "none", torch.float32, ["a prompt"], [2, 0], 8, None)
+    outcome = CliRunner().invoke(app, ["concurrent", "--calls", "one", "--drafter", "none"])
+    assert outcome.exit_code == 2 and "1,2,4" in outcome.output

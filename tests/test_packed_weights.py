@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 import weakref
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -207,6 +208,110 @@ def test_nothing_stays_on_the_target_or_in_memory(monkeypatch):
             target(ids)
     handle.remove()
     assert own_forwards(target) == []
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Of a target, the weights that were copied so far; copying takes long enough for another thread to come by."""
+    made, original = [], torch.ops.mkldnn._reorder_linear_weight
+
+    def noting(weight, *args):
+        made.append(weight.data_ptr())
+        time.sleep(0.002)
+        return original(weight, *args)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", noting)
+
+    def of(target):
+        own = {linear.weight.data_ptr() for linear in linears_to_pack(target.model, True)}
+        return [place for place in made if place in own]  # drafters copy their own weights, and the head
+
+    return of
+
+
+class Meanwhile(StoppingCriteria):
+    """Does something once in the middle of a call, when all weights have been packed."""
+
+    def __init__(self, at: int, what) -> None:
+        self.at, self.what, self.results = at, what, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.at and not self.results:
+            self.results.append(self.what())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_calls_at_the_same_time_share_copies_and_later_ones_do_not(copies):
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    drafter, other = make_drafter(target), make_drafter(target)
+    expected, layers = texts(target, ids), len(linears_to_pack(target.model, True))
+    meanwhile = Meanwhile(20, lambda: texts(target, ids, other))
+    assert torch.equal(texts(target, ids, drafter, stopping_criteria=StoppingCriteriaList([meanwhile])), expected)
+    assert torch.equal(meanwhile.results[0], expected)
+    assert len(copies(target)) == layers == len(set(copies(target)))
+    texts(target, ids, drafter)
+    assert len(copies(target)) == 2 * layers, "nothing was kept after the last call"
+
+
+def test_calls_that_pack_at_the_same_moment_make_one_copy(copies):
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    packed, together, found = [PackedWeights(linears_to_pack(target, True)) for _ in range(2)], Barrier(2), []
+    with torch.no_grad():
+        expected = target(ids).logits
+
+    @torch.no_grad()
+    def run(own):
+        together.wait()
+        with own.in_use():
+            found.append(target(ids).logits)
+
+    threads = [Thread(target=run, args=(own,)) for own in packed]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(copies(target)) == len(set(copies(target))) == len(linears_to_pack(target.model, True))
+    for logits in found:
+        torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "replace", "columns"])
+def test_a_call_takes_no_copy_of_what_has_been_changed(way):
+    """Even where no version is counted, and the first call goes on."""
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    drafter, other, head = make_drafter(target), make_drafter(target), target.lm_head
+
+    def step():
+        noise = 0.3 * torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
+        if way == "replace":
+            head.weight = nn.Parameter(head.weight.detach() + noise)
+        elif way == "data":
+            head.weight.data += noise
+        elif way == "columns":
+            head.weight.data[:, :4] = head.weight.data[:, :4].roll(1, 1)
+        else:
+            with torch.no_grad():
+                head.weight += noise
+        return texts(target, ids, other), texts(target, ids)
+
+    before, meanwhile = texts(target, ids), Meanwhile(20, step)
+    texts(target, ids, drafter, stopping_criteria=StoppingCriteriaList([meanwhile]))
+    [(drafted, plain)] = meanwhile.results
+    assert torch.equal(drafted, plain) and not torch.equal(plain, before)
+
+
+@pytest.mark.usefixtures("no_least")
+def test_the_limit_is_that_of_the_process(monkeypatch):
+    targets = [make_target(), make_target()]
+    size = sum(4 * linear.weight.numel() for linear in linears_to_pack(targets[0], None))
+    monkeypatch.setattr(module, "_MOST_BYTES", 2 * size - 1)
+    first = PackedWeights.of(targets[0], None)
+    assert first is not None and PackedWeights.of(targets[0], None) is not None, "they share"
+    assert PackedWeights.of(targets[1], None) is None
+    assert PackedWeights.of(targets[1], True) is not None, "they were asked for"
+    del first
+    gc.collect()
+    assert PackedWeights.of(targets[1], None) is not None
 
 
 def test_what_is_left_as_it_is():
