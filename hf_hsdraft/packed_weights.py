@@ -15,13 +15,15 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as _of_all_modules
 
 from .modeling_hsdraft import is_unhooked
 
@@ -137,13 +139,13 @@ def _sums(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+    compiled = module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, _Forward)
+    return compiled or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def _can_be_packed(module: Any, dtype: torch.dtype) -> bool:
     """Whether a module is a product by its weight and no more: no adapter, nothing that makes or fetches the weight."""
-    left_behind = isinstance(vars(module).get("forward"), _Forward)
-    if type(module) is not nn.Linear or not (left_behind or is_unhooked(module)):
+    if type(module) is not nn.Linear or not is_unhooked(module):
         return False
     if type(module.weight) is not nn.Parameter:
         return False
@@ -193,15 +195,16 @@ class PackedWeights:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Inside, in this thread, the layers multiply by the copies."""
-        token = _in_use.set(self._of)
+        if _is_any_module_hooked() or not _are_products_torchs_own():
+            yield
+            return
+        use, token = _Use(self._of), _in_use.set(self._of)
         try:
-            for linear in self._of:
-                vars(linear)["forward"] = _Forward(linear)
+            _stand_in(use)
             yield
         finally:
-            _in_use.reset(token)  # first: what an interrupt leaves behind does what the class does
-            for linear in self._of:
-                vars(linear).pop("forward", None)
+            _in_use.reset(token)  # first: what an interrupt leaves behind calls the layer as it is
+            _stand_back(use)
 
 
 def _copy_to_share(linear: nn.Linear) -> PackedWeight | None:
@@ -216,25 +219,60 @@ def _new_copy(linear: nn.Linear) -> PackedWeight:
     return copy
 
 
-def _own_forward(linear: nn.Linear) -> Any:
-    return types.MethodType(_FORWARD, linear)
+def _is_any_module_hooked() -> bool:
+    """Whether there are hooks of all modules."""
+    return bool(_of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks)
+
+
+@dataclass(eq=False)
+class _Use:
+    """A forward that runs by packed copies."""
+
+    of: Mapping[nn.Module, PackedWeight]
+
+
+# torch calls what a module has there instead of its hooks and its forward, which is how `Module.compile` works. Copies
+# of a module, in memory or stored, go without it, and nobody's own `forward` is touched.
+_PLACE = "_compiled_call_impl"
+_uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+_standing = threading.RLock()
+
+
+def _stand_in(use: _Use) -> None:
+    """Puts a `_Forward` before each layer that is neither compiled nor has one from another thread."""
+    with _standing:
+        _uses.add(use)
+        for linear in use.of:
+            if vars(linear).get(_PLACE) is None:
+                vars(linear)[_PLACE] = _Forward(linear)
+
+
+def _stand_back(use: _Use) -> None:
+    """Takes away what is ours, and of no use to other threads."""
+    with _standing:
+        _uses.discard(use)
+        others = {linear for other in _uses for linear in other.of}
+        for linear in use.of:
+            if linear not in others and isinstance(vars(linear).get(_PLACE), _Forward):
+                del vars(linear)[_PLACE]
 
 
 class _Forward:
     """What a layer does for as long as some thread has packed copies in use, in that thread and in others."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        self._linear = linear
+    def __init__(self, linear: nn.Module) -> None:
+        self._linear: Any = linear
 
-    def __reduce__(self) -> Any:
-        """A copy of the layer that is made meanwhile has its class's forward."""
-        return _own_forward, (self._linear,)
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         linear, packed = self._linear, _in_use.get().get(self._linear)
-        weight = linear.weight
-        if packed is None or not packed.is_of(weight) or input.dtype != weight.dtype:
-            return _FORWARD(linear, input)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):  # the latter chooses types of its own
-            return _FORWARD(linear, input)
-        return packed(input, linear.bias)
+        if packed is not None and len(args) == 1 and not kwargs and _can_take_place(packed, linear, args[0]):
+            return packed(args[0], linear.bias)
+        return linear._call_impl(*args, **kwargs)
+
+
+def _can_take_place(packed: PackedWeight, linear: nn.Linear, input: torch.Tensor) -> bool:
+    """Whether the layer would do the same product here and now, and nothing else."""
+    weight = linear.weight
+    if not is_unhooked(linear) or not packed.is_of(weight) or input.dtype != weight.dtype:
+        return False
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))  # the latter chooses types of its own

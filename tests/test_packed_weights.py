@@ -48,7 +48,8 @@ def no_least(monkeypatch):
 
 
 def own_forwards(target) -> list[str]:
-    return [name for name, part in target.named_modules() if "forward" in vars(part)]
+    """Layers that do not run as their class does."""
+    return [name for name, part in target.named_modules() if {"forward", "_compiled_call_impl"} & set(vars(part))]
 
 
 def texts(target, ids, drafter=None, seed=0, **call):
@@ -399,13 +400,81 @@ def test_other_threads_and_copies_run_the_layers_as_they_are():
     assert torch.equal(found[0][0], expected) and found[0][1] == []
     torch.testing.assert_close(packed, expected)
     assert not any(each(x).any() for each in copied)
+    assert all(own_forwards(each) == [] for each in copied), "they run as their class does"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["forward", "hook", "compiled"])
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_what_others_put_on_a_layer_counts_and_stays(way, when):
+    linear, x = nn.Linear(64, 64), torch.randn(5, 64)
+    expected, original = linear(x) + 1.0, linear.forward
+
+    def put():
+        if way == "forward":
+            linear.forward = lambda input: original(input) + 1.0
+        elif way == "compiled":
+            linear._compiled_call_impl = lambda input: original(input) + 1.0
+        else:
+            linear.register_forward_hook(lambda part, args, output: original(*args) + 1.0)
+
+    packed = PackedWeights([linear])
+    if when == "before":
+        put()
+    with packed.in_use():
+        if when == "within":
+            put()
+        assert torch.equal(linear(x), expected)
+    assert torch.equal(linear(x), expected), "it stays"
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_are_called():
+    linear, x, calls = nn.Linear(64, 64), torch.randn(5, 64), []
+    hook = nn.modules.module.register_module_forward_hook(lambda *args: calls.append(args))
+    with hook, PackedWeights([linear]).in_use():
+        linear(x)
+    assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_a_thread_goes_on_when_another_has_ended():
+    """Whoever ends first takes nothing from the other, and the last one leaves nothing."""
+    linear, x = nn.Linear(64, 64), torch.randn(5, 64)
+    first, second, ended, events = PackedWeights([linear]), PackedWeights([linear]), Barrier(2), []
+
+    def other():
+        with second.in_use():
+            ended.wait()
+            ended.wait()
+            events.append(type(vars(linear).get("_compiled_call_impl")))
+
+    thread = Thread(target=other)
+    thread.start()
+    with first.in_use():
+        ended.wait()
+        linear(x)
+    ended.wait()
+    thread.join()
+    assert events == [module._Forward] and own_forwards(linear) == []
+
+
+@torch.no_grad()
+def test_what_is_compiled_meanwhile_is_the_layer():
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9))
+    expected = target(ids).logits
+    compiled = torch.compile(target, backend="eager")
+    with PackedWeights(linears_to_pack(target, True)).in_use():
+        torch.testing.assert_close(compiled(ids).logits, expected)
+    torch.testing.assert_close(compiled(ids).logits, expected)
+    assert own_forwards(target) == []
 
 
 @torch.no_grad()
 def test_what_an_interrupt_leaves_behind_does_nothing():
     target = make_target()
     linear, x = target.lm_head, torch.randn(3, 32)
-    vars(linear)["forward"] = module._Forward(linear)
+    vars(linear)["_compiled_call_impl"] = module._Forward(linear)
     linear.weight.data *= 2.0
     assert torch.equal(linear(x), nn.functional.linear(x, linear.weight)) and linear in linears_to_pack(target, True)
     with PackedWeights([linear]).in_use():
