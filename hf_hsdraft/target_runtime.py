@@ -31,7 +31,6 @@ from .draft_tree import DraftTree
 from .ended_rows import EndedRows, can_leave
 from .grouped_attention import grouped_attention
 from .growing_cache import GrowingLayer, give_room_back, make_room
-from .growing_cache import give_room_back, make_room
 from .packed_weights import PackedWeights
 from .static_cache import CompiledCalls, StaticSlots, move_slots
 from .target_limits import cache_layers, recurrent_layers, text_config, why_no_trees, why_refused
