@@ -122,6 +122,7 @@ class HSCandidateGenerator(CandidateGenerator):
         self.options = self._of_a_call.shared_by(batch_size)
         self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
         self.drafted_depth = 0  # of the last round
+        self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
         self._pace = pace
         self._foresight = foresight if self.options.tree_builder == "beam" else None
         self._working, self._roll_out = working, None
@@ -331,8 +332,10 @@ class HSCandidateGenerator(CandidateGenerator):
         d - a - 1 of the next round ("Make Every Draft Count", resampling). Called before the bonus token is read.
         """
         state = self._rows[row]
-        if state.tree is not None and self._pace is not None and next_token is not None:
-            self._pace.learn(state.tree, [*accepted, next_token])
+        if state.tree is not None and next_token is not None:
+            self._count_guess(state.tree, [*accepted, next_token][0])
+            if self._pace is not None:
+                self._pace.learn(state.tree, [*accepted, next_token])
         state.tree = None
         drafted, state.drafted, state.leftover = state.drafted, None, None
         earlier, state.earlier_path = state.earlier_path, []
@@ -340,6 +343,12 @@ class HSCandidateGenerator(CandidateGenerator):
             state.leftover = drafted[len(accepted) + 1 :]
             state.leftover_logits = None if state.logits is None else state.logits[len(accepted) + 1 :]
             state.leftover_path = [*earlier, state.root, *accepted]
+
+    def _count_guess(self, tree: DraftTree, token: int) -> None:
+        first = [node for node, depth in enumerate(tree.depths) if depth == 1]
+        if first:
+            self.guesses += 1
+            self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
 
     def _ensemble(self, logits: torch.Tensor, leftover: torch.Tensor, state: _Row) -> None:
         """Reuse form A: the old round's logits join the new ones `[depth, V']` at the same absolute position."""

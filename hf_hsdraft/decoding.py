@@ -19,15 +19,14 @@ from .draft_options import DraftOptions
 from .draft_tree import DraftTree
 from .foresight import Foresight
 from .modeling_hsdraft import HSDrafter, TargetWeights
-from .pacing import Pace, pace_for, slower_packed
+from .pacing import KindOfCall, Pace, pace_for, slower_packed
 from .packed_weights import PACKING_COST
 from .roll_out import RollOut
-from .round_costs import ASSUMED
 from .row_processors import check_processors
 from .static_cache import with_draft_room
 from .static_roll_out import static_roll_out
 from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
-from .target_match import warn_of_mismatch
+from .target_match import has_other_tokens, warn_of_mismatch, warn_of_poor_guesses
 from .target_probe import PROBE_DEPTH, kind_of_call, known_ability, tried_ability
 from .target_runtime import TargetOutput, TargetRuntime
 from .tree_masks import on_device
@@ -39,7 +38,7 @@ logger = logging.get_logger(__name__)
 _MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
 _FEWER = 0.75  # of a batch's rows that still grow, from which on the ended ones leave it: that moves the cache
 _ABREAST = 4  # tokens that a row of a batch may be ahead of the last one and still count as it
-_UNNOTICED = 0.02  # of the time of a call that saves none, and may be spent on packing weights
+_PACKED_SAVES = 0.2  # of a round's time, by packed weights
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
 
 
@@ -123,8 +122,8 @@ def speculative_decoding(
     """
     _check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
-    if isinstance(drafter, HSDrafter):
-        warn_of_mismatch(target, drafter, tokenizer)
+    if isinstance(drafter, HSDrafter) and (synced_gpus or has_other_tokens(drafter, tokenizer)):
+        warn_of_mismatch(target, drafter, tokenizer)  # that reads a text: all processes do so, or none
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     runtime = TargetRuntime(target, drafter.config.target_tap_layers, model_kwargs)
@@ -133,7 +132,6 @@ def speculative_decoding(
     clock.start()
     modules = target.get_input_embeddings(), target.get_output_embeddings()
     weights = drafter.borrow(*modules, with_head=False)
-    working = working_weights(drafter, *modules) if isinstance(drafter, HSDrafter) else None
     texts = DecodedTexts(
         input_ids,
         generation_config,
@@ -145,9 +143,11 @@ def speculative_decoding(
     )
     clock.stop("draft_seconds")
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
-        call = _Call(target, drafter, weights, working, options, runtime, texts, synced_gpus, statistics, clock, stack)
+        call = _Call(target, drafter, weights, options, runtime, texts, synced_gpus, statistics, clock, stack)
         call.run(input_ids, generation_config, model_kwargs.get("inputs_embeds"))
     texts.end_stream()
+    if isinstance(drafter, HSDrafter) and call.generator is not None and not synced_gpus:
+        warn_of_poor_guesses(target, drafter, call.generator.guesses, call.generator.right_guesses)
     if statistics is None:
         return texts.sequences()
     clock.finish()
@@ -163,7 +163,6 @@ class _Call:
     target: Any
     drafter: HSDrafter | CachebackDrafter
     weights: TargetWeights
-    working: WorkingWeights | None
     options: DraftOptions
     runtime: TargetRuntime
     texts: DecodedTexts
@@ -171,7 +170,9 @@ class _Call:
     statistics: DraftStatistics | None
     clock: Clock
     stack: contextlib.ExitStack  # what is to be given back when the call ends
+    working: WorkingWeights | None = None  # of a trained drafter, once something may be drafted
     pace: Pace | None = None
+    generator: HSCandidateGenerator | None = None
     foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
     read: list[int] = field(default_factory=list)  # rows that the target's forwards are of
@@ -197,7 +198,7 @@ class _Call:
         outlives = self.statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
         if texts.active or self.synced_gpus:
             positions = _Positions.of(runtime, output.taps.shape[1], len(rows))
-            generator = self._generator(output, positions)
+            generator = self.generator = self._generator(output, positions)
             several = len(rows) > 1 and not self.synced_gpus and not recorder.records
             rows_leave = several and runtime.let_rows_leave(keep=outlives)
             _read_prompts(generator, texts, output, positions, runtime.attended, inputs_embeds)
@@ -219,7 +220,10 @@ class _Call:
 
     def _generator(self, output: TargetOutput, positions: _Positions) -> HSCandidateGenerator:
         options = self.options = _as_the_target_can(self, output, positions)
-        rows = len(self.texts.rows)
+        rows, target = len(self.texts.rows), self.target
+        if isinstance(self.drafter, HSDrafter):
+            modules = target.get_input_embeddings(), target.get_output_embeddings()
+            self.working = working_weights(self.drafter, *modules)
         self.packing = bool(options.packed_weights) and self.runtime.pack_weights(True)
         self.may_pack = options.packed_weights is None
         self.pace = self._pace(options, max(positions.roots))
@@ -277,29 +281,27 @@ class _Call:
         options = options.shared_by(len(self.read))
         if options.tree_sizing == "fixed" or options.depth == 0:
             return None
-        kind, packed = self._kind(options, position), self.runtime.packed
-        depth = self._deepest(options)
-        return pace_for(self.target, kind, depth, options.tree_size, options.costs, self.pace, share, packed)
+        return pace_for(self.target, self.drafter, self._kind(options, position), options.costs, self.pace, share)
 
-    def _deepest(self, options: DraftOptions) -> int:
-        return options.depth if isinstance(self.drafter, HSDrafter) else 0
-
-    def _kind(self, options: DraftOptions, position: int) -> tuple[Any, ...]:
-        rows = len(self.read)
-        kind = (
+    def _kind(self, options: DraftOptions, position: int) -> KindOfCall:
+        rows, drafter = len(self.read), self.drafter
+        draws = self.foresight.kind if self.foresight else None  # they take time, and drafts go by them
+        costs: tuple[Any, ...] = (
             *kind_of_call(self.runtime),
             options.beam_width,
             (position >> 10).bit_length(),
-            rows,
             len(self.texts.rows),
+            draws,
+            self.runtime.compile_config is not None,
         )
-        kind = *kind, self.foresight.kind if self.foresight else None  # draws take time
-        kind = *kind, self.runtime.compile_config is not None
-        if isinstance(self.drafter, HSDrafter):
-            config = self.drafter.config
+        trained = isinstance(drafter, HSDrafter)
+        if trained:
+            config = drafter.config
             sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size
-            kind = *kind, *sizes, self.drafter.dtype, self.drafter.device
-        return kind
+            costs = *costs, *sizes, drafter.dtype, drafter.device
+        habits = draws, rows > 1, options.beam_width, options.ngram_length
+        depth = options.depth if trained else 0
+        return KindOfCall(costs, habits, depth, options.tree_size, rows, self.runtime.packed)
 
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
         runtime, texts, clock = self.runtime, self.texts, self.clock
@@ -359,15 +361,12 @@ class _Call:
         Args:
             emitted: tokens of this round, a row that decides; nodes: verified in the largest tree.
         """
-        known = self.pace.costs if self.pace is not None else None
-        spent = (known or ASSUMED).round(nodes, generator.drafted_depth)
-        self.saved += (1.0 + _UNNOTICED) * emitted - spent
+        self.saved += _PACKED_SAVES
         if self.saved < PACKING_COST:
             return False
         self.may_pack = False
         options, position = self.options.shared_by(len(self.read)), self._furthest(positions)
-        kind, depth = self._kind(options, position), self._deepest(options)
-        if slower_packed(self.target, kind, depth, options.tree_size) or not self.runtime.pack_weights(None):
+        if slower_packed(self.target, self._kind(options, position)) or not self.runtime.pack_weights(None):
             return False
         if self.pace is not None:
             self.pace = self._pace(self.options, position)

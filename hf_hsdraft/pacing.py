@@ -1,9 +1,9 @@
 """How much to draft: as much as pays, by what forwards cost on this device and by what was accepted in this text.
 
-Time is counted in forwards of the target on one token. A draft of depth K costs a part of one, a verified node a
-hundredth or less, and every accepted token saves one. Three things are learnt: what forwards and drafts cost, see
-`round_costs`; how often a drafted token of some probability is right; and how many a round yields. None of it changes
-the distribution of what is emitted, and whoever gives the costs gets the same trees in every run.
+Time is counted in plain rounds, see `round_costs`. A draft costs a part of one, so does a verified node, and every
+accepted token saves one. Two things are learnt: what forwards and drafts cost, and how the drafts of a text do
+(`Habits`). A text begins with what the drafter's last text taught. None of it changes the distribution of what is
+emitted. Whoever gives the costs gets the same trees in every run: then nothing is measured, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +27,9 @@ _MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectati
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
 _SLOWER = 1.1  # than without packed weights, and more than noise: there nothing is packed
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
+_KEPT_TRIALS = 24.0  # tokens that each bin of an earlier text counts for in the next one
+_KEPT_DRAFTS = 2  # drafts that the gains of an earlier text count for
+_KEPT_TRUST = 0.3  # of what was accepted and expected in an earlier text
 
 
 @dataclass
@@ -78,8 +81,72 @@ class Calibration:
         return DraftTree(tree.tokens, tree.parents, tree.depths, tuple(scores))
 
 
+    def softened(self) -> Calibration:
+        """The same for another text: what was counted weighs less."""
+        shares = [min(_KEPT_TRIALS / trials, 1.0) if trials else 0.0 for trials in self.trials]
+        share = min(_KEPT_TRIALS / self.expected, 1.0)
+        return Calibration(
+            [share * trials for share, trials in zip(shares, self.trials, strict=True)],
+            [share * hits for share, hits in zip(shares, self.hits, strict=True)],
+            share * self.expected,
+            share * self.right,
+        )
+
+
 def _bin(log_prob: float) -> int:
     return next((place for place, low in enumerate(_BINS) if log_prob >= low), len(_BINS))
+
+
+@dataclass
+class Habits:
+    """How the drafts of a text have been doing.
+
+    Attributes:
+        calibration: how often drafted tokens are right.
+        gains: for each depth of a draft, the tokens that it adds, less what verifying its nodes costs; running means.
+        drafts: number of drafts that `gains` are means of.
+        tokens, time: emitted in a round, and its time in plain rounds; running means.
+        accepted, expected: drafted tokens that were accepted of late, and that had been expected to be.
+    """
+
+    calibration: Calibration
+    gains: list[float]
+    drafts: int = 0
+    tokens: float = 2.0
+    time: float = 1.4
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    @classmethod
+    def assumed(cls, depth: int) -> Habits:
+        return cls(Calibration(), [0.5 * 0.4**d for d in range(depth)])
+
+    def of_depth(self, depth: int) -> Habits:
+        """The same for drafts of another greatest depth; gains go on falling beyond what is known."""
+        gains = self.gains[:depth]
+        last = gains[-1] if gains else 0.0
+        return replace(self, gains=gains + [last * 0.5 ** (d + 1) for d in range(depth - len(gains))])
+
+    def for_another_text(self) -> Habits:
+        """What is expected of the next text."""
+        return replace(
+            self,
+            calibration=self.calibration.softened(),
+            gains=list(self.gains),
+            drafts=min(self.drafts, _KEPT_DRAFTS),
+            accepted=_KEPT_TRUST * self.accepted,
+            expected=_KEPT_TRUST * self.expected,
+        )
+
+    @property
+    def trust(self) -> float:
+        """What an expected token has been worth of late."""
+        return min((self.accepted + _PRIOR_ACCEPTED) / (self.expected + _PRIOR_ACCEPTED), 1.5)
+
+    @property
+    def rate(self) -> float:
+        """Tokens emitted in the time of a plain round; plain decoding has 1, so it is never less."""
+        return max(self.tokens / self.time, 1.0)
 
 
 class Pace:
@@ -91,29 +158,22 @@ class Pace:
     Args:
         depth: the most there may be.
         costs: as given, or as they are measured here.
+        habits: what is known of the text, or of texts before it; updated here.
     """
 
-    def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
+    def __init__(self, depth: int, costs: Costs | MeasuredCosts, habits: Habits | None = None) -> None:
         self.measured = costs if isinstance(costs, MeasuredCosts) else None
         self._given = costs if isinstance(costs, Costs) else None
         self._depth = depth
-        self._calibration = Calibration()
-        # Of the tokens that each depth of a draft adds, less what verifying its nodes costs: a running mean.
-        self._gains = [0.5 * 0.4**d for d in range(depth)]
-        self._tokens, self._time = 2.0, 1.4  # emitted in a round and its time, running means
-        self._pause = self._waited = self._drafts = 0
-        self._steps_plainly = False  # in this round, to see what that takes
-        # Drafted tokens that were accepted of late, and that had been expected: in this tree, and in those before it.
-        self._accepted, self._expected, self._promised = 0.0, 0.0, 0.0
+        self.habits = Habits.assumed(depth) if habits is None else habits
+        self._pause = self._waited = 0
+        self._steps_plainly = False  # in this round, to see how long that takes
+        self._promised = 0.0  # tokens that this round's tree was expected to gain
 
     def take_over(self, before: Pace) -> None:
         """Goes on with what another pace has learnt of the text."""
-        self._calibration, self._drafts = before._calibration, before._drafts
-        gains = before._gains[: self._depth]
-        self._gains = gains + [gains[-1] * 0.5 ** (d + 1) if gains else 0.0 for d in range(self._depth - len(gains))]
-        self._tokens, self._time = before._tokens, before._time
+        self.habits = before.habits.of_depth(self._depth)
         self._pause, self._waited = before._pause, before._waited
-        self._accepted, self._expected = before._accepted, before._expected
 
     @property
     def measures(self) -> bool:
@@ -121,19 +181,15 @@ class Pace:
         return self.measured is not None
 
     @property
-    def costs(self) -> Costs | None:
-        """`None` as long as nothing is known of them."""
-        return self._given if self.measured is None else self.measured.costs
-
-    @property
-    def _trust(self) -> float:
-        """What an expected token has been worth of late."""
-        return min((self._accepted + _PRIOR_ACCEPTED) / (self._expected + _PRIOR_ACCEPTED), 1.5)
+    def costs(self) -> Costs:
+        if self.measured is not None:
+            return self.measured.costs
+        assert self._given is not None
+        return self._given
 
     @property
     def rate(self) -> float:
-        """Tokens emitted in the time of a one-token forward; plain decoding has 1, so it is never less."""
-        return max(self._tokens / self._time, 1.0)
+        return self.habits.rate
 
     def depth(self, certain: float = 0.0) -> int:
         """How deep to draft.
@@ -141,60 +197,53 @@ class Pace:
         Args:
             certain: probability that the next token is among those that are proposed without a draft.
         """
-        costs = self.costs
-        if costs is None:
-            assert self.measured is not None
-            return self._depth if self.measured.next_size() else 0
         self._steps_plainly = self.measured is not None and self.measured.wants_plain(self.rate)
         if self._steps_plainly:
             return 0
-        gain, best, chosen = 0.0, 0.0, 0
-        for depth, more in enumerate(self._gains, 1):
-            gain += (1.0 - certain) * more * self._trust
-            worth = gain - self.rate * costs.drafting(depth)
-            if worth > best:
-                best, chosen = worth, depth
+        chosen, _ = self._best_depth(certain)
         if chosen or certain > 0.5:
             return chosen
         self._waited += 1
         if self._waited <= self._pause:
             return 0
-        self._accepted, self._expected = self._accepted / 2, self._expected / 2
+        self.habits.accepted, self.habits.expected = self.habits.accepted / 2, self.habits.expected / 2
         self._waited, self._pause = 0, min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
         return min(1, self._depth)
 
     def worth(self) -> float:
-        """Tokens that a draft of the best depth gains of late, less what it costs; infinite while that is unknown."""
-        costs = self.costs
-        if costs is None:
-            return math.inf
-        gain, best = 0.0, 0.0
-        for depth, more in enumerate(self._gains, 1):
-            gain += more * self._trust
-            best = max(best, gain - self.rate * costs.drafting(depth))
-        return best
+        """Tokens that a draft of the best depth gains of late, less what it costs."""
+        return self._best_depth()[1]
+
+    def _best_depth(self, certain: float = 0.0) -> tuple[int, float]:
+        """The depth that gains most, and how much; 0 where none gains."""
+        costs, gain, best, chosen = self.costs, 0.0, 0.0, 0
+        for depth, more in enumerate(self.habits.gains, 1):
+            gain += (1.0 - certain) * more * self.habits.trust
+            worth = gain - self.rate * costs.drafting(depth)
+            if worth > best:
+                best, chosen = worth, depth
+        return chosen, best
 
     def scored(self, tree: DraftTree) -> DraftTree:
         """A drafted tree, scored by how probable its nodes are to be accepted."""
-        return self._calibration.applied(tree)
+        return self.habits.calibration.applied(tree)
 
     def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
         """The same of a tree drafted to some depth just now; what each depth adds is noted."""
-        tree, costs = self.scored(tree), self.costs
-        if costs is None:
-            return tree
+        tree, costs, habits = self.scored(tree), self.costs, self.habits
         least = self.rate * costs.node
         gains = [0.0] * depth
         for level, score in zip(tree.depths[1:], tree.scores[1:], strict=True):
             gains[level - 1] += max(math.exp(score) - least, 0.0)
-        self._drafts += 1
-        weight = max(1.0 - _FADING, 1.0 / (self._drafts + 1))  # of the first few their mean
-        for level in range(len(self._gains)):
+        habits.drafts += 1
+        weight = max(1.0 - _FADING, 1.0 / (habits.drafts + 1))  # of the first few their mean
+        known = habits.gains
+        for level in range(len(known)):
             if level < depth:
-                self._gains[level] += weight * (gains[level] - self._gains[level])
+                known[level] += weight * (gains[level] - known[level])
             elif level > 0:  # not drafted: as the last one that was, on in the same ratio
-                ratio = self._gains[level - 1] / self._gains[level - 2] if level > 1 and self._gains[level - 2] else 0.5
-                self._gains[level] = self._gains[level - 1] * min(ratio, 0.95)
+                ratio = known[level - 1] / known[level - 2] if level > 1 and known[level - 2] else 0.5
+                known[level] = known[level - 1] * min(ratio, 0.95)
         if sum(gains) > self.rate * costs.drafting(depth):
             self._pause = 0
         return tree
@@ -204,88 +253,111 @@ class Pace:
 
         A forward over a batch is as wide as its largest tree, so a further node is one of every tree.
         """
-        costs = self.costs
-        if costs is None:
-            assert self.measured is not None
-            return self.measured.next_size() or 0
+        self._promised = 0.0
+        if self._steps_plainly:
+            return 0
+        costs, trust = self.costs, self.habits.trust
         ranked = [sorted(map(math.exp, tree.scores[1:]), reverse=True) for tree in trees]
         gains = [sum(column) / len(trees) for column in zip_longest(*ranked, fillvalue=0.0)]
-        least = self.rate * costs.node / self._trust
-        size = 0 if self._steps_plainly else sum(gain >= least for gain in gains)
+        least = self.rate * costs.node / trust
+        size = sum(gain >= least for gain in gains)
+        if self.measured is not None:
+            size = min(size, self.measured.most_nodes)
         expected = sum(gains[:size])
-        if expected * self._trust <= self.rate * costs.verifying(size):
-            size = 0
-        self._promised = expected if size else 0.0
+        if expected * trust <= self.rate * costs.verifying(size):
+            return 0
+        self._promised = expected
         return size
 
     def learn(self, tree: DraftTree | None, tokens: Sequence[int]) -> None:
         """Takes what was emitted after the root of an uncut draft, as the drafter scored it."""
         if tree is not None:
-            self._calibration.learn(tree, tokens)
+            self.habits.calibration.learn(tree, tokens)
 
     def timed(self, nodes: int, emitted: float, forward_seconds: float, depth: int, draft_seconds: float) -> None:
         """Takes how a round went.
 
         Args:
-            nodes: verified in the largest tree; emitted: tokens a row that decides, on average.
+            nodes: verified in the largest tree.
+            emitted: tokens a row that decides, on average.
             depth: that was drafted.
         """
-        costs = self.costs
+        costs, habits = self.costs, self.habits
         if self.measured is not None:
             self.measured.add(nodes, forward_seconds, depth, draft_seconds)
-        if costs is None:
-            return
         if nodes:
-            self._accepted = _FADING * self._accepted + emitted - 1.0
-            self._expected = _FADING * self._expected + self._promised
+            habits.accepted = _FADING * habits.accepted + emitted - 1.0
+            habits.expected = _FADING * habits.expected + self._promised
         self._promised = 0.0
-        self._tokens += (1.0 - _FADING) * (emitted - self._tokens)
-        self._time += (1.0 - _FADING) * (costs.round(nodes, depth) - self._time)
+        if self._steps_plainly:  # says nothing of what drafting yields
+            return
+        habits.tokens += (1.0 - _FADING) * (emitted - habits.tokens)
+        habits.time += (1.0 - _FADING) * (costs.round(nodes, depth) - habits.time)
 
 
+# Of each target, and of each drafter: kinds of calls, and what was learnt in them.
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], MeasuredCosts]] = weakref.WeakKeyDictionary()
+_habits: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Habits]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class KindOfCall:
+    """What costs and habits depend on.
+
+    Attributes:
+        costs: all that the costs depend on beside the target and the sizes below; hashable.
+        habits: all that the habits depend on beside the drafter; hashable.
+        depth, tree_size: the most that is drafted and verified of a row.
+        rows: number of rows in a forward.
+        packed: whether the target's weights are.
+    """
+
+    costs: tuple[Any, ...]
+    habits: tuple[Any, ...]
+    depth: int
+    tree_size: int
+    rows: int = 1
+    packed: bool = False
+
+    def key(self, packed: bool | None = None) -> tuple[Any, ...]:
+        return (*self.costs, self.depth, self.tree_size, self.rows, self.packed if packed is None else packed)
 
 
 def pace_for(
-    target: Any,
-    kind_of_call: tuple[Any, ...],
-    depth: int,
-    tree_size: int,
-    given: Costs | None,
-    before: Pace | None = None,
-    share: float = 1.0,
-    packed: bool = False,
+    target: Any, drafter: Any, kind: KindOfCall, given: Costs | None, before: Pace | None = None, share: float = 1.0
 ) -> Pace:
-    """The pace of a call, with the costs that are known of calls of its kind; a trial may take several calls.
+    """The pace of a call, with what is known of calls of its kind.
 
     Args:
-        kind_of_call: whatever costs depend on beside the target; hashable.
         given: goes before what was measured.
-        before: of the same call until now; share: what part of the rows that were read then is read now.
-        packed: whether the target's weights are. Calls pack theirs soon: so until more is known, what holds of packed
-            ones is taken to hold of the others.
+        before: of the same call until now.
+        share: what part of the rows that were read until now is read from here on.
     """
     if given is not None:
-        pace = Pace(depth, given)
+        pace = Pace(kind.depth, given)
     else:
-        known, key = _known.setdefault(target, {}), (*kind_of_call, depth, tree_size)
-        own = (*key, packed)
-        measured = known.get(own)
-        if measured is None or measured.costs is None:
-            fewer = before.measured if before is not None and share < 1.0 else None
-            like = fewer or (None if packed else known.get((*key, True)))
-            alike = like.of_fewer(share, tree_size, depth) if like else None
-            measured = known[own] = alike or measured or MeasuredCosts.of(tree_size, depth)
-        pace = Pace(depth, measured)
+        known = _known.setdefault(target, {})
+        measured = known.get(kind.key())
+        if measured is None:
+            like = before.measured if before is not None and share < 1.0 else None
+            measured = like.of_fewer(share) if like is not None else MeasuredCosts.of_rows(kind.rows)
+            known[kind.key()] = measured
+        pace = Pace(kind.depth, measured)
     if before is not None:
         pace.take_over(before)
+    if given is None:
+        of_drafter = _habits.setdefault(drafter, {})
+        former = of_drafter.get(kind.habits)
+        if before is None and former is not None:
+            pace.habits = former.for_another_text().of_depth(kind.depth)
+        of_drafter[kind.habits] = pace.habits
     return pace
 
 
-def slower_packed(target: Any, kind_of_call: tuple[Any, ...], depth: int, tree_size: int) -> bool:
-    """Whether plain rounds take longer with packed weights, even the quickest: the layout may not suit a processor."""
-    known, key = _known.get(target, {}), (*kind_of_call, depth, tree_size)
-    packed, apart = known.get((*key, True)), known.get((*key, False))
-    if packed is None or packed.costs is None or apart is None or apart.plain is None:
+def slower_packed(target: Any, kind: KindOfCall) -> bool:
+    """Whether plain rounds take longer with packed weights: the layout may not suit a processor."""
+    known = _known.get(target, {})
+    packed, apart = known.get(kind.key(packed=True)), known.get(kind.key(packed=False))
+    if packed is None or apart is None or not packed.plain or not apart.plain:
         return False
-    return min(packed.trial.forwards.get(0, [0.0])) > _SLOWER * apart.plain
+    return packed.plain > _SLOWER * apart.plain

@@ -1,32 +1,34 @@
-"""What forwards of the target and drafts cost on this device: found in the first rounds, put right by all later ones.
+"""What forwards of the target and drafts cost on this device: assumed at first, and learnt from every round.
 
-Time is counted in forwards of the target on one token.
+Time is counted in plain rounds: forwards of the target on one token of each row.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-_TRIALS, _MOST_ROUNDS = 24, 60  # rounds until costs are known, or are assumed
-_USUAL_TREE = 0.02  # what a tree costs on CPUs beside its nodes
-_TREE_SPREAD = 0.03  # how far from it that usually is
-_FIXED_PART = 0.35  # of a draft's cost: reading and the head; the rest is spread over its depths
 _FADING = 0.97  # of the weight of earlier rounds, with each further one
+_NOISE = 0.15  # standard deviation of one measured time, in plain rounds
 _PLAIN_WEIGHT = 0.2  # of the newest plain round in their running mean
-_PRIOR_ROUNDS = 8  # that what the trial found counts for, with a third of the greatest size
-_AGED = 24  # rounds without a plain one, until what a plain one takes may have changed
-_HARDLY_FASTER = 1.15  # than plain decoding: there it has to be known well what a plain round takes
+_FIRST_PLAIN = 2  # plain rounds before anything is drafted
+_MOST_PLAIN = 8  # plain rounds that are asked for, whatever drafting gains
+_BETWEEN_PLAIN = 8  # rounds between two of those
+_AGED = 24  # rounds after which the time of a plain round may have changed
+_HARDLY_FASTER = 1.15  # than plain decoding: below that, the time of a plain round has to be known well
+_FIRST_NODES = 4  # verified at most in the first tree; later trees have at most twice as many as one before had
+_LATE = 3.0, 0.5  # times longer than expected, and plain rounds beyond that: a later time counts as this much
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a round costs, in forwards of one token.
+    """What a round costs, in plain rounds.
 
     Attributes:
-        tree: of reading a tree at all; node: of each of its nodes.
-        draft: of drafting at all; depth: of each depth drafted.
+        tree: of verifying any nodes at all.
+        node: of each node verified.
+        draft: of drafting at all.
+        depth: of each depth drafted.
     """
 
     tree: float
@@ -49,165 +51,123 @@ class Costs:
         return 1.0 + self.verifying(nodes) + self.drafting(depth)
 
 
-ASSUMED = Costs(tree=0.05, node=0.01, draft=0.1, depth=0.05)  # where a trial found out nothing
+@dataclass(frozen=True)
+class Assumption:
+    """What is believed of a number before it is measured: its value, and how far off it may be."""
+
+    value: float
+    spread: float
+
+
+# From runs on x86 CPUs: a tree costs 0 to 0.1 beside its nodes, a node 0.005 to 0.4, a draft of depth 6 0.2 to 0.5.
+_TREE, _NODE = Assumption(0.03, 0.05), Assumption(0.01, 0.05)
+_DRAFT, _DEPTH = Assumption(0.1, 0.1), Assumption(0.05, 0.05)
 
 
 @dataclass
-class CostTrial:
-    """Finds the costs out: the first rounds verify trees of three sizes in turn, and the least times count.
+class Line:
+    """A cost that grows by units: `start + each * units`, by least squares over measured rounds.
 
-    Attributes:
-        sizes: nodes of the trees that are asked for; 0 is a plain step. There may be fewer nodes to verify.
-        depth: of the drafts that are asked for; 0 if there is nothing that drafts.
-        rounds: timed so far.
-        forwards: for each number of nodes verified, the seconds of its forwards.
-        draft: depth and seconds of the quickest of the deepest drafts.
+    Earlier rounds fade. The assumptions count as measurements do, by their spread.
     """
 
-    sizes: tuple[int, int, int]
-    depth: int
-    rounds: int = 0
-    forwards: dict[int, list[float]] = field(default_factory=dict)
-    draft: tuple[int, float] = (0, 0.0)
+    start: Assumption
+    each: Assumption
+    _weight: float = 0.0
+    _units: float = 0.0
+    _squares: float = 0.0
+    _costs: float = 0.0
+    _products: float = 0.0
 
-    @classmethod
-    def of(cls, tree_size: int, depth: int) -> CostTrial:
-        return cls((tree_size, 0, max(tree_size // 3, 1)), depth)
+    def add(self, units: int, cost: float) -> None:
+        """Takes the cost of a round. A very late one was disturbed, and counts as less late."""
+        start, each = self.found()
+        factor, beyond = _LATE
+        cost = min(cost, factor * (start + each * units) + beyond)
+        self._weight = _FADING * self._weight + 1.0
+        self._units = _FADING * self._units + units
+        self._squares = _FADING * self._squares + units**2
+        self._costs = _FADING * self._costs + cost
+        self._products = _FADING * self._products + units * cost
 
-    def next_size(self) -> int | None:
-        """Nodes of the tree to verify in the next round, at most; `None` when all is known that can be."""
-        known = any(self.forwards) and (self.draft[0] > 0 or self.depth == 0)
-        if self.rounds >= (_TRIALS if known else _MOST_ROUNDS):
-            return None
-        return self.sizes[self.rounds % len(self.sizes)]
-
-    def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
-        """Takes a round that verified `nodes` after a draft of some depth."""
-        self.rounds += 1
-        self.forwards.setdefault(nodes, []).append(forward_seconds)
-        if depth > self.draft[0] or (depth == self.draft[0] > 0 and draft_seconds < self.draft[1]):
-            self.draft = depth, draft_seconds
-
-    def costs(self) -> Costs:
-        """Two digits of each; what is finer is noise."""
-        plain = self.forwards.get(0, [0.0])
-        trees = {nodes: times for nodes, times in self.forwards.items() if nodes > 0}
-        if not trees or min(plain) <= 0.0:
-            return ASSUMED
-        one, repeated = min(plain), [times for times in self.forwards.values() if len(times) > 1]
-        apart = sum(len(times) * (statistics.median(times) - min(times)) for times in repeated)
-        noise = 0.5 * apart / max(sum(map(len, repeated)), 1) / one  # of a least time, roughly
-        share = 2.0 / sum(map(len, trees.values()))
-        points = [(nodes, min(times) / one - 1.0, share * len(times)) for nodes, times in trees.items()]
-        tree, node = _line(points, noise)
-        depth, draft = self.draft
-        values = (tree, node, _FIXED_PART * draft / one, (1 - _FIXED_PART) * draft / one / max(depth, 1))
-        return Costs(*(float(f"{value:.2g}") for value in values))
-
-
-def _line(points: Sequence[tuple[int, float, float]], noise: float) -> tuple[float, float]:
-    """What a tree costs and what each of its nodes: least squares, none below 0.
-
-    A few noisy times tell the two apart badly, so the noisier they are, the closer the first stays to what is usual.
-
-    Args:
-        points: number of nodes, cost of the whole tree, weight.
-        noise: of these costs.
-    """
-    usual = (max(noise, 1e-3) / _TREE_SPREAD) ** 2
-    total = sum(weight for _, _, weight in points) + usual
-    nodes = sum(weight * n for n, _, weight in points)
-    squares = sum(weight * n * n for n, _, weight in points)
-    costs = sum(weight * cost for _, cost, weight in points) + usual * _USUAL_TREE
-    products = sum(weight * n * cost for n, cost, weight in points)
-    node = max((total * products - nodes * costs) / (total * squares - nodes**2), 0.0)
-    tree = (costs - nodes * node) / total
-    return (tree, node) if tree >= 0.0 else (0.0, max(products / squares, 0.0))
+    def found(self) -> tuple[float, float]:
+        """`start` and `each`; neither is negative."""
+        of_start, of_each = ((_NOISE / one.spread) ** 2 for one in (self.start, self.each))
+        weight, squares = self._weight + of_start, self._squares + of_each
+        costs, products = self._costs + of_start * self.start.value, self._products + of_each * self.each.value
+        each = max((weight * products - self._units * costs) / (weight * squares - self._units**2), 0.0)
+        start = (costs - self._units * each) / weight
+        return (start, each) if start >= 0.0 else (0.0, max(products / squares, 0.0))
 
 
 @dataclass
 class MeasuredCosts:
-    """What rounds cost, of one kind of call: the word of a trial, and how far off it was of late.
-
-    Least times of a few rounds are what tells the costs of trees and nodes apart on an unsteady clock. But usual ones
-    may grow faster with the trees than least ones, and change with the text's length.
+    """What rounds cost, of one kind of call.
 
     Attributes:
-        trial: until it has ended.
-        plain: seconds of a round that verified nothing, a running mean; `None` before the first one.
-        nodes, depths: verified and drafted of late, what the trial's word counts for included.
-        wider, deeper: what those took beyond that word.
-        since: rounds since the last plain one.
+        verifying: of nodes; drafting: of depths.
+        plain: seconds of a plain round, a running mean; `None` before the first one.
+        widest: number of nodes in the largest tree that was timed.
     """
 
-    trial: CostTrial
+    verifying: Line = field(default_factory=lambda: Line(_TREE, _NODE))
+    drafting: Line = field(default_factory=lambda: Line(_DRAFT, _DEPTH))
     plain: float | None = None
-    nodes: float = 0.0
-    depths: float = 0.0
-    wider: float = 0.0
-    deeper: float = 0.0
-    since: int = 0
-    _found: Costs | None = None
+    widest: int = 0
+    _plain_seconds: list[float] = field(default_factory=list)  # of the first few plain rounds
+    _since: int = 0  # rounds since the last plain one
 
     @classmethod
-    def of(cls, tree_size: int, depth: int) -> MeasuredCosts:
-        """Of trees and drafts that are no larger."""
-        return cls(
-            CostTrial.of(tree_size, depth), nodes=_PRIOR_ROUNDS * tree_size / 3, depths=_PRIOR_ROUNDS * depth / 3
-        )
+    def of_rows(cls, rows: int) -> MeasuredCosts:
+        """For a batch: a node there is one of each row."""
+        return cls(Line(_TREE, Assumption(_NODE.value * rows, _NODE.spread)))
+
+    def of_fewer(self, share: float) -> MeasuredCosts:
+        """What is assumed of rounds that read only a `share` of the rows."""
+        costs = self.costs
+        verifying = Line(Assumption(costs.tree, _TREE.spread), Assumption(costs.node * share, _NODE.spread))
+        drafting = Line(Assumption(costs.draft, _DRAFT.spread), Assumption(costs.depth, _DEPTH.spread))
+        return MeasuredCosts(verifying, drafting, widest=self.widest)
 
     @property
-    def costs(self) -> Costs | None:
-        """`None` while the trial goes on."""
-        if self._found is None:
-            return None
-        node = self._found.node + self.wider / self.nodes
-        depth = self._found.depth + (self.deeper / self.depths if self.depths else 0.0)
-        return replace(self._found, node=max(node, 0.0), depth=max(depth, 0.0))
+    def costs(self) -> Costs:
+        return Costs(*self.verifying.found(), *self.drafting.found())
 
-    def of_fewer(self, share: float, tree_size: int, depth: int) -> MeasuredCosts | None:
-        """What rounds probably cost that read only a `share` of the rows; `None` while the trial goes on."""
-        costs = self.costs
-        if costs is None:
-            return None
-        fewer = MeasuredCosts.of(tree_size, depth)
-        fewer._found = replace(costs, node=costs.node * share)
-        return fewer
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that may be verified next: trees grow step by step, so no one dear tree is verified unawares."""
+        return max(_FIRST_NODES, 2 * self.widest)
 
     def wants_plain(self, rate: float) -> bool:
-        """Whether the next round had better be a plain one, for what that takes.
+        """Whether the next round had better be a plain one, to see how long it takes.
 
         Args:
-            rate: tokens emitted in the time of a plain round; if that is many, it need not be known so well.
+            rate: tokens emitted in the time of a plain round; where that is many, it need not be known so well.
         """
-        return self.plain is None or (self.plain > 0.0 and self.since >= _AGED and rate < _HARDLY_FASTER)
-
-    def next_size(self) -> int | None:
-        """Nodes of the tree that the trial would have verified, at most; `None` after it."""
-        return None if self._found is not None else self.trial.next_size()
+        if self.plain is not None and self.plain <= 0.0:  # too coarse a clock
+            return False
+        count = len(self._plain_seconds)
+        if count < _MOST_PLAIN:
+            return count < _FIRST_PLAIN or self._since >= _BETWEEN_PLAIN
+        return self._since >= _AGED and rate < _HARDLY_FASTER
 
     def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
-        """Takes a round that verified `nodes` after a draft of some depth."""
-        if self._found is None:
-            self.trial.add(nodes, forward_seconds, depth, draft_seconds)
-            if self.trial.next_size() is None:
-                self._found = self.trial.costs()
-                self.plain = statistics.median(self.trial.forwards.get(0, [0.0]))
-            return
-        self.since = self.since + 1 if nodes else 0
+        """Takes a round that verified `nodes` nodes after a draft of depth `depth`."""
+        self._since = self._since + 1 if nodes else 0
         if nodes == 0:
-            plain = self.plain or forward_seconds
-            self.plain = plain + _PLAIN_WEIGHT * (min(forward_seconds, 2.0 * plain) - plain)
-        if not self.plain:  # nothing to compare with, or too coarse a clock
+            self._add_plain(forward_seconds)
+        if not self.plain:  # nothing to compare with
             return
         if nodes:
-            beyond = _beyond(forward_seconds / self.plain - 1.0, self._found.verifying(nodes))
-            self.nodes, self.wider = _FADING * self.nodes + nodes, _FADING * self.wider + beyond
+            self.verifying.add(nodes, forward_seconds / self.plain - 1.0)
+            self.widest = max(self.widest, nodes)
         if depth:
-            beyond = _beyond(draft_seconds / self.plain, self._found.drafting(depth))
-            self.depths, self.deeper = _FADING * self.depths + depth, _FADING * self.deeper + beyond
+            self.drafting.add(depth, draft_seconds / self.plain)
 
-
-def _beyond(cost: float, said: float) -> float:
-    """What something cost beyond what was said of it; very late ones were disturbed, and count as less late."""
-    return min(cost, 3.0 * said + 0.5) - said
+    def _add_plain(self, seconds: float) -> None:
+        if len(self._plain_seconds) < _MOST_PLAIN:
+            self._plain_seconds.append(seconds)
+            self.plain = statistics.median(self._plain_seconds)
+        else:
+            assert self.plain is not None
+            self.plain += _PLAIN_WEIGHT * (min(seconds, 2.0 * self.plain) - self.plain)

@@ -2,7 +2,8 @@
 
 The emitted text never depends on it, only how much of it is drafted. So a drafter carries a short text that its target
 wrote greedily, and how many tokens of it the drafter guessed as that target chooses. On another target (trained
-further, quantised, with other tokens) the same count is made in one forward, at the first call with it.
+further, quantised, with other tokens) the same count is made in one forward. That forward takes as long as some rounds.
+So it is run only once the drafts of calls have been right less often than the record lets expect.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ logger = logging.get_logger(__name__)
 
 # What is left of the guesses at least before anybody is told: another dtype changes a few of a hundred choices.
 _ENOUGH, _SLACK = 0.85, 2
+_JUDGED, _TRUSTED = 16, 96  # drafts of calls until their guesses are judged, and until they are judged no more
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,7 @@ def explain_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> 
     """
     config, reference = drafter.config, drafter.config.target_reference
     made_for = f"this drafter was made for {printable(config.target_name) or 'another target'}"
-    theirs = "" if tokenizer is None or not config.target_tokenizer_hash else tokenizer_hash(tokenizer)
-    other_tokens = bool(theirs) and theirs != config.target_tokenizer_hash
+    other_tokens = has_other_tokens(drafter, tokenizer)
     if reference is None or not can_measure(target, len(reference["input_ids"])):
         unknown = "what that costs could not be measured"
         return f"{made_for}, whose tokenizer has other tokens than this one; {unknown}" if other_tokens else ""
@@ -120,6 +121,40 @@ def explain_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> 
     )
 
 
+@dataclass
+class _Guesses:
+    """First guesses of the drafts of calls.
+
+    Attributes:
+        drafts: number of drafts; right: of them, those whose first guess was the next token of the text.
+    """
+
+    drafts: int = 0
+    right: int = 0
+
+
+def has_other_tokens(drafter: HSDrafter, tokenizer: Any) -> bool:
+    """Whether a tokenizer is known to be another one than that of the drafter's target."""
+    recorded = drafter.config.target_tokenizer_hash
+    return tokenizer is not None and bool(recorded) and tokenizer_hash(tokenizer) != recorded
+
+
+def warn_of_poor_guesses(target: Any, drafter: HSDrafter, drafts: int, right: int) -> None:
+    """Takes how the drafts of a call did; warns once of another target, if that is why they did poorly.
+
+    Args:
+        drafts: number of drafts; right: of them, those whose first guess was the next token of the text.
+    """
+    reference = drafter.config.target_reference
+    seen = _guesses.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Guesses())
+    if reference is None or seen.drafts >= _TRUSTED:
+        return
+    seen.drafts, seen.right = seen.drafts + drafts, seen.right + right
+    expected = reference["drafted"] / max(len(reference["input_ids"]) - reference["start"], 1)
+    if seen.drafts >= _JUDGED and seen.right < _ENOUGH * expected * seen.drafts:
+        warn_of_mismatch(target, drafter)
+
+
 def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> None:
     """Warns of it, once for a target and a drafter."""
     warned = _warned.setdefault(target, weakref.WeakSet())
@@ -131,12 +166,12 @@ def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> 
         logger.info(f"whether this drafter was made for this target could not be measured: {error}")
         warned.add(drafter)
         return
-    if problem or tokenizer is not None:
-        warned.add(drafter)
+    warned.add(drafter)
     if problem:
         logger.warning(problem)
 
 
 _hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, Any]] = weakref.WeakKeyDictionary()
+_guesses: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, _Guesses]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HSDrafter]] = weakref.WeakKeyDictionary()
