@@ -20,7 +20,7 @@ from .draft_tree import DraftTree
 from .foresight import Foresight
 from .modeling_hsdraft import HSDrafter, TargetWeights
 from .pacing import KindOfCall, Pace, pace_for, slower_packed
-from .packed_weights import PACKING_COST
+from .packing import Packing
 from .roll_out import RollOut
 from .row_processors import check_processors
 from .static_cache import with_draft_room
@@ -38,7 +38,6 @@ logger = logging.get_logger(__name__)
 _MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
 _FEWER = 0.75  # of a batch's rows that still grow, from which on the ended ones leave it: that moves the cache
 _ABREAST = 4  # tokens that a row of a batch may be ahead of the last one and still count as it
-_PACKED_SAVES = 0.2  # of a round's time, by packed weights
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
 
 
@@ -176,9 +175,8 @@ class _Call:
     foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
     read: list[int] = field(default_factory=list)  # rows that the target's forwards are of
-    may_pack: bool = False  # weights of the target, once that is paid for
-    packing: bool = False  # in this round, which takes longer for it
-    saved: float = 0.0  # time that drafting has saved so far, in forwards of one token
+    packing: Packing | None = None
+    packs: bool = False  # in this round, which takes longer for it
 
     def run(self, input_ids: torch.Tensor, generation_config: Any, inputs_embeds: torch.Tensor | None) -> None:
         runtime, texts, rows = self.runtime, self.texts, range(len(input_ids))
@@ -224,9 +222,12 @@ class _Call:
         if isinstance(self.drafter, HSDrafter):
             modules = target.get_input_embeddings(), target.get_output_embeddings()
             self.working = working_weights(self.drafter, *modules)
-        self.packing = bool(options.packed_weights) and self.runtime.pack_weights(True)
-        self.may_pack = options.packed_weights is None
-        self.pace = self._pace(options, max(positions.roots))
+        furthest = max(positions.roots)
+        asked_for = options.packed_weights if self.runtime.can_pack else False
+        self.packing = Packing(target, asked_for, lambda: slower_packed(target, self._kind(furthest)))
+        self.packs = self.packing.begin(max(map(self.texts.room, range(rows))))
+        self.runtime.multiply_by(self.packing.weights)
+        self.pace = self._pace(furthest)
         generator = HSCandidateGenerator(
             self.drafter, self.weights, options, rows, self.pace, self.working, self.foresight, self._roll_out(options)
         )
@@ -266,25 +267,30 @@ class _Call:
         self.runtime.read_only([self.read.index(row) for row in staying])
         share, self.read = len(staying) / len(self.read), staying
         if self.pace is not None:  # sizes that are fixed stay so
-            self.pace = self._pace(self.options, self._furthest(positions), share)
+            self.pace = self._pace(self._furthest(positions), share)
             generator.share_among(len(staying), self.pace)
 
     def _furthest(self, positions: _Positions) -> int:
         return max(positions.roots[row] for row in self.read)
 
-    def _pace(self, options: DraftOptions, position: int, share: float = 1.0) -> Pace | None:
+    def _pace(self, position: int, share: float = 1.0) -> Pace | None:
         """How much to draft, where that follows from costs: of this device, drafter, batch and length of text.
 
         Args:
             share: of the rows that were read until now, how many still are.
         """
-        options = options.shared_by(len(self.read))
+        options = self._shared
         if options.tree_sizing == "fixed" or options.depth == 0:
             return None
-        return pace_for(self.target, self.drafter, self._kind(options, position), options.costs, self.pace, share)
+        return pace_for(self.target, self.drafter, self._kind(position), options.costs, self.pace, share)
 
-    def _kind(self, options: DraftOptions, position: int) -> KindOfCall:
-        rows, drafter = len(self.read), self.drafter
+    @property
+    def _shared(self) -> DraftOptions:
+        """The options of each row that is read."""
+        return self.options.shared_by(len(self.read))
+
+    def _kind(self, position: int) -> KindOfCall:
+        rows, drafter, options = len(self.read), self.drafter, self._shared
         draws = self.foresight.kind if self.foresight else None  # they take time, and drafts go by them
         costs: tuple[Any, ...] = (
             *kind_of_call(self.runtime),
@@ -294,13 +300,12 @@ class _Call:
             draws,
             self.runtime.compile_config is not None,
         )
-        trained = isinstance(drafter, HSDrafter)
-        if trained:
+        if isinstance(drafter, HSDrafter):
             config = drafter.config
             sizes = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size
             costs = *costs, *sizes, drafter.dtype, drafter.device
         habits = draws, rows > 1, options.beam_width, options.ngram_length
-        depth = options.depth if trained else 0
+        depth = options.depth if isinstance(drafter, HSDrafter) else 0
         return KindOfCall(costs, habits, depth, options.tree_size, rows, self.runtime.packed)
 
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
@@ -340,9 +345,9 @@ class _Call:
         if active:
             emitted = 1 + sum(len(verdicts[row].path) for row in behind) / len(behind)
             nodes, depth = max(map(len, trees.values())) - 1, generator.drafted_depth
-            if self.pace is not None and not self.packing:
+            if self.pace is not None and not self.packs:
                 self.pace.timed(nodes, emitted, verified - drafted, depth, drafted - began)
-            self.packing = self.may_pack and self._packs(generator, positions, emitted, nodes)
+            self._pack_when_it_pays(generator, positions)
         clock.stop("commit_seconds")
         if self.statistics is not None and active:
             self.statistics.target_forwards += runtime.forwards - before
@@ -355,23 +360,15 @@ class _Call:
         idle = row in self.closed or not self.texts.room(row)
         return (DraftTree.idle if idle else DraftTree.root)(self.texts.last_token(row))
 
-    def _packs(self, generator: HSCandidateGenerator, positions: _Positions, emitted: float, nodes: int) -> bool:
-        """Packs the target's weights once the call has saved the time that takes: so it may end then without a loss.
-
-        Args:
-            emitted: tokens of this round, a row that decides; nodes: verified in the largest tree.
-        """
-        self.saved += _PACKED_SAVES
-        if self.saved < PACKING_COST:
-            return False
-        self.may_pack = False
-        options, position = self.options.shared_by(len(self.read)), self._furthest(positions)
-        if slower_packed(self.target, self._kind(options, position)) or not self.runtime.pack_weights(None):
-            return False
+    def _pack_when_it_pays(self, generator: HSCandidateGenerator, positions: _Positions) -> None:
+        assert self.packing is not None
+        self.packs = self.packing.after_round()
+        if self.packing.weights is None or self.runtime.packed:
+            return
+        self.runtime.multiply_by(self.packing.weights)
         if self.pace is not None:
-            self.pace = self._pace(self.options, position)
+            self.pace = self._pace(self._furthest(positions))
             generator.share_among(len(self.read), self.pace)
-        return True
 
     def _path(self, row: int, verdicts: dict[int, Verdict], beyond: int) -> list[int] | None:
         """What is kept of a row's tree; of one that has ended its root, once: plain decoding reads its end too.

@@ -80,7 +80,6 @@ class Calibration:
             scores.append(scores[parent] + math.log(max(right, 1e-9)))
         return DraftTree(tree.tokens, tree.parents, tree.depths, tuple(scores))
 
-
     def softened(self) -> Calibration:
         """The same for another text: what was counted weighs less."""
         shares = [min(_KEPT_TRIALS / trials, 1.0) if trials else 0.0 for trials in self.trials]

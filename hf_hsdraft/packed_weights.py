@@ -27,7 +27,6 @@ from torch.nn.modules import module as _of_all_modules
 
 from .modeling_hsdraft import is_unhooked
 
-PACKING_COST = 3.0  # forwards of one token, as plain decoding runs them, that packing takes as long as, roughly
 _FEW_ROWS = 16  # that the layout is chosen for; it serves any number
 _LEAST_NUMBERS = 2**16  # of a weight; products of smaller ones take no longer than starting them
 _MOST_BYTES = 2**31  # of all copies in the process, unless they are asked for
@@ -191,6 +190,16 @@ class PackedWeights:
             packed = cls(linears)  # so far, nothing has been copied
             fits = asked_for or sum(copy.size for copy in _alive) <= _MOST_BYTES
             return packed if linears and fits else None
+
+    def are_of(self, target: Any, asked_for: bool | None) -> bool:
+        """Whether copies that are made of a target's weights now would be these; compares all the weights.
+
+        Args:
+            asked_for: as in `linears_to_pack`.
+        """
+        linears = linears_to_pack(target, asked_for)
+        with _sharing:
+            return set(linears) == set(self._of) and all(self._of[one].holds(one.weight) for one in linears)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

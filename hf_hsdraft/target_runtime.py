@@ -231,17 +231,14 @@ class TargetRuntime:
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             make_room(self._text_cache)
 
-    def pack_weights(self, asked_for: bool | None) -> bool:
-        """From here on forwards multiply by packed copies of the weights; returns whether there are any.
+    @property
+    def can_pack(self) -> bool:
+        """Whether forwards may multiply by packed copies of the weights: compiled ones would be compiled anew."""
+        return self._compiled is None
 
-        Calls of the same target that run at the same time share them.
-
-        Args:
-            asked_for: see `PackedWeights.of`.
-        """
-        if self._compiled is None:
-            self._packed = PackedWeights.of(self.target, asked_for)
-        return self.packed
+    def multiply_by(self, packed: PackedWeights | None) -> None:
+        """From here on forwards multiply by these copies of the weights."""
+        self._packed = packed
 
     @property
     def packed(self) -> bool:
