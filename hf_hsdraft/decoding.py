@@ -345,8 +345,9 @@ class _Call:
         if active:
             emitted = 1 + sum(len(verdicts[row].path) for row in behind) / len(behind)
             nodes, depth = max(map(len, trees.values())) - 1, generator.drafted_depth
-            if self.pace is not None and not self.packs:
-                self.pace.timed(nodes, emitted, verified - drafted, depth, drafted - began)
+            if self.pace is not None:
+                seconds = None if self.packs else verified - drafted
+                self.pace.timed(nodes, emitted, seconds, depth, drafted - began)
             self._pack_when_it_pays(generator, positions)
         clock.stop("commit_seconds")
         if self.statistics is not None and active:

@@ -273,16 +273,19 @@ class Pace:
         if tree is not None:
             self.habits.calibration.learn(tree, tokens)
 
-    def timed(self, nodes: int, emitted: float, forward_seconds: float, depth: int, draft_seconds: float) -> None:
+    def timed(
+        self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
+    ) -> None:
         """Takes how a round went.
 
         Args:
             nodes: verified in the largest tree.
             emitted: tokens a row that decides, on average.
+            forward_seconds: `None` of a round that did something else too, whose time says nothing.
             depth: that was drafted.
         """
         costs, habits = self.costs, self.habits
-        if self.measured is not None:
+        if self.measured is not None and forward_seconds is not None:
             self.measured.add(nodes, forward_seconds, depth, draft_seconds)
         if nodes:
             habits.accepted = _FADING * habits.accepted + emitted - 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-_FADING = 0.97  # of the weight of earlier rounds, with each further one
+_FADING = 0.95  # of the weight of earlier rounds, with each further one
 _NOISE = 0.15  # standard deviation of one measured time, in plain rounds
 _PLAIN_WEIGHT = 0.2  # of the newest plain round in their running mean
 _FIRST_PLAIN = 2  # plain rounds before anything is drafted
@@ -60,7 +60,7 @@ class Assumption:
 
 
 # From runs on x86 CPUs: a tree costs 0 to 0.1 beside its nodes, a node 0.005 to 0.4, a draft of depth 6 0.2 to 0.5.
-_TREE, _NODE = Assumption(0.03, 0.05), Assumption(0.01, 0.05)
+_TREE, _NODE = Assumption(0.03, 0.1), Assumption(0.01, 0.05)
 _DRAFT, _DEPTH = Assumption(0.1, 0.1), Assumption(0.05, 0.05)
 
 
