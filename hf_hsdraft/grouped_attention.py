@@ -25,7 +25,29 @@ _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 
 _BLOCK, _FEW = 32, 192  # the kernel takes so many rows of queries at once, of fewer rows than this
 _LONG = 1024  # keys of a single text from which on reading them less often outweighs laying out several tokens
-_OTHER = ("position_bias", "cache", "softcap")  # what else sdpa looks at; layers that give any are left to it
+
+# What layers and callers pass that does not change what sdpa computes where a mask says all. Layers that pass anything
+# else are left to transformers: a later version may look at it.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "sliding_window",
+        "use_cache",
+    )
+)
+_KNOWN = _WITHOUT_EFFECT | {"scaling"}
+_OFF = ("dropout", "output_attentions")  # known where they are not asked for
 
 
 @contextlib.contextmanager
@@ -63,13 +85,17 @@ def install() -> None:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # First, as a context variable would break a compiled graph in every layer.
         if not torch.compiler.is_compiling() and _grouped.get() and query.device.type == "cpu":
-            usual = not args and not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _OTHER)
-            if usual and _is_tree(query, key, attention_mask):
+            if not args and all(map(_is_known, kwargs, kwargs.values())) and _is_tree(query, key, attention_mask):
                 return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
         return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     sdpa_attention_forward._hsdraft = _grouped  # type: ignore[attr-defined]
     AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+def _is_known(name: str, value: Any) -> bool:
+    """Whether a keyword says nothing that `_attend` would leave out."""
+    return value is None or name in _KNOWN or (name in _OFF and not value)
 
 
 def _is_tree(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -113,6 +113,32 @@ class TestWhatIsComputed:
             attended(*layer, softcap=30.0)
 
 
+@pytest.mark.parametrize("given", [{"a_later_field": 1.0}, {"dropout": 0.5}, {"s_aux": torch.zeros(6)}])
+def test_keywords_that_are_not_known_are_left_to_transformers(given, registered, kernel_calls):
+    """Somebody's sdpa may look at them, or a later one of transformers."""
+    seen = []
+
+    def later(layer, query, key, value, mask, **kwargs):
+        seen.append(kwargs)
+        return torch.zeros(()), None
+
+    functools.update_wrapper(later, sdpa_attention_forward)
+    del later.__wrapped__
+    AttentionInterface.register("sdpa", later)
+    copy = another_copy()
+    copy.sdpa_attention.sdpa_attention_forward, before = later, copy.sdpa_attention.sdpa_attention_forward
+    try:
+        copy.install()
+    finally:
+        copy.sdpa_attention.sdpa_attention_forward = before
+    layer = a_layer()
+    with copy.grouped_attention():
+        ALL_ATTENTION_FUNCTIONS["sdpa"](*layer, **given, scaling=0.5, sliding_window=4)
+        ALL_ATTENTION_FUNCTIONS["sdpa"](*layer, **dict.fromkeys(given), scaling=0.5, output_attentions=False)
+    assert seen == [{**given, "scaling": 0.5, "sliding_window": 4}]
+    assert len(kernel_calls) == 1, "without a value they say nothing"
+
+
 def test_a_mask_of_each_head_is_kept_and_no_key_repeated(kernel_calls):
     layer, query, key, value, mask = a_layer()
     mask = torch.cat([mask.roll(head, dims=-1) for head in range(6)], dim=1)
