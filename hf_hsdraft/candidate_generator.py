@@ -139,8 +139,13 @@ class HSCandidateGenerator(CandidateGenerator):
             _Row(ngrams=NgramCache(length, frozen, weights.vocab_size) if length else None) for _ in range(batch_size)
         ]
 
-    def share_among(self, rows: int, pace: Pace | None) -> None:
-        """From here on so many rows of the batch share what is verified; the others have ended."""
+    def share_among(self, rows: int, pace: Pace | None, options: DraftOptions | None = None) -> None:
+        """From here on so many rows of the batch share what is verified; the others have ended.
+
+        Args:
+            options: of the call from here on; as before by default.
+        """
+        self._of_a_call = options or self._of_a_call
         self.options, self._pace = self._of_a_call.shared_by(rows), pace
 
     def memory(self, length: int) -> DraftMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +26,16 @@ from .roll_out import RollOut
 from .row_processors import check_processors
 from .static_cache import with_draft_room
 from .static_roll_out import static_roll_out
-from .target_limits import frequencies_change, furthest_position, furthest_read, text_config
+from .target_limits import (
+    furthest_position,
+    furthest_read,
+    slots_read_alike,
+    text_config,
+    why_drafts_end,
+    why_in_step,
+)
 from .target_match import has_other_tokens, warn_of_mismatch, warn_of_poor_guesses
-from .target_probe import PROBE_DEPTH, kind_of_call, known_ability, tried_ability
+from .target_probe import PROBE_COLUMNS, PROBE_DEPTH, kind_of_call, known_ability, tried_ability, tried_again
 from .target_runtime import TargetOutput, TargetRuntime
 from .tree_masks import on_device
 from .verification import Verdict
@@ -175,6 +183,7 @@ class _Call:
     foresight: Foresight | None = None
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
     read: list[int] = field(default_factory=list)  # rows that the target's forwards are of
+    known_until: int = sys.maxsize  # length of text up to which is known what the target can do
     packing: Packing | None = None
     packs: bool = False  # in this round, which takes longer for it
 
@@ -308,8 +317,42 @@ class _Call:
         depth = options.depth if isinstance(drafter, HSDrafter) else 0
         return KindOfCall(costs, habits, depth, options.tree_size, rows, self.runtime.packed)
 
+    def _keep_up(self, generator: HSCandidateGenerator, positions: _Positions) -> None:
+        """Tries the target again once the texts are longer than what it can do is known for.
+
+        Where it reads long texts otherwise, drafts become chains, or the rounds go on without any.
+        """
+        runtime, options = self.runtime, self.options
+        if runtime.length < self.known_until or options.depth == 0 or not self.texts.active:
+            return
+        known = known_ability(runtime, doubling=not self.synced_gpus)
+        ragged = runtime.trees and len(self.read) > 1
+        if known is None:
+            # All processes would have to try in the same round. Until a trial fits, nothing is drafted.
+            every = positions.reach(self.target)
+            if self.synced_gpus or not _trial_fits(runtime, min(every[row] for row in self.read)):
+                return
+            known = tried_again(runtime, self.texts.batch()[self.read], ragged)
+        self.known_until = known.until
+        if known.trees or (known.chains and not runtime.trees):
+            return
+        if known.chains and not ragged:
+            runtime.read_chains()
+            self.options = options.as_chain()
+        else:
+            self.options = replace(options, depth=0)
+        self.pace = self._pace(self._furthest(positions))
+        generator.share_among(len(self.read), self.pace, self.options)
+        what = "chains are drafted" if self.options.depth else "nothing is drafted"
+        reason = f"{what} beyond {runtime.length} tokens: {known.reason}"
+        logger.warning_once(f"{type(self.target).__name__} reads long texts otherwise: {reason}.")
+        if self.statistics is not None:
+            self.statistics.reason = reason
+            self.statistics.draft_kind = "chain" if self.options.depth else self.statistics.draft_kind
+
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
         runtime, texts, clock = self.runtime, self.texts, self.clock
+        self._keep_up(generator, positions)
         active = texts.active
         clock.start()
         timer = time.perf_counter if self.pace is not None and self.pace.measures else float
@@ -393,7 +436,11 @@ class _Call:
 
     def _depths(self, active: list[int], positions: _Positions) -> dict[int, int]:
         """How deep to draft: no node beyond a text's greatest length, a forward's reach, or the cache's room."""
-        reach = [min(each, self.runtime.deepest) for each in positions.reach(self.target)]
+        most = min(self.runtime.deepest, self.known_until - self.runtime.length - 1)
+        columns = self._shared.tree_size + 1 if self.runtime.trees else 0
+        if self.options.depth == 0 or columns > slots_read_alike(self.target, self.runtime.length):
+            most = 0
+        reach = [min(each, most) for each in positions.reach(self.target)]
         depths = {row: max(min(self.texts.room(row) - 1, reach[row]), 0) for row in active}
         if self.runtime.in_step and depths:
             depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
@@ -445,22 +492,30 @@ def _as_the_target_can(call: _Call, output: TargetOutput, positions: _Positions)
     """
     target, runtime, texts, options = call.target, call.runtime, call.texts, call.options
     rows = len(positions.roots)
-    near = min(*positions.reach(target), runtime.deepest) < PROBE_DEPTH
+    doubling = not call.synced_gpus
+    known = known_ability(runtime, doubling)
+    reach = min(positions.reach(target))
+    near = not _drafts_fit(runtime, reach) or (known is None and not _trial_fits(runtime, reach))
     if _any_process(near, call.synced_gpus, target.device):
         runtime.trees = False
         if call.statistics is not None:
             call.statistics.draft_kind = "chain"
-            call.statistics.reason = (
+            call.statistics.reason = why_drafts_end(target, max(positions.roots) + PROBE_DEPTH) or (
                 "nothing is drafted so close to the last position that the target has or reads alike"
             )
         return replace(options, depth=0)
-    needed = _any_process(known_ability(runtime) is None, call.synced_gpus, target.device)
-    ability = tried_ability(runtime, texts.batch(), output.logits[:, -1]) if needed else known_ability(runtime)
-    assert ability is not None
-    longest = max(max(positions.of_root(row)) + texts.room(row) for row in range(rows)) + 1
-    if ability.trees and rows > 1 and frequencies_change(target, longest):
+    needed = _any_process(known is None, call.synced_gpus, target.device)
+    if needed:
+        known = tried_ability(runtime, texts.batch(), output.logits[:, -1], doubling=doubling)
+    assert known is not None
+    ability, call.known_until = known, known.until
+    room = max(map(texts.room, range(rows)))
+    furthest = max(max(positions.of_root(row)) for row in range(rows))
+    slots = range(runtime.length, runtime.length + room + options.shared_by(rows).tree_size + 1)
+    in_step = why_in_step(target, furthest + room + 1, slots) if rows > 1 else ""
+    if ability.trees and in_step:
         # The row that is furthest decides for all, so they have to go in step, as in plain decoding.
-        ability = replace(ability, trees=False, reason="its rotary frequencies follow the longest row of a batch")
+        ability = replace(ability, trees=False, reason=in_step)
     if not ability.chains:
         raise ValueError(f"{type(target).__name__} cannot be drafted for: {ability.reason}.")
     if call.synced_gpus and runtime.recurrent:
@@ -477,8 +532,19 @@ def _as_the_target_can(call: _Call, output: TargetOutput, positions: _Positions)
     runtime.make_room(options.shared_by(rows).tree_size + 1)
     if call.statistics is not None:
         call.statistics.draft_kind = "tree" if ability.trees and options.beam_width > 1 else "chain"
-        call.statistics.reason = ability.reason
+        end = why_drafts_end(target, furthest + room)
+        call.statistics.reason = "; ".join(filter(None, (ability.reason, end)))
     return options
+
+
+def _drafts_fit(runtime: TargetRuntime, reach: int) -> bool:
+    """Whether drafts as deep as a trial's may follow all texts, whose positions allow a depth of `reach`."""
+    return min(reach, runtime.deepest) >= PROBE_DEPTH
+
+
+def _trial_fits(runtime: TargetRuntime, reach: int) -> bool:
+    """The same, and all slots that a trial takes are read alike."""
+    return _drafts_fit(runtime, reach) and slots_read_alike(runtime.target, runtime.length) > PROBE_COLUMNS
 
 
 def _any_process(flag: bool, synced_gpus: bool, device: torch.device) -> bool:

@@ -84,9 +84,9 @@ def install() -> None:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # First, as a context variable would break a compiled graph in every layer.
-        if not torch.compiler.is_compiling() and _grouped.get() and query.device.type == "cpu":
-            if not args and all(map(_is_known, kwargs, kwargs.values())) and _is_tree(query, key, attention_mask):
-                return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
+        ours = not torch.compiler.is_compiling() and _grouped.get() and query.device.type == "cpu" and not args
+        if ours and all(map(_is_known, kwargs, kwargs.values())) and _is_tree(query, key, attention_mask):
+            return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
         return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     sdpa_attention_forward._hsdraft = _grouped  # type: ignore[attr-defined]

@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache, StaticLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache, StaticLayer
 from transformers.generation.utils import GenerationMixin
 
+from .growing_cache import GrowingLayer
 from .static_cache import why_not_static
 from .tree_masks import MASKED_ATTENTION
 
 _TREE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}
+
+# Fields that say how many keys a query chooses by a score once there are more. Scores may be equal (a ReLU makes many
+# of them zero), and which of the equal ones are chosen depends on how many keys stand in the cache, drafts included.
+_CHOSEN_KEYS = ("index_topk", "keep_window_size")
+
+# Fields that may say from which length on a target reads otherwise, and names that only look like it.
+_LENGTH_NAME = re.compile(r"window|chunk|top_?k|block|local|stride|compress|keep|sink|pool|floor")
+_SURE = 256  # tokens: a text that is shorter is not tried twice unless the configuration names a length
+_NO_LENGTH_NAME = re.compile(r"expert|moe|layer|group|pattern|vision|image|audio|video|feed_forward|_ids?$")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A position up to which a target reads every token alike.
+
+    Attributes:
+        last: the last such position.
+        ever: whether no draft can be read rightly at any position beyond it; otherwise only a draft that reaches over
+            it is misread.
+        reason: what changes there.
+    """
+
+    last: int
+    ever: bool
+    reason: str
 
 
 def text_config(target: Any) -> Any:
@@ -32,6 +61,9 @@ def why_refused(target: Any, cache: Any) -> str:
     holder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not cache.is_croppable and type(holder) is not DynamicCache:
         return f"its cache, a {type(cache).__name__}, cannot be put back to the last accepted token"
+    unable = sorted({type(layer).__name__ for layer in cache_layers(cache) if not _crops_what_it_keeps(layer)})
+    if unable:
+        return f"its cache layers ({', '.join(unable)}) cannot be put back to the last accepted token"
     return ""
 
 
@@ -47,7 +79,7 @@ def why_no_trees(target: Any, cache: Any) -> str:
     recurrent = sorted({type(layer).__name__ for layer in recurrent_layers(cache)})
     if recurrent:
         return f"the branches of a tree cannot share the states of its recurrent layers ({', '.join(recurrent)})"
-    kinds = sorted({type(layer).__name__ for layer in layers} - _TREE_LAYERS)
+    kinds = sorted({layer_class(layer).__name__ for layer in layers} - _TREE_LAYERS)
     if kinds:
         return f"the branches of a tree cannot be told apart in its cache layers ({', '.join(kinds)})"
     config = text_config(target)
@@ -65,9 +97,26 @@ def cache_layers(cache: Any) -> list[Any]:
     return (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers
 
 
+def layer_class(layer: Any) -> type:
+    """The class of a cache layer before it was given room to grow."""
+    return DynamicLayer if type(layer) is GrowingLayer else type(layer)
+
+
 def recurrent_layers(cache: Any) -> list[Any]:
     """The layers that cannot drop their last tokens: a copy of them from before has to take their place."""
     return [layer for layer in cache_layers(cache) if not layer.is_croppable and type(layer) is not StaticLayer]
+
+
+def _crops_what_it_keeps(layer: Any) -> bool:
+    """Whether the `crop` of a layer was written for what its `update` keeps.
+
+    A class that replaces `update` and inherits `crop` keeps more than `crop` knows of, whatever `is_croppable` says.
+    """
+    order = layer_class(layer).__mro__
+    crop, update = (
+        next((place for place, base in enumerate(order) if name in vars(base)), None) for name in ("crop", "update")
+    )
+    return crop is None or update is None or crop <= update
 
 
 def furthest_position(target: Any) -> int:
@@ -81,35 +130,104 @@ def furthest_position(target: Any) -> int:
 def furthest_read(target: Any, position: int) -> int:
     """The furthest position that a forward may reach which decides about the token at `position`.
 
-    Never beyond the target's last one. Some rotary embeddings (`dynamic`, `longrope`) take other frequencies for the
-    whole forward once it reaches beyond a certain position; no draft may lead it there before the text does.
+    Never beyond the target's last one, and never over a `Limit`: some rotary embeddings (`dynamic`, `longrope`) take
+    other frequencies for the whole forward once it reaches beyond a certain position.
     """
     furthest = furthest_position(target) - 1
-    for last, ever in _changes_of_frequency(target):
-        if position <= last:
-            furthest = min(furthest, last)
-        elif ever or position == last + 1:
+    for limit in _limits(target):
+        if position <= limit.last:
+            furthest = min(furthest, limit.last)
+        elif limit.ever or position == limit.last + 1:
             # The step over it is read as plain decoding reads it: some models compute their cache anew there.
             furthest = position
     return furthest
 
 
+def why_drafts_end(target: Any, position: int) -> str:
+    """From where on nothing is drafted, and why, if that is before `position`; an empty string otherwise."""
+    for limit in _limits(target):
+        if limit.ever and position > limit.last:
+            return f"nothing is drafted beyond position {limit.last}: {limit.reason}"
+    return ""
+
+
+def why_in_step(target: Any, length: int, slots: range) -> str:
+    """Why the rows of a batch have to be read in step, so that they stand in the cache as in plain decoding.
+
+    Args:
+        length: of the longest text that the call may make.
+        slots: of the cache, that the call may fill from here on.
+
+    Returns:
+        an empty string if every row may go at its own pace.
+    """
+    for limit in _limits(target):
+        if limit.last < length - 1:
+            return f"{limit.reason}, which follows the longest row of a batch"
+    if len(slots) > slots_read_alike(target, slots.start):
+        return "its queries are scaled by cache slot, which all rows of a batch share"
+    return ""
+
+
+def slots_read_alike(target: Any, slot: int) -> int:
+    """Slots of the cache from `slot` on, it included, in which a target reads a token alike.
+
+    Llama 4 scales the queries of some layers by the slot, in steps of `floor_scale`, not by the position. In a tree
+    several slots share a position, so a tree has to lie within one step. In a chain each slot is its position.
+    """
+    config = text_config(target)
+    step = getattr(config, "floor_scale", None)
+    if not getattr(config, "attn_temperature_tuning", False) or not isinstance(step, int) or step < 1:
+        return sys.maxsize
+    return step - (slot + 1) % step
+
+
+def known_until(target: Any, length: int, doubling: bool = True) -> int:
+    """The length of text up to which what a target was found to do with a text of `length` tokens is taken to hold.
+
+    To twice the length or a few hundred tokens, but never beyond a length that the configuration names.
+
+    Args:
+        doubling: count with lengths that no configuration names.
+    """
+    named = [window for window in windows(text_config(target)) if window >= length]
+    return min([*named, max(_SURE, 2 * length) if doubling else sys.maxsize])
+
+
+def windows(config: Any) -> list[int]:
+    """All numbers of a text configuration that may be lengths from which on it reads otherwise, by their names."""
+    found: list[Any] = []
+    for name, value in vars(config).items():
+        if _LENGTH_NAME.search(name) and not _NO_LENGTH_NAME.search(name):
+            several = value.values() if isinstance(value, dict) else value
+            found += several if isinstance(several, Iterable) else [value]
+    return [each for each in found if type(each) is int and each > 0]
+
+
 def frequencies_change(target: Any, length: int) -> bool:
     """Whether rotary frequencies change within texts of up to `length` tokens."""
-    return any(last < length - 1 for last, _ in _changes_of_frequency(target))
+    return any(limit.last < length - 1 for limit in _rotary_limits(text_config(target)))
 
 
-def _changes_of_frequency(target: Any) -> list[tuple[int, bool]]:
-    """The last positions before rotary frequencies change, and whether they do at every position from there on."""
+def _limits(target: Any) -> Iterator[Limit]:
     config = text_config(target)
-    changes = []
+    yield from _rotary_limits(config)
+    for name in _CHOSEN_KEYS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count > 0:
+            reason = f"it attends to {count} keys ({name}) that it chooses by scores, of which some may be equal"
+            yield Limit(count - 1, True, reason)
+
+
+def _rotary_limits(config: Any) -> Iterator[Limit]:
     for parameters in _rotary_parameters(config):
         kind = str(parameters.get("rope_type", "default"))
         if kind == "longrope":
-            changes.append((parameters["original_max_position_embeddings"] - 1, False))
+            last = parameters["original_max_position_embeddings"] - 1
+            yield Limit(last, False, "its rotary frequencies change with the length")
         elif "dynamic" in kind:
-            changes.append((config.max_position_embeddings - 1, True))
-    return changes
+            last = config.max_position_embeddings - 1
+            yield Limit(last, True, "its rotary frequencies change with the length")
 
 
 def _rotary_parameters(config: Any) -> list[dict[str, Any]]:

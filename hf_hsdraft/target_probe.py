@@ -2,12 +2,13 @@
 
 No list of architectures could say that. So before the first draft a few tokens are read after the prompt in each way
 that drafting would use, compared with reading them one at a time, and taken back. What was found is remembered for as
-long as the target lives.
+long as the target lives. It counts for texts up to some length, see `known_until`, and longer ones are tried again:
+a target may read them otherwise, for instance where it drops keys.
 """
 
 from __future__ import annotations
 
-import copy
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +18,14 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .draft_tree import DraftTree
-from .target_limits import cache_layers, text_config
+from .target_limits import cache_layers, known_until, layer_class, text_config
 from .target_runtime import TargetRuntime
 
 # Tokens a, b, c after the root: a and b follow it, c follows a. As a tree in the order a, b, c.
 _PARENTS = (-1, 0, 0, 1)
 _CHAIN, _BRANCH = (0, 2, 1), (1,)  # root-a-c, then b; and root-b: as places in (a, b, c)
 PROBE_DEPTH = 3
+PROBE_COLUMNS = len(_PARENTS)
 _ATTEMPTS = 4
 # Of logits in half precision, relative to their spread: SmolLM2-135M in bfloat16 comes to 0.12 at most.
 _ROUNDING = 0.15
@@ -37,60 +39,102 @@ class Ability:
         trees, chains: drafts it reads rightly.
         reason: why it reads no trees, or no drafts at all.
         unclear: whether other tokens might tell more; no trees until then.
+        tried: length of the longest text that it was found with.
+        until: length of text up to which that counts.
     """
 
     trees: bool
     chains: bool
     reason: str = ""
     unclear: bool = False
+    tried: int = 0
+    until: int = sys.maxsize
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Ability]] = weakref.WeakKeyDictionary()
+# By the kind of a call; one for trees and one for chains alone, which may have been found at other lengths.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]] = weakref.WeakKeyDictionary()
 
 
-def known_ability(runtime: TargetRuntime) -> Ability | None:
-    """What is known of the target of a call, for calls of its kind; `None` if it has not been tried."""
+def known_ability(runtime: TargetRuntime, doubling: bool = True) -> Ability | None:
+    """What is known of the target of a call, for calls of its kind and length; `None` if it has to be tried.
+
+    Args:
+        doubling: see `known_until`.
+    """
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
     if unknown and runtime.attended is not None:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
-    return _known.get(runtime.target, {}).get(kind_of_call(runtime))
+    found = _known.get(runtime.target, {}).get(kind_of_call(runtime), {}).values()
+    for ability in sorted(found, key=lambda ability: ability.tried):
+        until = known_until(runtime.target, ability.tried, doubling)
+        if any(ability.tried < other.tried <= until for other in found):  # another one was found sooner than that
+            until = ability.tried
+        if runtime.length + 1 <= until:
+            return replace(ability, until=until)
+    return None
 
 
-def tried_ability(runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor) -> Ability:
+def tried_ability(
+    runtime: TargetRuntime,
+    input_ids: torch.Tensor,
+    logits: torch.Tensor,
+    ragged: bool = False,
+    doubling: bool = True,
+) -> Ability:
     """Tries what the target of a call can do, and remembers it; but no refusal, which may be the call's own fault.
 
     In half precision a misreading may be as small as rounding for some tokens: others are tried until it is clear.
 
     Args:
-        input_ids: `[B, length]`, the texts with the first new token, which the target has not read yet.
-        logits: `[B, V]`, from which that token was chosen.
+        input_ids: `[B, length]`, the texts with their last token, which the target has not read yet.
+        logits: `[B, V]`, whose likeliest tokens are read; those that the last token was chosen from will do.
+        ragged: the rows may be at different lengths, where only trees can be read.
+        doubling: see `known_until`.
     """
-    ability = _tried(runtime, input_ids, logits)
+    ability = _tried(runtime, input_ids, logits, 0, ragged)
     for attempt in range(1, _ATTEMPTS):
         if not ability.unclear:
             break
-        ability = _tried(runtime, input_ids, logits, attempt)
+        ability = _tried(runtime, input_ids, logits, attempt, ragged)
+    length = runtime.length + 1
     if ability.chains:
-        _known.setdefault(runtime.target, {})[kind_of_call(runtime)] = ability
-    return ability
+        found = _known.setdefault(runtime.target, {}).setdefault(kind_of_call(runtime), {})
+        before = found.get(ability.trees)
+        found[ability.trees] = replace(ability, tried=max(length, before.tried if before else 0))
+    return replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
+
+
+def tried_again(runtime: TargetRuntime, input_ids: torch.Tensor, ragged: bool) -> Ability:
+    """The same in the middle of a call; the tokens to read are found by reading the last ones once more.
+
+    Args:
+        input_ids: `[B, length]`, the texts as they are now, of the rows that are read.
+        ragged: see `tried_ability`.
+    """
+    runtime = runtime.apart()
+    runtime.trees = ragged
+    logits = _one_by_one(runtime, input_ids[:, -1:].tolist(), input_ids)[:, -1]
+    return tried_ability(runtime, input_ids, logits, ragged)
 
 
 def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     """All that what a target can do may depend on."""
     target = runtime.target
-    layers = tuple(type(layer).__name__ for layer in cache_layers(runtime.cache))
+    layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
     attention = text_config(target)._attn_implementation
     cast = torch.is_autocast_enabled(target.device.type)
-    rows = runtime.num_rows > 1
+    rows = runtime.num_texts > 1
     return attention, target.dtype, target.device, target.training, cast, layers, rows, runtime.attended is not None
 
 
 def _is_known(layer: Any) -> bool:
-    return type(layer).__module__ == CacheLayerMixin.__module__
+    return layer_class(layer).__module__ == CacheLayerMixin.__module__
 
 
-def _tried(runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor, attempt: int = 0) -> Ability:
-    runtime = copy.copy(runtime)  # it shares the cache, which is put back, and nothing else that is changed
+def _tried(
+    runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor, attempt: int, ragged: bool
+) -> Ability:
+    runtime = runtime.apart()
     no_trees = runtime.prepare_trees()
     roots = input_ids[:, -1].tolist()
     # Likely tokens are ordinary text, no markers of images or the like.
@@ -99,13 +143,14 @@ def _tried(runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor
     if min(map(len, drafts)) < 3:
         return Ability(False, True, "its vocabulary is too small for a tree")
 
-    runtime.trees = False
+    runtime.trees = ragged
     rows = list(zip(roots, drafts, strict=True))
     chain, branch = (
         _one_by_one(runtime, [[root, *(row[place] for place in path)] for root, row in rows], input_ids)
         for path in (_CHAIN, _BRANCH)
     )
     nexts = [row[_CHAIN[2]] for row in drafts]
+    # Ragged rows have no chains: there a tree is read even where it has one path.
     chains = [_chain([root, row[0], row[2]]) for root, row in rows]
     trial = _Trial(runtime, input_ids, chains, [1, 2], nexts)
     problem = trial.problem([([0, 1, 2], chain[:, :3])], chain[:, 3:])
@@ -187,7 +232,7 @@ class _Trial:
 
     def problem(self, expected: Sequence[tuple[list[int], torch.Tensor]], after: torch.Tensor) -> str:
         """How it differs from reading one by one, `expected` by nodes and `after` the path; empty if nowhere."""
-        runtime = copy.copy(self.runtime)
+        runtime = self.runtime.apart()
         start = runtime.mark(before_commit=True)
         try:
             logits = runtime.verify(self.drafts, self.input_ids).logits
@@ -211,12 +256,15 @@ class _Trial:
 def _one_by_one(runtime: TargetRuntime, tokens: Sequence[Sequence[int]], input_ids: torch.Tensor) -> torch.Tensor:
     """Logits `[B, length, V]` of each row's tokens, the root first, every one read in a forward of its own."""
     logits: list[torch.Tensor] = []
+    runtime = runtime.apart()
     start = runtime.mark(before_commit=True)
     try:
         for column in zip(*tokens, strict=True):
             if logits:
                 input_ids = torch.cat([input_ids, input_ids.new_tensor(column)[:, None]], dim=1)
-            logits.append(runtime.verify([DraftTree.root(token) for token in column], input_ids).logits)
+            roots = [DraftTree.root(token) for token in column]
+            logits.append(runtime.verify(roots, input_ids).logits)
+            runtime.commit(roots, [[]] * len(roots))
     finally:
         runtime.restore(start)
     return torch.cat(logits, dim=1)

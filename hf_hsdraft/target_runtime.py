@@ -93,6 +93,7 @@ class TargetRuntime:
         if self._tap_layers and not self._kwargs.get("output_hidden_states"):
             self._kwargs["output_hidden_states"] = self._tap_layers
         self._kept: list[int] = []  # slots that hold the text of each row
+        self.num_texts = 0  # rows of the call; `num_rows` are those that are still read
         self._prompt_slots = self._prompt_length = 0
         self._attended: torch.Tensor | None = None
         self._last_positions: torch.Tensor | None = None
@@ -153,7 +154,8 @@ class TargetRuntime:
             for index, layer in enumerate(cache_layers(self.cache))
             if isinstance(layer, DynamicSlidingWindowLayer)
         }
-        self._kept = [self._prompt_slots] * input_ids.shape[0]
+        self.num_texts = input_ids.shape[0]
+        self._kept = [self._prompt_slots] * self.num_texts
         self._prompt_length = input_ids.shape[1]
         mask = self._kwargs.get(self._mask_key)
         if mask is not None:
@@ -198,6 +200,16 @@ class TargetRuntime:
     def in_step(self) -> bool:
         """Whether all rows have to accept equally many tokens: only a tree's mask can tell rows apart."""
         return not self.trees and len(self._kept) > 1
+
+    def apart(self) -> TargetRuntime:
+        """A runtime for trials: it shares target and cache, which a mark puts back, and nothing else that changes."""
+        trial = copy.copy(self)
+        trial._kwargs, trial._kept, trial._entered = dict(self._kwargs), list(self._kept), None
+        return trial
+
+    def read_chains(self) -> None:
+        """From here on drafts are chains; only where one text is read, as rows of a batch may be at odds by now."""
+        self.trees, self._fixed = False, 0
 
     def prepare_trees(self) -> str:
         """Gets ready for trees; returns why there can be none, or nothing."""

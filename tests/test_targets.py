@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from unittest.mock import ANY
+
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
@@ -14,7 +17,7 @@ from transformers import (
     DynamicCache,
 )
 
-from hf_hsdraft import target_probe
+from hf_hsdraft import CachebackDrafter, target_limits, target_probe
 from hf_hsdraft.bench.support import check_type, model_types
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
@@ -368,6 +371,130 @@ def test_what_a_target_can_is_tried_once():
 
     gc.collect()
     assert all(kept is not None for kept in target_probe._known)
+
+
+def repeating(target, rows: int = 1, prompt: int = 12, new: int = 48, **drafting):
+    """A plain and a drafted text, by a drafter that knows the plain one: its drafts are as long as they may be."""
+    inputs = {"input_ids": torch.randint(2, VOCAB, (rows, prompt), generator=torch.Generator().manual_seed(prompt))}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for row in range(1, rows):
+        inputs["attention_mask"][row, : 2 * row] = 0
+    kwargs = {**inputs, "do_sample": False, "max_new_tokens": new, "return_dict_in_generate": True}
+    plain = target.generate(**kwargs)
+    texts = [text[prompt:].tolist() for text in plain.sequences]
+    drafter = CachebackDrafter(texts, **{"tree_sizing": "fixed", "tree_size": 6, **drafting})
+    return plain, target.generate(**kwargs, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_scaled_by_cache_slot(rows):
+    """No tree lies over a step of the scale, and rows of a batch that reaches one go in step."""
+    fields = {**LLAMA, "attention_chunk_size": 64, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+    fields |= {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 0], "moe_layers": [1], "attn_scale": 2.0}
+    target = model_of("llama4_text", **fields, floor_scale=24)
+    for prompt in (12, 19, 20, 23, 24):  # a trial would lie over the step, or just before it
+        plain, drafted = repeating(target, rows, prompt)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.tau > 1.5
+    assert drafted.statistics.draft_kind == ("tree" if rows == 1 else "chain")
+    assert repeating(target, rows, 26, new=8)[1].statistics.draft_kind == "tree"  # no step within the call
+
+
+CHOOSING = {
+    "index_topk": (
+        "hy_v4",
+        {**LLAMA, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+        | {"qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "index_topk": 24, "index_head_dim": 16, "index_n_heads": 2},
+    ),
+    "keep_window_size": ("doge", {**LLAMA, "keep_window_size": 24}),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CHOOSING)
+def test_keys_chosen_by_scores_that_may_be_equal(name, rows):
+    """Which of equal keys are chosen depends on how many stand in the cache: nothing is drafted beyond so many."""
+    model_type, fields = CHOOSING[name]
+    target = model_of(model_type, **fields)
+    for prompt in (8, 12, 22, 30):
+        plain, drafted = repeating(target, rows, prompt)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        assert (
+            name in drafted.statistics.reason and "nothing is drafted beyond position 23" in drafted.statistics.reason
+        )
+    assert repeating(target, rows, 8, new=12)[1].statistics.tau > 1.5
+
+
+def test_a_cache_layer_that_cannot_take_back_what_it_keeps_is_refused():
+    """It inherits `crop` and says that it may be cropped, but keeps compressed entries too."""
+    fields = {**LLAMA, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2}
+    fields |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 16}
+    fields |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "hc_mult": 2, "num_hash_layers": 0}
+    target = model_of("deepseek_v4", **fields)
+    with pytest.raises(ValueError, match="cannot be put back to the last accepted token"):
+        repeating(target)
+
+
+def misread_beyond(monkeypatch, target, length: int, what: str) -> None:
+    """A planted fault: beyond a length, several tokens at once are read without their mask or positions."""
+    forward = type(target.model).forward
+
+    def short_sighted(self, *args, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        several = cached > 0 and position_ids is not None and position_ids.shape[-1] > 1
+        if several and cached >= length:
+            if what == "trees" and attention_mask is not None and attention_mask.dim() == 4:
+                attention_mask = None
+            elif what == "drafts":
+                position_ids = torch.zeros_like(position_ids)
+        kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        return forward(self, *args, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", short_sighted)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("what", "goes_on"), [("trees", "chains are drafted"), ("drafts", "nothing is drafted")])
+def test_long_texts_are_tried_again(monkeypatch, what, goes_on, named):
+    """In the middle of a call, at lengths that the configuration names and wherever the text has doubled."""
+    target = make_target()
+    if named:
+        target.config.keep_last = 32
+        misread_beyond(monkeypatch, target, 32, what)
+    else:
+        monkeypatch.setattr(target_limits, "_SURE", 16)
+        misread_beyond(monkeypatch, target, 25, what)  # twice the 13 tokens of the first trial are sure
+    for _ in range(2):
+        plain, drafted = repeating(target)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        assert goes_on in drafted.statistics.reason and "otherwise than one by one" in drafted.statistics.reason
+        assert drafted.statistics.tau > 1.1
+    assert repeating(target, new=8)[1].statistics.reason == ""  # short texts are read as before
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3_next"])
+def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type, rows):
+    monkeypatch.setattr(target_limits, "_SURE", 16)
+    fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
+    target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), []
+    tried = target_probe._tried
+    monkeypatch.setattr(target_probe, "_tried", lambda *args: trials.append(1) or tried(*args))
+    plain, drafted = repeating(target, rows)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert len(trials) == 3 and drafted.statistics.reason == ("" if model_type != "qwen3_next" else ANY)
+    plain, drafted = compare(target, make_drafter(target), batch_of(rows))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert len(trials) == 3  # of texts as long as the first one's, everything is known
+
+
+def test_how_long_a_trial_counts():
+    target = make_target()
+    assert [target_limits.known_until(target, length) for length in (13, 200, 300)] == [256, 400, 600]
+    target.config.sliding_window, target.config.max_window_layers = 200, 28
+    assert [target_limits.known_until(target, length) for length in (13, 200, 201)] == [200, 200, 402]
+    assert target_limits.known_until(target, 201, doubling=False) == sys.maxsize
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "bloom", "lfm3", "mamba"])
