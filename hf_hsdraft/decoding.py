@@ -27,6 +27,7 @@ from .row_processors import check_processors
 from .static_cache import with_draft_room
 from .static_roll_out import static_roll_out
 from .target_limits import (
+    check_inputs,
     furthest_position,
     furthest_read,
     slots_read_alike,
@@ -83,6 +84,7 @@ def _check_call(
 ) -> None:
     """Everything known beforehand that would make the call fail or be wrong."""
     check_target(target, drafter)
+    check_inputs(target)
     if not kwargs.get("use_cache"):
         raise ValueError("use_cache=False is not possible with a drafter: verification needs the target's cache")
     window = furthest_position(target)

@@ -15,6 +15,7 @@ from .cacheback import CachebackDrafter
 from .decoding import check_target, speculative_decoding
 from .grouped_attention import install as install_grouped_attention
 from .modeling_hsdraft import HSDrafter
+from .target_limits import check_inputs
 
 
 def install() -> None:
@@ -127,6 +128,7 @@ def _hooked_validation(original: Any) -> Any:
         drafter = _drafter_of(generation_mode_kwargs.get("assistant_model"))
         if drafter is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             check_target(self, drafter)
+            check_inputs(self)  # before a streamer gets the prompt
             # Several sequences, stateful caches and other encoders are no matter of the mode but of the runtime.
             generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
             generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}

@@ -67,6 +67,27 @@ def why_refused(target: Any, cache: Any) -> str:
     return ""
 
 
+def check_inputs(target: Any) -> None:
+    """Raises a ValueError if something else than the target's own class prepares the inputs of its forwards.
+
+    PEFT's prompt-learning methods set such a method on the model during their `generate`. It puts virtual tokens
+    before the text, which a drafter does not see, and after the prompt it passes on the last token only, so that no
+    draft can be verified. An encoder-decoder is not affected: there PEFT changes nothing after the prompt.
+    """
+    found = vars(target).get("prepare_inputs_for_generation")
+    own = type(target).prepare_inputs_for_generation
+    # PEFT leaves the model's own method on it after a call.
+    if found is None or getattr(found, "__func__", found) is own or target.config.is_encoder_decoder:
+        return
+    whose = getattr(found, "__qualname__", type(found).__name__)
+    raise ValueError(
+        f"{type(target).__name__} cannot be drafted for: its prepare_inputs_for_generation was replaced by {whose}. "
+        "PEFT does so for prompt tuning, p-tuning and prefix tuning: their virtual tokens stand before the text, where "
+        "a draft cannot be verified. Leave assistant_model out, or use an adapter of the weights such as LoRA; "
+        "`with model.disable_adapter():` drafts for the model without the virtual tokens."
+    )
+
+
 def why_no_trees(target: Any, cache: Any) -> str:
     """Why this target cannot verify a tree, as far as model and cache tell; empty if it may."""
     attention = text_config(target)._attn_implementation

@@ -1,0 +1,120 @@
+"""PEFT's methods that put virtual tokens before the text, and its adapters that do not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from transformers import AutoModelForSeq2SeqLM, T5Config, TextStreamer
+
+from hf_hsdraft import CachebackDrafter, target_probe
+
+peft = pytest.importorskip("peft")
+VIRTUAL = 5
+TASK = {"task_type": "CAUSAL_LM"}
+PROMPTS = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(**TASK, num_virtual_tokens=VIRTUAL),
+    "p-tuning": lambda: peft.PromptEncoderConfig(**TASK, num_virtual_tokens=VIRTUAL, encoder_hidden_size=16),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(**TASK, num_virtual_tokens=VIRTUAL),
+}
+
+
+def drafters(target, plain):
+    """One that guesses badly, and one that knows the text."""
+    return make_drafter(target), CachebackDrafter(plain.tolist(), node_cost=0.0, depth_cost=0.0)
+
+
+def call_of(rows: int) -> dict:
+    ids = torch.randint(5, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 24}
+
+
+class Silent(TextStreamer):
+    def __init__(self):
+        self.got = []
+
+    def put(self, value):
+        self.got.append(value)
+
+    def end(self):
+        self.got.append(None)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("method", PROMPTS)
+def test_virtual_tokens_are_refused_before_any_work(method, rows):
+    target, call = make_target(), call_of(rows)
+    expected = target.generate(**call)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(target, PROMPTS[method]()).eval()
+    plain = model.generate(**call)
+    assert plain.tolist() != expected.tolist()
+    forwards = []
+    hook = target.register_forward_pre_hook(lambda *args: forwards.append(1))
+    for drafter in drafters(target, expected):
+        before, streamer = copy.deepcopy(drafter.generation_config), Silent()
+        streams = {"streamer": streamer} if rows == 1 else {}
+        with pytest.raises(ValueError, match=r"prepare_inputs_for_generation.*PEFT"):
+            model.generate(**call, **streams, assistant_model=drafter)
+        assert not forwards and not streamer.got and target not in target_probe._known
+        assert drafter.generation_config == before
+    hook.remove()
+    assert model.generate(**call).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("method", PROMPTS)
+def test_the_model_without_its_virtual_tokens_is_drafted_for(method, rows):
+    """Also after a refused call: `generate` of PEFT leaves a method on the model, which is the model's own again."""
+    target, call = make_target(), call_of(rows)
+    expected = target.generate(**call)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(target, PROMPTS[method]()).eval()
+    for drafter in drafters(target, expected):
+        assert target.generate(**call, assistant_model=drafter).tolist() == expected.tolist()
+        with pytest.raises(ValueError, match="PEFT"):
+            model.generate(**call, assistant_model=drafter)
+        assert "prepare_inputs_for_generation" in vars(target)
+        with model.disable_adapter():
+            assert model.generate(**call).tolist() == expected.tolist()
+            assert model.generate(**call, assistant_model=drafter).tolist() == expected.tolist()
+        assert target.generate(**call, assistant_model=drafter).tolist() == expected.tolist()
+        copied = copy.deepcopy(target)
+        assert copied.generate(**call, assistant_model=drafter).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("task", [{}, TASK])
+def test_lora_is_drafted_for(task, rows):
+    """Wrapped with and without a task: only the former has a `generate` that replaces methods."""
+    target, call = make_target(), call_of(rows)
+    without = target.generate(**call)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **task)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(target, lora).eval()
+    plain = model.generate(**call)
+    assert plain.tolist() != without.tolist()
+    for drafter in drafters(target, plain):
+        assert model.generate(**call, assistant_model=drafter).tolist() == plain.tolist()
+        assert target.generate(**call, assistant_model=drafter).tolist() == plain.tolist()
+        with model.disable_adapter():
+            assert model.generate(**call, assistant_model=drafter).tolist() == without.tolist()
+    unloaded = model.unload()
+    assert unloaded.generate(**call, assistant_model=drafter).tolist() == without.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("method", PROMPTS)
+def test_virtual_tokens_of_an_encoder_decoder(method, rows):
+    """They stand before the encoder's text, or in a cache that is filled with the prompt's forward."""
+    torch.manual_seed(0)
+    fields = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0}
+    config = T5Config(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None, **fields)
+    target, adapter = AutoModelForSeq2SeqLM.from_config(config).eval(), PROMPTS[method]()
+    adapter.task_type = "SEQ_2_SEQ_LM"
+    model = peft.get_peft_model(target, adapter).eval()
+    plain = model.generate(**call_of(rows))
+    for drafter in drafters(target, plain):
+        assert model.generate(**call_of(rows), assistant_model=drafter).tolist() == plain.tolist()
