@@ -12,6 +12,7 @@ from transformers.generation.logits_process import SuppressTokensAtBeginLogitsPr
 from transformers.generation.utils import GenerationMixin
 
 from .cacheback import CachebackDrafter
+from .capture_hooks import no_hooks_left
 from .decoding import check_target, speculative_decoding
 from .grouped_attention import install as install_grouped_attention
 from .modeling_hsdraft import HSDrafter
@@ -101,7 +102,8 @@ def _hooked_decoding(original: Any) -> Any:
         if isinstance(assistant, _Lent) and kwargs["generation_config"].begin_suppress_tokens is None:
             processors, tokens = kwargs["logits_processor"], assistant.begin_suppress_tokens
             kwargs["logits_processor"] = _with_suppressed_begin(processors, tokens, input_ids)
-        return speculative_decoding(self, drafter, input_ids, *args, **kwargs)
+        with no_hooks_left(self):
+            return speculative_decoding(self, drafter, input_ids, *args, **kwargs)
 
     _assisted_decoding._hsdraft_drafter = HSDrafter  # type: ignore[attr-defined]
     return _assisted_decoding

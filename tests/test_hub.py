@@ -23,6 +23,7 @@ EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
     "cacheback.py",
     "candidate_generator.py",
+    "capture_hooks.py",
     "configuration_hsdraft.py",
     "decoded_texts.py",
     "decoding.py",

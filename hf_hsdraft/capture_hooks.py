@@ -1,0 +1,112 @@
+"""Takes away the hooks by which transformers captures hidden states, once no drafted call of a target needs them.
+
+A target's first forward with `output_hidden_states` leaves hooks on its layers. They are local functions, so a model
+that carries them cannot be pickled. The next forward that captures something installs them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from transformers.utils import output_capturing
+
+_FLAG = "_output_capturing_hooks_installed"  # set by transformers on each model whose layers have the hooks
+_Place = tuple[int, str | int]  # id of a module, and the flag or the key of one of its hooks
+
+
+@dataclass
+class _Calls:
+    """Drafted calls of one target.
+
+    Attributes:
+        before: what was installed before the first of them, which stays.
+        running: number of calls that have not ended.
+    """
+
+    before: frozenset[_Place]
+    running: int = 0
+
+
+_calls: weakref.WeakKeyDictionary[nn.Module, _Calls] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def no_hooks_left(target: nn.Module) -> Iterator[None]:
+    """While a drafted call runs: removes the capturing hooks that it left, when the last call of the target ends.
+
+    Hooks that were there before the call stay. Where another thread is capturing outputs of the same modules at that
+    moment, all hooks stay until the end of the next drafted call.
+
+    Args:
+        target: the model being decoded.
+    """
+    with _lock:
+        calls = _calls.get(target)
+        if calls is None:
+            places = frozenset((id(module), where) for module, where in _installed(target))
+            calls = _calls[target] = _Calls(places)
+        calls.running += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            calls.running -= 1
+            if calls.running == 0 and _removed(target, calls.before):
+                del _calls[target]
+
+
+def _installed(target: nn.Module) -> Iterator[tuple[nn.Module, str | int]]:
+    """The modules of a target with the flag, and those with capturing hooks with the key of each hook."""
+    for module in target.modules():
+        if module.__dict__.get(_FLAG):
+            yield module, _FLAG
+        for key, hook in tuple(module._forward_hooks.items()):
+            if getattr(hook, "__module__", None) == output_capturing.__name__:
+                yield module, key
+
+
+def _removed(target: nn.Module, before: frozenset[_Place]) -> bool:
+    """Removes what was not installed before; `False`, with nothing changed, while another thread needs it."""
+    # A thread that comes now finds no flag, and waits at this lock until it may install hooks of its own.
+    with getattr(output_capturing, "_hook_installation_lock", contextlib.nullcontext()):
+        new = [(module, where) for module, where in _installed(target) if (id(module), where) not in before]
+        flagged = [module for module, where in new if where == _FLAG]
+        for module in flagged:
+            del module.__dict__[_FLAG]
+        # One that came earlier relies on the hooks until its forward ends.
+        if new and _being_captured(target):
+            for module in flagged:
+                module.__dict__[_FLAG] = True
+            return False
+        for module, where in new:
+            if isinstance(where, int):
+                module._forward_hooks.pop(where, None)
+    return True
+
+
+def _being_captured(target: nn.Module) -> bool:
+    """Whether any thread is in a forward that captures outputs of a target, of a part, or of what it is a part of."""
+    models = list(_capturing_models())
+    modules = set(target.modules()) if models else set()
+    return any(not modules.isdisjoint(model.modules()) for model in models)
+
+
+def _capturing_models() -> Iterator[nn.Module]:
+    """The models whose outputs are being captured, by the frames of all threads."""
+    for frame in sys._current_frames().values():
+        each: FrameType | None = frame
+        while each is not None:
+            if each.f_globals.get("__name__") == output_capturing.__name__:
+                names: dict[str, Any] = dict(each.f_locals)
+                if names.get("collected_outputs") and isinstance(names.get("self"), nn.Module):
+                    yield names["self"]
+            each = each.f_back
