@@ -298,7 +298,7 @@ class HSCandidateGenerator(CandidateGenerator):
             output = self.drafter(
                 taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth
             )
-            self._context = output.context
+            self._context = output.context.within(self.drafter.config.sliding_window)
             hidden = torch.stack(output.hidden_states, dim=1)
         for row, states in zip(rows, hidden, strict=True):
             self._rows[row].pending.clear()

@@ -11,7 +11,7 @@ V' draft vocabulary, N nodes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,6 +23,9 @@ from transformers.utils import ModelOutput, is_accelerate_available
 
 from .configuration_hsdraft import HSDraftConfig, default_options
 from .pretrained_drafter import PretrainedDrafter
+
+_LARGE_MASK = 2**22  # rows times context positions, from which on attention goes by blocks of rows
+_BLOCK = 256  # rows
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 KeyValues = tuple[torch.Tensor, torch.Tensor]
@@ -61,6 +64,19 @@ class DraftContext:
     @property
     def length(self) -> int:
         return self.layers[0][0].shape[1] if self.layers else 0
+
+    def within(self, window: int | None) -> DraftContext:
+        """What later positions of each sequence can still see, through a window of so many positions."""
+        if window is None or self.document_ids is None or self.position_ids is None:
+            return self
+        documents = self.document_ids
+        last = self.position_ids.new_full((int(documents.max()) + 1,), -1)
+        last = last.scatter_reduce(0, documents, self.position_ids, "amax")
+        kept = (last[documents] - self.position_ids < window).nonzero().flatten()
+        if len(kept) == self.length:
+            return self
+        layers = [(keys[:, kept], values[:, kept]) for keys, values in self.layers]
+        return DraftContext(layers, documents[kept], self.position_ids[kept])
 
 
 @dataclass
@@ -140,6 +156,17 @@ class HSDraftAttention(nn.Module):
         rows = x.shape[0]
         queries = self.q_proj(x).view(rows, self.kv_heads, self.groups, self.head_dim).permute(1, 0, 2, 3)
         queries = rotate(queries, (rope[0][:, None], rope[1][:, None])) * self.head_dim**-0.5
+        if own is None and mask is not None and mask.numel() > _LARGE_MASK:
+            mixed = torch.cat([self._mix(*part) for part in _in_blocks(queries, context, mask)], dim=1)
+        else:
+            mixed = self._mix(queries, context, mask, own)
+        return self.o_proj(mixed.permute(1, 0, 2, 3).reshape(rows, -1))
+
+    def _mix(
+        self, queries: torch.Tensor, context: KeyValues, mask: torch.Tensor | None, own: KeyValues | None = None
+    ) -> torch.Tensor:
+        """What queries `[kv_heads, S, groups, head_dim]` take from the values, in the same shape."""
+        rows = queries.shape[1]
         flat = queries.reshape(self.kv_heads, rows * self.groups, self.head_dim)
         scores = (flat @ context[0].transpose(1, 2)).view(self.kv_heads, rows, self.groups, -1)
         if mask is not None:
@@ -150,9 +177,18 @@ class HSDraftAttention(nn.Module):
         length = context[0].shape[1]
         shared = weights[..., :length].reshape(self.kv_heads, rows * self.groups, length) @ context[1]
         mixed = shared.view(self.kv_heads, rows, self.groups, self.head_dim)
-        if own is not None:
-            mixed = mixed + weights[..., length:] @ own[1]
-        return self.o_proj(mixed.permute(1, 0, 2, 3).reshape(rows, -1))
+        return mixed if own is None else mixed + weights[..., length:] @ own[1]
+
+
+def _in_blocks(
+    queries: torch.Tensor, context: KeyValues, mask: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, KeyValues, torch.Tensor]]:
+    """Parts of the rows, each with the context that any of them sees: no score is made of texts with one another."""
+    for first in range(0, len(mask), _BLOCK):
+        seen = mask[first : first + _BLOCK]
+        columns = seen.any(dim=0).nonzero().flatten()
+        keys, values = (states.index_select(1, columns) for states in context)
+        yield queries[:, first : first + _BLOCK], (keys, values), seen[:, columns]
 
 
 class HSDraftLayer(nn.Module):

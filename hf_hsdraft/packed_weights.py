@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,8 +73,17 @@ def has_kernel(weight: torch.Tensor) -> bool:
         return False
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
-    half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return half or weight.dtype == torch.float32
+    return weight.dtype in _types_with_kernel()
+
+
+@cache
+def _types_with_kernel() -> tuple[torch.dtype, ...]:
+    """The types that packed products work for here. The operators are private: a later torch may lack them."""
+    operators = torch.ops.mkldnn
+    if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+        return ()
+    half = hasattr(operators, "_is_mkldnn_bf16_supported") and operators._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if half else (torch.float32,)
 
 
 class PackedWeight:

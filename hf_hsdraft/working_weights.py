@@ -111,7 +111,7 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     quick = weight.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if not (quick and _rounding.get()) or sys.platform == "win32":
         return None
-    if weight.dtype != torch.bfloat16 or weight.shape[1] % 64:
+    if weight.dtype != torch.bfloat16 or weight.shape[1] % 64 or not hasattr(torch, "_weight_int8pack_mm"):
         return None
     least = torch.finfo(torch.bfloat16).tiny
     scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(torch.bfloat16)
