@@ -395,6 +395,10 @@ def test_queries_scaled_by_cache_slot(rows):
     for prompt in (12, 19, 20, 23, 24):  # a trial would lie over the step, or just before it
         plain, drafted = repeating(target, rows, prompt)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
+        ids = plain.sequences[:, :prompt]
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 48}
+        wide = target.generate(ids, **settings, assistant_model=make_drafter(target))  # trees with many branches
+        assert wide.tolist() == target.generate(ids, **settings).tolist()
     assert drafted.statistics.tau > 1.5
     assert drafted.statistics.draft_kind == ("tree" if rows == 1 else "chain")
     assert repeating(target, rows, 26, new=8)[1].statistics.draft_kind == "tree"  # no step within the call
