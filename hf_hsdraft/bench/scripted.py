@@ -90,6 +90,7 @@ def scripted(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[None]:
                 truth = list(texts[row][self._emitted[row] :])
                 size = self.drafter.config.vocab_size
                 tree = random_tree(self._rows[row].root, truth, min(limit, self.options.depth), size, rng)
+                tree = tree.first(self._of_a_call.tree_size)
                 trees.append(tree if self.options.beam_width > 1 else chain_of(tree, truth))
             return trees
 

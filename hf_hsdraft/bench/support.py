@@ -5,6 +5,7 @@ No type is on a list of ours: they come from transformers' own mappings.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -17,9 +18,10 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
+from ..cacheback import CachebackDrafter
 from ..configuration_hsdraft import HSDraftConfig
 from ..modeling_hsdraft import HSDrafter
-from ..target_limits import text_config
+from ..target_limits import text_config, windows
 from .scripted import scripted
 from .tiny import tiny_config, tiny_model
 
@@ -27,8 +29,10 @@ MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
-_NEW_TOKENS = 24
+_NEW_TOKENS, _PROMPT = 24, 11
+_LONGEST_PROMPT = 220  # tiny models have 256 positions
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Support:
             where no tiny model could be made.
         equal: whether all texts were those of plain decoding; `None` if nothing was compared.
         batch: the same of a left-padded batch, `"-"` where plain decoding has none.
+        ngrams: the same of a drafter without a network.
+        long: the same of a prompt longer than every window that the configuration names, by both drafters.
         tau: tokens per target forward in a batch of one, of scripted drafts.
         reason: why it is not a tree.
     """
@@ -50,8 +56,14 @@ class Support:
     drafts: str
     equal: bool | None = None
     batch: str = "-"
+    ngrams: str = "-"
+    long: str = "-"
     tau: float = 0.0
     reason: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.equal is False or "differs" in (self.batch, self.ngrams, self.long)
 
 
 def model_types(task: str) -> Iterator[tuple[str, Any, Any]]:
@@ -82,49 +94,58 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
             problem = _brief(error)
     if plain is None:
         return Support(task, model_type, "not built" if model is None else "plain fails", reason=problem or "")
+    ngrams, beyond = _compared(model, 1, _ngrams), max(_PROMPT, *windows(text_config(model)), 0) + 4
+    long = "-"
+    assert model is not None
+    if beyond <= _LONGEST_PROMPT and model.main_input_name == "input_ids":
+        trials = [_compared(model, 1, make, beyond) for make in (_scripted_drafter, _ngrams)]
+        long = next((each for each in trials if each not in ("equal", "-")), trials[0])
     try:
-        drafter = _drafter(model)
+        drafter = _scripted_drafter(model, [])
         with scripted(_new(plain), seed=1):
             drafted = _decode(model, 1, drafter)
     except ValueError as error:
         if "cannot be drafted for" not in str(error):
-            return Support(task, model_type, "error", reason=_brief(error))
-        return Support(task, model_type, "refused", reason=str(error).partition(": ")[2])
+            return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
+        reason = str(error).partition(": ")[2]
+        return Support(task, model_type, "refused", None, "-", ngrams, long, reason=reason)
     except Exception as error:
-        return Support(task, model_type, "error", reason=_brief(error))
+        return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
     statistics = drafted.statistics
     equal = torch.equal(plain.sequences, drafted.sequences)
-    batch = _batch(model, drafter)
-    return Support(task, model_type, statistics.draft_kind, equal, batch, round(statistics.tau, 2), statistics.reason)
+    batch = _compared(model, 3, _scripted_drafter)
+    tau = round(statistics.tau, 2)
+    return Support(task, model_type, statistics.draft_kind, equal, batch, ngrams, long, tau, statistics.reason)
 
 
-def _batch(model: Any, drafter: HSDrafter) -> str:
+def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -> str:
+    """`"equal"`, `"differs"`, `"refused"`, an error, or `"-"` where plain decoding has nothing to compare with."""
     try:
-        plain = _decode(model, 3, None)
-    except Exception:  # not ours: there is nothing to compare with
+        plain = _decode(model, rows, None, prompt)
+    except Exception:  # not ours
         return "-"
     try:
-        with scripted(_new(plain), seed=2):
-            drafted = _decode(model, 3, drafter)
+        drafter = make_drafter(model, _new(plain))
+        with contextlib.nullcontext() if make_drafter is _ngrams else scripted(_new(plain), seed=2):
+            drafted = _decode(model, rows, drafter, prompt)
     except Exception as error:
-        return _brief(error)
+        refused = isinstance(error, ValueError) and "cannot be drafted for" in str(error)
+        return "refused" if refused else _brief(error)
     return "equal" if torch.equal(plain.sequences, drafted.sequences) else "differs"
+
+
+def _ngrams(model: Any, texts: Sequence[Sequence[int]]) -> CachebackDrafter:
+    return CachebackDrafter(texts, tree_sizing="fixed", tree_size=8)
 
 
 def _new(output: Any) -> list[list[int]]:
     return output.sequences[:, -_NEW_TOKENS:].tolist()
 
 
-def _decode(model: Any, rows: int, drafter: HSDrafter | None) -> Any:
-    generator = torch.Generator().manual_seed(rows)
-    ids = torch.randint(5, 80, (rows, 11), generator=generator)
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, : 2 * row] = 0
+def _decode(model: Any, rows: int, drafter: Any, prompt: int = _PROMPT) -> Any:
     options = {} if drafter is None else {"assistant_model": drafter}
     return model.generate(
-        input_ids=ids,
-        attention_mask=mask,
+        **_inputs(model, rows, prompt),
         max_new_tokens=_NEW_TOKENS,
         min_new_tokens=_NEW_TOKENS,
         do_sample=False,
@@ -135,7 +156,20 @@ def _decode(model: Any, rows: int, drafter: HSDrafter | None) -> Any:
     )
 
 
-def _drafter(model: Any) -> HSDrafter:
+def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
+    """Token ids `[rows, prompt]`, padded at the left, or what a model hears."""
+    generator = torch.Generator().manual_seed(rows)
+    if model.main_input_name == "input_features":
+        frames = 2 * model.config.max_source_positions
+        return {"input_features": torch.randn(rows, model.config.num_mel_bins, frames, generator=generator)}
+    ids = torch.randint(5, 80, (rows, prompt), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]]) -> HSDrafter:
     """Any drafter that fits: what it would draft is not used."""
     config = text_config(model)
     torch.manual_seed(1)
@@ -149,6 +183,7 @@ def _drafter(model: Any) -> HSDrafter:
             head_dim=8,
             intermediate_size=16,
             num_draft_steps=4,
+            tree_size=16,
             head="trained",
             draft_vocab_size=config.vocab_size,
             injector_rank=4,
@@ -179,27 +214,30 @@ def as_markdown(rows: Sequence[Support]) -> str:
         "",
         f"Written by `hsdraft support`, transformers {transformers.__version__}, torch {torch.__version__}: a tiny "
         "random model of every type, decoded in float32 with and without scripted drafts (right to a random depth, "
-        f"among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch of three. Text prompts only.",
+        f"among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch of three. N-grams: one "
+        "prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every window that the "
+        "configuration names.",
         "",
     ]
     for task in dict.fromkeys(row.task for row in rows):
         mine = [row for row in rows if row.task == task]
         counts = Counter(row.drafts for row in mine)
         decodable = [row for row in mine if row.drafts not in ("not built", "plain fails")]
-        differ = sum(row.equal is False or row.batch == "differs" for row in mine)
+        differ = sum(row.differs for row in mine)
         lines += [
             f"## {task}",
             "",
             f"{len(mine)} types; of {len(decodable)} that plain `generate()` decodes here: {counts['tree']} trees, "
             f"{counts['chain']} chains, {counts['refused']} refused, {counts['error']} errors; {differ} differ.",
             "",
-            "| type | drafts | text | batch | tau | why |",
-            "|---|---|---|---|---|---|",
+            "| type | drafts | text | batch | n-grams | long | tau | why |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for row in mine:
             text = {True: "equal", False: "differs", None: "-"}[row.equal]
             reason = row.reason.replace("|", "\\|")
-            lines.append(f"| {row.model_type} | {row.drafts} | {text} | {row.batch} | {row.tau or '-'} | {reason} |")
+            trials = f"{text} | {row.batch} | {row.ngrams} | {row.long}"
+            lines.append(f"| {row.model_type} | {row.drafts} | {trials} | {row.tau or '-'} | {reason} |")
         lines.append("")
     return "\n".join(lines)
 

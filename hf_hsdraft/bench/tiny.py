@@ -39,6 +39,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_experts_per_tok|num_experts_per_token|moe_k|moe_topk|moe_top_k|top_k_experts|num_selected_experts)$", 2),
     (r"(num_local_experts|num_experts|n_routed_experts|moe_num_experts|num_moe_experts)$", 4),
     (r"n_shared_experts|moe_num_shared_experts|n_group$|topk_group|num_expert_group", 1),
+    (r"(index_topk|keep_window_size|log_scaling_n_floor)$", 24),  # reached within a few tokens
+    (r"floor_scale$", 32),
     (r"(sliding_window|attention_window_size|attention_chunk_size|window_size)$", 8),
     (
         r"(max_position_embeddings|n_positions|max_target_positions|max_source_positions|n_ctx|max_seq_len|seq_length)$",
