@@ -201,7 +201,13 @@ def test_rotary_frequencies_that_change_with_the_length(kind, model_type, rows):
 
 
 def test_flex_attention_reads_trees():
-    check(make_target("flex_attention"), "tree")
+    """Where flex attention itself reads rightly: on some processors its compiled kernel gives NaN for some lengths."""
+    target, other = make_target("flex_attention"), make_target("sdpa")
+    inputs = batch_of(1)
+    plain = [each.generate(**inputs, max_new_tokens=36, do_sample=False) for each in (target, other)]
+    if not torch.equal(*plain):
+        pytest.skip("plain decoding by flex attention and by sdpa give different texts here")
+    check(target, "tree")
 
 
 def test_an_attention_without_masks_gets_chains_and_one_warning(caplog):
