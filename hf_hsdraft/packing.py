@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .packed_weights import PackedWeights
+from .packed_weights import PackedWeights, linears_to_pack
 
 _PACKING = 3.0  # plain forwards that packing takes as long as; 3 to 7 were measured
 _LOST = 0.2  # part of a forward's time that packed weights save; 0.2 to 0.5 were measured
@@ -88,6 +88,7 @@ class Packing:
             stock.lost += _LOST
             if stock.lost < _PACKING:
                 return False
+            self._settled = True
             return not self._slower() and self._pack()
 
     def _pack(self) -> bool:
@@ -99,7 +100,7 @@ class Packing:
                 return False
             stock.copies, stock.lost = None, 0.0
             self.weights = PackedWeights.of(self._target, self._asked_for)
-            if self.weights is None and _drop_others(self._target):
+            if self.weights is None and linears_to_pack(self._target, self._asked_for) and _drop_others(self._target):
                 self.weights = PackedWeights.of(self._target, self._asked_for)
             stock.copies = self.weights
             return self.weights is not None
