@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.target_loading import load_target
+from hf_hsdraft.target.target_loading import load_target
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)

@@ -15,7 +15,7 @@ import torch
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench.measure import encode_prompt
-from hf_hsdraft.target_loading import DEFAULT_TARGET, load_target
+from hf_hsdraft.target.target_loading import DEFAULT_TARGET, load_target
 from hf_hsdraft.training.parity import PROMPTS, parity
 from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.run import train

@@ -7,13 +7,13 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 from transformers import AutoConfig, AutoModel
 
 from ._version import __version__
-from .cacheback import CachebackDrafter
-from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
-from .candidate_generator import HSCandidateGenerator
-from .configuration_hsdraft import HSDraftConfig
-from .draft_tree import DraftTree
+from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+from .drafters.ngrams.cacheback import CachebackDrafter
+from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
 from .generate_hook import install
-from .modeling_hsdraft import HSDrafter
+from .trees.draft_tree import DraftTree
 
 install()
 AutoConfig.register(HSDraftConfig.model_type, HSDraftConfig)

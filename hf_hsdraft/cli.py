@@ -119,8 +119,8 @@ def bench(
     """Compares plain decoding, drafting and other systems over a prompt file, in changing order in one process."""
     from .bench.plan import BenchPlan, draw, run_plan, whole_numbers
     from .bench.report import print_report
-    from .modeling_hsdraft import HSDrafter
-    from .target_loading import load_target
+    from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from .target.target_loading import load_target
 
     names = (
         variants if economize is None else f"{variants},economize-eagle3={economize},economize-eagle3={economize}:6:0.4"
@@ -342,7 +342,7 @@ def train(
     ] = None,
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
-    from .target_loading import DEFAULT_TARGET, load_target
+    from .target.target_loading import DEFAULT_TARGET, load_target
     from .training.arguments import parse_arguments
     from .training.plan import TrainingPlan
     from .training.run import train as run
@@ -409,7 +409,7 @@ def average(
     device: DeviceOption = "cpu",
 ) -> None:
     """Averages the weights of drafters that began as one, which often draft best so; the rest is the first's."""
-    from .target_loading import load_target
+    from .target.target_loading import load_target
     from .training.average import average_folders, check_shares
 
     try:
@@ -439,8 +439,8 @@ def check(
 ) -> None:
     """Checks that training computes what decoding uses, depth by depth; exits with 1 if not."""
     from .bench.measure import encode_prompt
-    from .modeling_hsdraft import HSDrafter
-    from .target_loading import load_target
+    from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from .target.target_loading import load_target
     from .training.conversations import read_prompts
     from .training.parity import PROMPTS, ParityError, parity
 
@@ -472,7 +472,7 @@ def estimate(
     """Says what training a drafter for a target would take, with the arithmetic; runs nothing."""
     from transformers import AutoConfig
 
-    from .configuration_hsdraft import HSDraftConfig
+    from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
     from .training.estimate import estimate as run
     from .training.estimate import explain
 
@@ -515,7 +515,7 @@ def _layers(text: str) -> list[int]:
 
 def _drafter_of(target: str | None, drafter: str | None) -> str:
     """The drafter that was named, or the one that comes with the target."""
-    from .target_loading import default_drafter
+    from .target.target_loading import default_drafter
 
     name = drafter or default_drafter(target)
     if name is None:
@@ -526,8 +526,8 @@ def _drafter_of(target: str | None, drafter: str | None) -> str:
 
 
 def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
-    from .modeling_hsdraft import HSDrafter
-    from .target_loading import load_target
+    from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from .target.target_loading import load_target
 
     name = _drafter_of(target, drafter)
     loaded = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()

@@ -11,12 +11,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, WhisperNoSpeechDetection
 from transformers.generation.utils import GenerationMixin
 
-from .cacheback import CachebackDrafter
-from .capture_hooks import no_hooks_left
-from .decoding import check_target, speculative_decoding
-from .grouped_attention import install as install_grouped_attention
-from .modeling_hsdraft import HSDrafter
-from .target_limits import check_inputs
+from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+from .drafters.ngrams.cacheback import CachebackDrafter
+from .engine.decoding import check_target, speculative_decoding
+from .target.capture_hooks import no_hooks_left
+from .target.target_limits import check_inputs
 
 
 def install() -> None:
@@ -27,7 +26,6 @@ def install() -> None:
     """
     if _is_installed(GenerationMixin._assisted_decoding):
         return
-    install_grouped_attention()
     GenerationMixin._assisted_decoding = _hooked_decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._validate_generation_mode = _hooked_validation(GenerationMixin._validate_generation_mode)
     GenerationMixin._prepare_generation_config = _hooked_preparation(GenerationMixin._prepare_generation_config)

@@ -11,7 +11,7 @@ import torch
 from conftest import make_drafter, make_target
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.drafter_files import read_json
+from hf_hsdraft.repository.drafter_files import read_json
 from hf_hsdraft.training.average import average, average_folders
 from hf_hsdraft.training.identity import record_target
 

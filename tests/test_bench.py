@@ -13,6 +13,7 @@ from conftest import make_drafter, write_prompts
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.acceleration.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
@@ -27,9 +28,8 @@ from hf_hsdraft.bench.summary import quantile, summarise
 from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, check_points, padded_batches, padded_prompt
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
 from hf_hsdraft.cli import app
+from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 from hf_hsdraft.hub.measured import enter_benchmarks
-from hf_hsdraft.packed_weights import linears_to_pack
-from hf_hsdraft.working_weights import WorkingWeights
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
 

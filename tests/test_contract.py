@@ -35,12 +35,13 @@ from transformers.cli.serving.utils import DirectStreamer
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import HSDraftConfig, HSDrafter, decoded_texts, decoding
+from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.demo import DraftColourStreamer
 from hf_hsdraft.bench.scripted import scripted
-from hf_hsdraft.ended_rows import EndedRows
-from hf_hsdraft.pacing import Pace
-from hf_hsdraft.target_limits import cache_layers
+from hf_hsdraft.engine import decoded_texts, decoding
+from hf_hsdraft.pace.pacing import Pace
+from hf_hsdraft.target.ended_rows import EndedRows
+from hf_hsdraft.target.target_limits import cache_layers
 
 NEW = 24
 OUTPUTS = {
@@ -228,7 +229,7 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
     for rule in (None, curious):
         if rule is not None:
             for name in ("own_choice", "rejection_choice"):
-                monkeypatch.setattr(f"hf_hsdraft.decoded_texts.{name}", rule(getattr(decoded_texts, name)))
+                monkeypatch.setattr(f"hf_hsdraft.engine.decoded_texts.{name}", rule(getattr(decoded_texts, name)))
         steps = []
         torch.manual_seed(0)
         given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}

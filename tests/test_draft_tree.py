@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.draft_tree import DraftTree, best_children, build_beam_trees, merge_trees
+from hf_hsdraft.trees.draft_tree import DraftTree, best_children, build_beam_trees, merge_trees
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:

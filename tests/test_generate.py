@@ -352,7 +352,7 @@ def test_statistics_add_up(target, trained, prompt):
 
 
 def test_statistics_are_not_kept_unless_asked_for(target, trained, prompt, monkeypatch):
-    from hf_hsdraft import decoding
+    from hf_hsdraft.engine import decoding
 
     def forbidden(*args, **kwargs):
         raise AssertionError("read a clock or kept statistics in a call that did not ask for them")
@@ -512,7 +512,7 @@ def test_generation_config_objects_work(target, trained, prompt):
 
 def test_left_over_states_save_roll_outs(target, trained, prompt, monkeypatch):
     """A draft that was right in part goes on from what is left of it, where that is as good as a new one."""
-    from hf_hsdraft.roll_out import RollOut
+    from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 
     rolled = []
     original = RollOut.__call__

@@ -14,7 +14,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hsdraft import grouped_attention as module
+from hf_hsdraft.acceleration.cpu import grouped_attention as module
+
+CPU = torch.device("cpu")
 
 
 def a_layer(heads=6, key_heads=2, n=5, length=40, batch=1, dtype=torch.float32, kind=torch.bool, value_size=16):
@@ -30,7 +32,7 @@ def a_layer(heads=6, key_heads=2, n=5, length=40, batch=1, dtype=torch.float32, 
 
 
 def attended(layer, query, key, value, mask, **kwargs):
-    with module.grouped_attention():
+    with module.grouped_attention(CPU):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, query, key, value, mask, **kwargs)[0]
 
 
@@ -128,11 +130,11 @@ def test_keywords_that_are_not_known_are_left_to_transformers(given, registered,
     copy = another_copy()
     copy.sdpa_attention.sdpa_attention_forward, before = later, copy.sdpa_attention.sdpa_attention_forward
     try:
-        copy.install()
+        copy._install()
     finally:
         copy.sdpa_attention.sdpa_attention_forward = before
     layer = a_layer()
-    with copy.grouped_attention():
+    with copy.grouped_attention(CPU):
         ALL_ATTENTION_FUNCTIONS["sdpa"](*layer, **given, scaling=0.5, sliding_window=4)
         ALL_ATTENTION_FUNCTIONS["sdpa"](*layer, **dict.fromkeys(given), scaling=0.5, output_attentions=False)
     assert seen == [{**given, "scaling": 0.5, "sliding_window": 4}]
@@ -175,7 +177,7 @@ def test_few_keys_are_not_worth_laying_out_several_tokens_anew(kernel_calls, mon
 def test_outside_keys_are_repeated_as_before(kernel_calls):
     layer = a_layer()
     ALL_ATTENTION_FUNCTIONS["sdpa"](*layer)
-    with module.grouped_attention():
+    with module.grouped_attention(CPU):
         other = Thread(target=ALL_ATTENTION_FUNCTIONS["sdpa"], args=layer)
         other.start()
         other.join()
@@ -185,7 +187,7 @@ def test_outside_keys_are_repeated_as_before(kernel_calls):
 def test_other_devices_are_left_to_transformers():
     _, *tensors = a_layer()
     layer = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    with module.grouped_attention():
+    with module.grouped_attention(CPU):
         out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](layer, *(tensor.to("meta") for tensor in tensors))
     assert out.device.type == "meta" and out.shape == (1, 5, 6, 16)
 
@@ -215,11 +217,11 @@ def test_copies_of_the_module_get_along(registered, kernel_calls, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     before, copy = depth(), another_copy()
     for each in (copy, module, copy, module):
-        each.install()
+        each._install()
     assert depth() == before + 1
     layer = a_layer(n=1)
     for each in (copy, module):
-        with each.grouped_attention():
+        with each.grouped_attention(CPU):
             ALL_ATTENTION_FUNCTIONS["sdpa"](*layer)
     assert kernel_calls == [(2, 3, 2)] * 2
 
@@ -229,7 +231,7 @@ def test_an_sdpa_of_somebody_else_stays(registered):
         return torch.zeros(()), None
 
     AttentionInterface.register("sdpa", mine)
-    another_copy().install()
+    another_copy()._install()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
 
 
@@ -240,7 +242,7 @@ def test_compiled_layers_take_the_way_of_transformers():
     def forward(query, key, value, mask):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](layer, query, key, value, mask)[0]
 
-    with module.grouped_attention():
+    with module.grouped_attention(CPU):
         torch.testing.assert_close(forward(*tensors), of_transformers(layer, *tensors))
 
 

@@ -266,7 +266,7 @@ def test_what_files_say_reaches_no_terminal_as_it_is(folder, tmp_path, monkeypat
     assert str(error.value).isprintable()
     (folder / "generation_config.json").write_text(json.dumps({escape: 1}))
     warned = []
-    monkeypatch.setattr("hf_hsdraft.draft_options.logger.warning_once", warned.append)
+    monkeypatch.setattr("hf_hsdraft.drafters.draft_options.logger.warning_once", warned.append)
     HSDrafter.from_pretrained(folder).save_pretrained(tmp_path / "elsewhere")
     assert "owned" in warned[0] and warned[0].isprintable()
     tensors = load_file(folder / "model.safetensors")
@@ -319,7 +319,9 @@ def test_saving_fails_whole(target, tmp_path, monkeypatch):
     first, second = make_drafter(target, seed=1), make_drafter(target, seed=2)
     first.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    monkeypatch.setattr("hf_hsdraft.publication.write_card", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "hf_hsdraft.repository.publication.write_card", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         second.save_pretrained(tmp_path)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}

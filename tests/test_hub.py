@@ -14,8 +14,8 @@ import torch
 from conftest import make_drafter, make_target
 from hub_server import HubServer
 
-from hf_hsdraft.drafter_files import digests
-from hf_hsdraft.target_loading import embedded_gguf
+from hf_hsdraft.repository.drafter_files import digests
+from hf_hsdraft.target.target_loading import embedded_gguf
 
 TOKEN = "hf_NeverToBeSeenAnywhere"
 ROOT = Path(__file__).parent.parent
@@ -24,6 +24,8 @@ CODE = {
     "cacheback.py",
     "candidate_generator.py",
     "capture_hooks.py",
+    "checks.py",
+    "code_files.py",
     "configuration_hsdraft.py",
     "decoded_texts.py",
     "decoding.py",
@@ -39,6 +41,7 @@ CODE = {
     "model_card.py",
     "growing_cache.py",
     "grouped_attention.py",
+    "hub_entry.py",
     "modeling_hsdraft.py",
     "ngram_cache.py",
     "packed_weights.py",
@@ -50,12 +53,15 @@ CODE = {
     "round_costs.py",
     "row_processors.py",
     "sampled_trees.py",
+    "special_tokens.py",
     "static_cache.py",
     "static_roll_out.py",
     "target_limits.py",
     "target_match.py",
     "target_probe.py",
     "target_runtime.py",
+    "target_weights.py",
+    "tensors.py",
     "tree_masks.py",
     "verification.py",
     "working_weights.py",
@@ -167,9 +173,11 @@ def test_a_repository_is_what_it_should_be_and_nothing_else(bench, pushed):
     config = json.loads(files["config.json"])
     assert config["auto_map"] == {
         "AutoConfig": "configuration_hsdraft.HSDraftConfig",
-        "AutoModel": "modeling_hsdraft.HSDrafter",
+        "AutoModel": "hub_entry.HSDrafter",
     }
-    assert files["modeling_hsdraft.py"] == (ROOT / "hf_hsdraft" / "modeling_hsdraft.py").read_bytes()
+    model = (ROOT / "hf_hsdraft/drafters/hidden_state/modeling_hsdraft.py").read_text().splitlines()
+    sent = files["modeling_hsdraft.py"].decode().splitlines()
+    assert [line for line in sent if "import" not in line] == [line for line in model if "import" not in line]
     requirements = files["custom_generate/requirements.txt"].decode().split()
     ours = (ROOT / "pyproject.toml").read_text()
     assert requirements and all(f'"{line}' in ours for line in requirements)
@@ -188,7 +196,11 @@ answer([tokens(assistant_model=drafter), type(drafter).__module__, drafter.confi
 """,
         home="with_package",
     )
-    assert found == [bench.plain, "hf_hsdraft.modeling_hsdraft", digests(bench.folder / "drafter")]
+    assert found == [
+        bench.plain,
+        "hf_hsdraft.drafters.hidden_state.modeling_hsdraft",
+        digests(bench.folder / "drafter"),
+    ]
 
 
 def test_three_routes_give_the_same_tokens_in_one_process(bench, pushed):

@@ -10,7 +10,14 @@ from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.ngram_cache import _BEYOND, _LEAST, _MOST_FOLLOWERS, _PRIOR_RIGHT, _PRIOR_WEIGHT, NgramCache
+from hf_hsdraft.drafters.ngrams.ngram_cache import (
+    _BEYOND,
+    _LEAST,
+    _MOST_FOLLOWERS,
+    _PRIOR_RIGHT,
+    _PRIOR_WEIGHT,
+    NgramCache,
+)
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=60)
 LENGTHS = st.integers(1, 4)
@@ -108,7 +115,7 @@ def test_a_chain_follows_the_first_choice_and_a_threshold_cuts():
 
 
 def test_what_was_not_used_for_longest_is_forgotten(monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.ngram_cache._MOST_LEADERS", 3)
+    monkeypatch.setattr("hf_hsdraft.drafters.ngrams.ngram_cache._MOST_LEADERS", 3)
     cache = NgramCache(1)
     cache.extend([1, 2, 3, 4, 1, 2, 5, 6])  # leaders 1 2 3 4, then 1 and 2 again, then 5
     [table] = cache._tables

@@ -11,10 +11,11 @@ from conftest import make_drafter, make_target
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft import decoding, pacing
-from hf_hsdraft.draft_tree import DraftTree
-from hf_hsdraft.pacing import Calibration, Habits, KindOfCall, Pace
-from hf_hsdraft.round_costs import Costs, MeasuredCosts
+from hf_hsdraft.engine import decoding
+from hf_hsdraft.pace import pacing
+from hf_hsdraft.pace.pacing import Calibration, Habits, KindOfCall, Pace
+from hf_hsdraft.pace.round_costs import Costs, MeasuredCosts
+from hf_hsdraft.trees.draft_tree import DraftTree
 
 COSTS = Costs(tree=0.05, node=0.01, draft=0.08, depth=0.03)
 

@@ -16,13 +16,14 @@ from conftest import VOCAB, make_drafter, make_target
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, StoppingCriteriaList
 
-from hf_hsdraft import CachebackDrafter, pacing
-from hf_hsdraft import packed_weights as module
+from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.acceleration.cpu import packed_weights as module
+from hf_hsdraft.acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
 from hf_hsdraft.bench import profile
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
-from hf_hsdraft.packed_weights import PackedWeights, linears_to_pack
-from hf_hsdraft.round_costs import MeasuredCosts
+from hf_hsdraft.pace import pacing
+from hf_hsdraft.pace.round_costs import MeasuredCosts
 
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if module.has_kernel(torch.ones(1, 1, dtype=dtype))]
 pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such kernel")
@@ -543,7 +544,9 @@ def test_the_round_that_packs_is_not_timed(asked_for, monkeypatch):
 
     monkeypatch.setattr(module._Forward, "__call__", running)
     monkeypatch.setattr(MeasuredCosts, "add", timing)
-    monkeypatch.setattr("hf_hsdraft.decoding.slower_packed", lambda *kind: False)  # so small, a layout may not gain
+    monkeypatch.setattr(
+        "hf_hsdraft.engine.decoding.slower_packed", lambda *kind: False
+    )  # so small, a layout may not gain
     for _ in range(10):
         output = texts(target, ids, echo, max_new_tokens=60, return_dict_in_generate=True)
     assert output.statistics.packed_weights and events.count("timed") >= 2
@@ -582,7 +585,7 @@ def test_a_call_does_not_pack_where_that_slowed_others(packings, monkeypatch):
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     drafter = make_drafter(target)
     drafter.generation_config.packed_weights = None
-    monkeypatch.setattr("hf_hsdraft.decoding.slower_packed", lambda *kind: True)
+    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda *kind: True)
     texts(target, ids, drafter, max_new_tokens=200)
     assert not packings
     monkeypatch.undo()

@@ -19,8 +19,9 @@ from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, MambaConfig
 from typer.testing import CliRunner
 
-from hf_hsdraft import HSDrafter, publication
+from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli import app
+from hf_hsdraft.repository import publication
 from hf_hsdraft.training import loss as loss_module
 from hf_hsdraft.training import publish
 from hf_hsdraft.training.conversations import Conversation

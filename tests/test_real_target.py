@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hsdraft import HSDrafter, target_probe
+from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench.measure import encode_prompt, first_divergence
-from hf_hsdraft.target_loading import embedded_gguf, load_target
+from hf_hsdraft.target import target_probe
+from hf_hsdraft.target.target_loading import embedded_gguf, load_target
 
 DRAFTER = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
 PROMPTS = (

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hf_hsdraft.bench.exactness import DRAFTED, Table, check, chi_square, grow
 from hf_hsdraft.bench.exactness import settings as all_settings
-from hf_hsdraft.sampled_trees import branching_for
-from hf_hsdraft.verification import rejection_choice
+from hf_hsdraft.trees.sampled_trees import branching_for
+from hf_hsdraft.verifiers.verification import rejection_choice
 
 SMALL = 6  # tokens of the target
 SETTINGS = [s for s in all_settings(("none", "top_p", "repetition"), (0.5, 1.5)) if s[2] != "none" or s[3] == 1.5]

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli import app
-from hf_hsdraft.target_loading import load_target
+from hf_hsdraft.target.target_loading import load_target
 from hf_hsdraft.training import trainer
 from hf_hsdraft.training.checks import steps_done
 from hf_hsdraft.training.trainer import DrafterTrainer
@@ -174,7 +174,7 @@ def test_targets_in_memory_and_on_disk(home, alone, monkeypatch):
     whole = AutoModelForCausalLM.from_pretrained(home / "target")
     assert torch.equal(target.get_output_embeddings().weight, whole.get_output_embeddings().weight)
     monkeypatch.setattr(
-        "hf_hsdraft.target_loading.load_target", lambda name, dtype, _: load_target(name, dtype, places)
+        "hf_hsdraft.target.target_loading.load_target", lambda name, dtype, _: load_target(name, dtype, places)
     )
     assert_same_run(train(home, "offloaded"), alone, tolerance=1e-5)
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, Stati
 
 from hf_hsdraft.bench.round_cost import TINY, Plan, forced, main, random_pair
 from hf_hsdraft.bench.scripted import scripted
-from hf_hsdraft.decoded_texts import DecodedTexts
-from hf_hsdraft.draft_tree import DraftTree
-from hf_hsdraft.static_cache import StaticSlots, why_not_static
-from hf_hsdraft.target_runtime import TargetRuntime
+from hf_hsdraft.engine.decoded_texts import DecodedTexts
+from hf_hsdraft.target.static_cache import StaticSlots, why_not_static
+from hf_hsdraft.target.target_runtime import TargetRuntime
+from hf_hsdraft.trees.draft_tree import DraftTree
 
 TREE_SIZE = 24  # no scripted tree of four levels is greater
 SETTINGS = ({"do_sample": False}, {"do_sample": True, "temperature": 1.5, "top_k": 20})

@@ -11,9 +11,9 @@ from conftest import VOCAB, make_drafter, make_target
 from test_static_cache import Graphs, decode, host_reads
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.roll_out import RollOut
-from hf_hsdraft.static_roll_out import StaticRollOut, static_roll_out
-from hf_hsdraft.working_weights import WorkingWeights, working_weights
+from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
+from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, static_roll_out
+from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights, working_weights
 
 STEPS, ROOM = 4, 70
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, pipeline
 
 from hf_hsdraft import CachebackDrafter, HSDrafter
-from hf_hsdraft.target_match import explain_mismatch, measure_match, tokenizer_hash
+from hf_hsdraft.drafters.hidden_state.target_match import explain_mismatch, measure_match, tokenizer_hash
 from hf_hsdraft.training.identity import record_target
 
 
@@ -27,7 +27,7 @@ def warnings_of(call):
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("hf_hsdraft.target_match")
+    logger = logging.getLogger("hf_hsdraft.drafters.hidden_state.target_match")
     logger.addHandler(handler)
     try:
         call()
@@ -130,7 +130,7 @@ def test_a_measurement_that_fails_is_no_reason_to_fail(chatty, recorded, monkeyp
     def fail(*_):
         raise torch.OutOfMemoryError("no room for a long text")
 
-    monkeypatch.setattr("hf_hsdraft.target_match.measure_match", fail)
+    monkeypatch.setattr("hf_hsdraft.drafters.hidden_state.target_match.measure_match", fail)
     plain = chatty.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)
     assert generate(copy.deepcopy(chatty), recorded).tolist() == plain.tolist()
 

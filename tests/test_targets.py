@@ -17,8 +17,9 @@ from transformers import (
     DynamicCache,
 )
 
-from hf_hsdraft import CachebackDrafter, target_limits, target_probe
+from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.bench.support import check_type, model_types
+from hf_hsdraft.target import target_limits, target_probe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
 LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 
-from hf_hsdraft import modeling_hsdraft as modeling
+from hf_hsdraft.drafters.hidden_state import modeling_hsdraft as modeling
 
 
 def read(drafter, lengths, context=None):

@@ -9,7 +9,8 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from transformers import AutoModelForSeq2SeqLM, T5Config, TextStreamer
 
-from hf_hsdraft import CachebackDrafter, target_probe
+from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.target import target_probe
 
 peft = pytest.importorskip("peft")
 VIRTUAL = 5

@@ -8,7 +8,7 @@ from conftest import make_drafter
 from transformers import StoppingCriteria, WhisperConfig, WhisperForConditionalGeneration
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.call_output import DraftStatistics
+from hf_hsdraft.engine.call_output import DraftStatistics
 
 VOCABULARY, FRAMES = 99, 40  # of one segment
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}

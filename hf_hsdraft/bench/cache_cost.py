@@ -24,10 +24,10 @@ import torch
 import typer
 from transformers.cache_utils import DynamicCache
 
-from ..grouped_attention import grouped_attention, install
-from ..growing_cache import make_room
-from ..packed_weights import PackedWeights, linears_to_pack
-from ..target_loading import load_target
+from ..acceleration.cpu.grouped_attention import grouped_attention
+from ..acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
+from ..target.growing_cache import make_room
+from ..target.target_loading import load_target
 
 WAYS = ("plain", "growing", "grouped", "packed")
 _CHUNK = 1024  # tokens of the context that are read at once
@@ -35,7 +35,6 @@ _CHUNK = 1024  # tokens of the context that are read at once
 
 def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, dict[str, float]]:
     """Median milliseconds of a forward over one token and over `nodes`, way by way, alternating."""
-    install()
     cache = _filled(target, context)
     growing = copy.deepcopy(cache)
     make_room(growing)
@@ -47,7 +46,7 @@ def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, di
             for name, size in (("one", 1), ("nodes", nodes)):
                 with ExitStack() as stack:
                     if way in ("grouped", "packed"):
-                        stack.enter_context(grouped_attention())
+                        stack.enter_context(grouped_attention(target.device))
                     if way == "packed":
                         stack.enter_context(packed.in_use())
                     seconds = _forward(target, caches[way], context, size)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from ..call_output import DraftStatistics
-from ..packed_weights import PackedWeights, linears_to_pack
+from ..acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
+from ..engine.call_output import DraftStatistics
 from .machine import PeakMemory, synchronise
 from .measure import Divergence
 from .systems import PLAIN, System, with_options

@@ -87,8 +87,8 @@ def _load_and_measure(
     max_new_tokens: int,
     packed_weights: bool | None,
 ) -> ConcurrentCalls:
-    from ..modeling_hsdraft import HSDrafter
-    from ..target_loading import load_target
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..target.target_loading import load_target
 
     loaded = HSDrafter.from_pretrained(drafter, dtype=dtype).eval()
     if packed_weights is not None:

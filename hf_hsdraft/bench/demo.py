@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .measure import DEFINITIONS, encode_prompt, first_divergence
 
 _DRAFTED, _OWN = "green", "default"

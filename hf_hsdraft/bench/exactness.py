@@ -23,9 +23,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..draft_tree import DraftTree, best_children, build_beam_trees
-from ..sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
-from ..verification import ChooseToken, ScoresAt, draw_token, own_choice, rejection_choice, walk
+from ..trees.draft_tree import DraftTree, best_children, build_beam_trees
+from ..trees.sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
+from ..verifiers.verification import ChooseToken, ScoresAt, draw_token, own_choice, rejection_choice, walk
 
 LENGTH = 3  # tokens compared
 VOCABULARY = 6

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..call_output import DraftStatistics
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..engine.call_output import DraftStatistics
 
 DEFINITIONS = (
     "tau: tokens emitted per target forward, bonus included (plain decoding: 1). "

@@ -13,8 +13,8 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from ..configuration_hsdraft import public_name
-from ..modeling_hsdraft import HSDrafter
+from ..common.checks import public_name
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..training.conversations import Prompt, read_prompts
 from .calls import Settings
 from .machine import processor

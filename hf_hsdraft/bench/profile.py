@@ -18,19 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import (
+from ..acceleration.cpu.packed_weights import PackedWeights, packed_now
+from ..drafters.hidden_state import (
     candidate_generator,
-    decoded_texts,
-    decoding,
     expansion,
     modeling_hsdraft,
     roll_out,
     static_roll_out,
-    target_runtime,
     working_weights,
 )
-from ..growing_cache import give_room_back
-from ..packed_weights import PackedWeights, packed_now
+from ..engine import decoded_texts, decoding
+from ..target import target_runtime
+from ..target.growing_cache import give_room_back
 from .calls import Settings, time_call
 from .machine import synchronise
 from .run import Inputs

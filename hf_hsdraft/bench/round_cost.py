@@ -27,13 +27,13 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LogitsProcessor, LogitsProcessorList
 
-from .. import decoding
-from ..candidate_generator import HSCandidateGenerator
-from ..configuration_hsdraft import HSDraftConfig
-from ..decoded_texts import DecodedTexts
-from ..draft_tree import DraftTree
-from ..modeling_hsdraft import HSDrafter
-from ..verification import ChooseToken
+from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..engine import decoding
+from ..engine.decoded_texts import DecodedTexts
+from ..trees.draft_tree import DraftTree
+from ..verifiers.verification import ChooseToken
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .. import decoding
-from ..candidate_generator import HSCandidateGenerator
-from ..draft_tree import DraftTree
+from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ..engine import decoding
+from ..trees.draft_tree import DraftTree
 
 
 def random_tree(root: int, truth: Sequence[int], depth: int, vocab_size: int, rng: random.Random) -> DraftTree:

@@ -18,10 +18,10 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from ..cacheback import CachebackDrafter
-from ..configuration_hsdraft import HSDraftConfig
-from ..modeling_hsdraft import HSDrafter
-from ..target_limits import text_config, windows
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.ngrams.cacheback import CachebackDrafter
+from ..target.target_limits import text_config, windows
 from .scripted import scripted
 from .tiny import tiny_config, tiny_model
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..target_limits import text_config
+from ..target.target_limits import text_config
 from .calls import Settings
 from .measure import encode_prompt
 from .run import Inputs, Measured, measure

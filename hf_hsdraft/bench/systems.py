@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..cacheback import CachebackDrafter
-from ..draft_options import DraftOptions
-from ..modeling_hsdraft import HSDrafter
-from ..packed_weights import linears_to_pack
+from ..acceleration.cpu.packed_weights import linears_to_pack
+from ..drafters.draft_options import DraftOptions
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.ngrams.cacheback import CachebackDrafter
 from . import economize
 
 PLAIN = "plain"

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .measure import DEFINITIONS
 
 

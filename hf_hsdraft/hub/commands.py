@@ -23,7 +23,7 @@ def push(
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload drafter",
 ) -> None:
     """Checks a drafter and sends it to the Hub: weights, code, card, recipe and figures, nothing else."""
-    from ..modeling_hsdraft import HSDrafter
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 
     drafter = HSDrafter.from_pretrained(folder)
     commit = drafter.push_to_hub(name, private=private or None, revision=revision, commit_message=message)
@@ -43,8 +43,8 @@ def pull(
 
     from huggingface_hub import HfApi
 
-    from ..drafter_files import CODE, find_folder
-    from ..modeling_hsdraft import HSDrafter
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..repository.drafter_files import CODE, find_folder
 
     if to is not None and to.is_dir() and any(to.iterdir()):
         raise typer.BadParameter(f"{to} is not empty: name a new folder", param_hint="--to")
@@ -82,10 +82,10 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
-    from ..decoding import check_target
-    from ..modeling_hsdraft import HSDrafter
-    from ..target_loading import load_target
-    from ..target_match import explain_mismatch
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..drafters.hidden_state.target_match import explain_mismatch
+    from ..engine.decoding import check_target
+    from ..target.target_loading import load_target
 
     drafter = HSDrafter.from_pretrained(name, dtype=torch.float32, **hub)
     model, tokenizer = load_target(target, torch.float32)
@@ -129,9 +129,9 @@ def card(
     language: Annotated[list[str] | None, typer.Option(help="That it was trained on, as en; repeat.")] = None,
 ) -> None:
     """Enters measurements into a drafter's figures, records its target, and writes its card anew."""
-    from ..drafter_files import read_json
-    from ..model_card import RECIPE, is_generated, write_card
-    from ..modeling_hsdraft import HSDrafter
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..repository.drafter_files import read_json
+    from ..repository.model_card import RECIPE, is_generated, write_card
     from ..training.files import write_json
     from .measured import enter_benchmarks
 
@@ -139,7 +139,7 @@ def card(
     if target is not None:
         import torch
 
-        from ..target_loading import load_target
+        from ..target.target_loading import load_target
         from ..training.identity import record_target
 
         record_target(drafter, *load_target(target, torch.float32), name=target)

@@ -10,8 +10,9 @@ from typing import Any
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
-from ..configuration_hsdraft import HSDraftConfig
-from ..drafter_files import (
+from ..common.checks import printable
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..repository.drafter_files import (
     CONFIG,
     DESCRIBED,
     OPTIONS,
@@ -19,11 +20,10 @@ from ..drafter_files import (
     digests,
     fetch,
     find_folder,
-    printable,
     read_json,
     weight_files,
 )
-from ..model_card import GAP, parameters_and_bytes, read_figures, read_recipe
+from ..repository.model_card import GAP, parameters_and_bytes, read_figures, read_recipe
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..drafter_files import digests, printable, read_json
-from ..model_card import FIGURES, is_benchmark, read_figures
+from ..common.checks import printable
+from ..repository.drafter_files import digests, read_json
+from ..repository.model_card import FIGURES, is_benchmark, read_figures
 from ..training.files import write_json
 from ..training.pictures import draw_speed_up
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 
 
 def with_lora(drafter: HSDrafter, rank: int) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..configuration_hsdraft import public_name
-from ..decoding import check_target
-from ..model_card import RECIPE, read_recipe, write_card
-from ..modeling_hsdraft import HSDrafter
-from ..publication import complete_folder
-from ..target_match import explain_mismatch, tokenizer_hash
+from ..common.checks import public_name
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.target_match import explain_mismatch, tokenizer_hash
+from ..engine.decoding import check_target
+from ..repository.model_card import RECIPE, read_recipe, write_card
+from ..repository.publication import complete_folder
 from .files import write_json
 from .identity import record_target
 

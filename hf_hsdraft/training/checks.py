@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..configuration_hsdraft import HSDraftConfig
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .conversations import Conversation, tokenize_conversation
 from .files import write_json
 

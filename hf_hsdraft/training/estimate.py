@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..configuration_hsdraft import HSDraftConfig
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .loss import CHUNK_LOGITS
 
 _NOT_COUNTED = (

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from transformers import __version__ as transformers_version
 
 from .._version import __version__
-from ..target_loading import is_sharded
+from ..target.target_loading import is_sharded
 from .answers import Answered, answer_prompts, store_answers
 from .conversations import Conversation, Prompt, read_jsonl
 from .dataset import RowFolder

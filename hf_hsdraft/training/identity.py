@@ -9,11 +9,11 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from ..bench.measure import encode_prompt
-from ..configuration_hsdraft import public_name
-from ..decoding import check_target
-from ..modeling_hsdraft import HSDrafter
-from ..target_limits import furthest_position
-from ..target_match import can_measure, measure_match, tokenizer_hash
+from ..common.checks import public_name
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.target_match import can_measure, measure_match, tokenizer_hash
+from ..engine.decoding import check_target
+from ..target.target_limits import furthest_position
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
 _TOKENS = 96

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..modeling_hsdraft import HSDrafter, TargetWeights
+from ..common.target_weights import TargetWeights
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .features import Features
 from .objectives import Objective
 

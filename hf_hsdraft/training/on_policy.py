@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..modeling_hsdraft import HSDrafter, TargetWeights
+from ..common.target_weights import TargetWeights
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .loss import ChainLabels, Chains, Pack, draft_logits, unroll
 
 

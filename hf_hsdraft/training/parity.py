@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from .. import decoding
-from ..candidate_generator import HSCandidateGenerator
-from ..draft_tree import DraftTree
-from ..expansion import Expansion
-from ..modeling_hsdraft import HSDrafter
-from ..target_runtime import TargetOutput, TargetRuntime
-from ..working_weights import in_full_precision
+from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ..drafters.hidden_state.expansion import Expansion
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.working_weights import in_full_precision
+from ..engine import decoding
+from ..target.target_runtime import TargetOutput, TargetRuntime
+from ..trees.draft_tree import DraftTree
 from .conversations import TokenizedConversation
 from .features import read_features
 from .loss import ChainLabels, Chains, Pack, chain_states, draft_logits, true_labels, unroll

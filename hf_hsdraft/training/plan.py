@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..configuration_hsdraft import public_name
+from ..common.checks import public_name
 from .answers import TEMPERATURES
 
 Report = Callable[[str], None]

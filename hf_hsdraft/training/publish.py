@@ -6,8 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..modeling_hsdraft import HSDrafter
-from ..publication import push_adapter
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..repository.publication import push_adapter
 
 
 def prepare_repository(name: str, token: str | None, private: bool | None) -> str:

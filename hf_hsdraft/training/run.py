@@ -22,10 +22,11 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from .._version import __version__
 from ..bench.measure import encode_prompt
-from ..configuration_hsdraft import HSDraftConfig, public_name
-from ..model_card import FIGURES, RECIPE, write_card
-from ..modeling_hsdraft import HSDrafter
-from ..target_loading import is_sharded
+from ..common.checks import public_name
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..repository.model_card import FIGURES, RECIPE, write_card
+from ..target.target_loading import is_sharded
 from .adapters import with_lora
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..configuration_hsdraft import HSDraftConfig
-from ..decoding import check_target
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..engine.decoding import check_target
 from .plan import Report, TrainingPlan
 from .vocabulary import choose_draft_vocabulary
 

@@ -21,9 +21,9 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 
 from ..bench.measure import pooled_tau
-from ..call_output import DraftStatistics
-from ..modeling_hsdraft import HSDrafter
-from ..target_loading import is_sharded
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..engine.call_output import DraftStatistics
+from ..target.target_loading import is_sharded
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .calibration import Calibration

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..configuration_hsdraft import HSDraftConfig
-from ..modeling_hsdraft import HSDrafter
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .conversations import TokenizedConversation
 
 

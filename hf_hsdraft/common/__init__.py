@@ -1,0 +1,1 @@
+"""Small words that every room uses."""

@@ -1,0 +1,22 @@
+"""Small words about tensors and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Nested `values` as a tensor on a device, without waiting for what the device still computes."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether calling a module runs its class's forward alone, on weights that are where it is."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -1,0 +1,1 @@
+"""Who proposes: the protocol, then one file or folder for each family."""

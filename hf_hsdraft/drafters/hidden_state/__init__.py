@@ -1,0 +1,1 @@
+"""The hidden-state drafter ("Make Every Draft Count")."""

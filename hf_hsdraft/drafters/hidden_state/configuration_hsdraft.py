@@ -1,0 +1,427 @@
+"""Configuration of a hidden-state drafter: what its target must be, and how large its own parts are."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from ...common.checks import LONGEST_NAME, is_code_file, is_integer, is_number, public_name, short
+from ...repository.drafter_files import FORMAT_VERSION
+from ..draft_options import MOST_NODES
+from ..special_tokens import AnySpecialTokens
+
+logger = logging.get_logger(__name__)
+
+INJECTORS = ("low_rank", "path")
+HEADS = ("target", "trained")
+
+# The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.
+LIMITS = {
+    "format_version": 10**6,
+    "vocab_size": 2**22,
+    "target_hidden_size": 2**17,
+    "target_num_hidden_layers": 4096,
+    "hidden_size": 2**17,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+    "intermediate_size": 2**20,
+    "num_draft_steps": 64,
+    "injector_rank": 2**16,
+    "injector_hidden_size": 2**17,
+    "draft_vocab_size": 2**22,
+    "tree_size": MOST_NODES,
+    "beam_width": MOST_NODES,
+}
+_MOST_TAPS, _LONGEST_REFERENCE, _MOST_CODE_FILES = 64, 512, 1024
+
+# What transformers may hand over; all else in a file is left out.
+_OF_TRANSFORMERS = {
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "experts_implementation",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+}
+_MEANINGLESS = {"model_type", "use_cache", "is_encoder_decoder", "_commit_hash", "tie_word_embeddings"}
+# By these a file would make transformers load, replace or run something else than the drafter beside it.
+_FORBIDDEN = {
+    "distributed_config",
+    "fusion_config",
+    "kernel_config",
+    "quantization_config",
+    "transformers_weights",
+}
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class HSDraftConfig(PreTrainedConfig):
+    """Configuration of an [`HSDrafter`].
+
+    Every field is checked when the configuration is built, so a drafter that loads is one that fits together. Prefer
+    [`HSDraftConfig.for_target`], which derives the target's side from a loaded model.
+
+    Args:
+        vocab_size: vocabulary size of the target; `generate()` compares it with the target's own.
+        target_hidden_size: width of the target's hidden states.
+        target_num_hidden_layers: number of decoder layers of the target.
+        target_tap_layers: indices into the target's `hidden_states` (0 = embeddings, i = output of layer i) that the
+            drafter reads, ascending. `None` picks one low, one middle and one high layer (EAGLE-3, section 3.1).
+        target_name: name of the target, for messages and cards.
+        target_revision: commit of the target on the Hub, if it is known.
+        target_tokenizer_hash: what `target_match.tokenizer_hash` makes of the target's tokenizer.
+        target_reference: a text by which a target can be recognised, see `target_match`: its token ids `input_ids`,
+            the position `start` from which on the target wrote it, and of the tokens from there on, how many it
+            chooses again (`agreed`) and how many the drafter's first choice hits (`drafted`).
+        weights_digest: SHA-256 of each file of weights, by name; written by `save_pretrained`.
+        code_files: names of the `*.py` files that were saved with it, so that a later version can replace them; written
+            by `save_pretrained`.
+        format_version: of the files; a drafter of a newer one is refused, older ones load.
+        hidden_size: width of the drafted hidden states; equal to `target_hidden_size` unless `head="trained"`.
+        num_hidden_layers: layers of the trunk.
+        num_attention_heads: attention heads of a trunk layer.
+        num_key_value_heads: key/value heads of a trunk layer (grouped-query attention).
+        head_dim: width of one head; `None` means `hidden_size // num_attention_heads`.
+        intermediate_size: inner width of the trunk's feed-forward blocks.
+        num_draft_steps: K, the hidden states rolled out per round and so the depth of the draft tree.
+        sliding_window: positions that the trunk attends to, the own one included; `None` for all. Beyond the lengths it
+            was trained on, a trunk that sees all drafts worse.
+        rms_norm_eps: epsilon of all RMS norms.
+        rope_theta: base of the rotary position embedding.
+        injector: how token information joins the hidden states: `"low_rank"` is the paper's bias W2 W1 e(parent),
+            `"path"` a gated network on hidden state, parent and the path from the root.
+        injector_rank: r, the rank through which token information reaches the logits.
+        injector_hidden_size: inner width of the path injector.
+        head: `"target"` uses the target's own output rows (none are stored), `"trained"` its own.
+        draft_vocab_size: V', the number of tokens the drafter can propose; `None` means all of them.
+        draft_vocab_ids: the token ids behind the V' rows, ascending; `None` means the first V'.
+        tree_size: nodes of the draft tree, the root not counted.
+        beam_width: nodes of one depth that are expanded to the next; 1 drafts a chain.
+        initializer_range: standard deviation of the weight initialisation.
+
+    Raises:
+        ValueError: a field is out of range or contradicts another; the message names field, value and remedy.
+    """
+
+    model_type = "hsdraft"
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        target_hidden_size: int = 2048,
+        target_num_hidden_layers: int = 24,
+        target_tap_layers: Sequence[int] | None = None,
+        target_name: str = "",
+        target_revision: str = "",
+        target_tokenizer_hash: str = "",
+        target_reference: Mapping[str, Any] | None = None,
+        weights_digest: Mapping[str, str] | None = None,
+        code_files: Sequence[str] | None = None,
+        format_version: int = FORMAT_VERSION,
+        hidden_size: int | None = None,
+        num_hidden_layers: int = 1,
+        num_attention_heads: int = 16,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        intermediate_size: int | None = None,
+        num_draft_steps: int = 6,
+        sliding_window: int | None = None,
+        rms_norm_eps: float = 1e-5,
+        rope_theta: float = 10000.0,
+        injector: str = "path",
+        injector_rank: int = 128,
+        injector_hidden_size: int = 256,
+        head: str = "target",
+        draft_vocab_size: int | None = None,
+        draft_vocab_ids: Sequence[int] | None = None,
+        tree_size: int = 24,
+        beam_width: int = 8,
+        initializer_range: float = 0.02,
+        **kwargs: Any,
+    ) -> None:
+        self.format_version = format_version
+        self._check_format()  # before anything that a newer format may have changed
+        for name, value in (
+            ("vocab_size", vocab_size),
+            ("target_hidden_size", target_hidden_size),
+            ("target_num_hidden_layers", target_num_hidden_layers),
+            ("num_attention_heads", num_attention_heads),
+        ):
+            _check_integer(name, value)  # others are derived from these
+        self.vocab_size = vocab_size
+        self.target_hidden_size = target_hidden_size
+        self.target_num_hidden_layers = target_num_hidden_layers
+        self.target_tap_layers = (
+            default_tap_layers(target_num_hidden_layers) if target_tap_layers is None else _as_list(target_tap_layers)
+        )
+        self.target_name = target_name
+        self.target_revision = target_revision
+        self.target_tokenizer_hash = target_tokenizer_hash
+        self.target_reference = dict(target_reference) if isinstance(target_reference, Mapping) else target_reference
+        self.weights_digest = dict(weights_digest) if isinstance(weights_digest, Mapping) else weights_digest
+        self.code_files = None if code_files is None else _as_list(code_files)
+        self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        _check_integer("hidden_size", self.hidden_size)
+        self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
+        self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
+        self.num_draft_steps = num_draft_steps
+        self.sliding_window = sliding_window
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        self.injector = injector
+        self.injector_rank = injector_rank
+        self.injector_hidden_size = injector_hidden_size
+        self.head = head
+        self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.draft_vocab_ids = None if draft_vocab_ids is None else _as_list(draft_vocab_ids)
+        self.tree_size = tree_size
+        self.beam_width = beam_width
+        self.initializer_range = initializer_range
+        self.check()
+        super().__init__(**_allowed(kwargs))
+
+    @classmethod
+    def for_target(cls, target: Any, **overrides: Any) -> HSDraftConfig:
+        """Derives the configuration of a drafter from a loaded target.
+
+        Args:
+            target: a model of transformers that generates text; of an encoder-decoder, the decoder is meant.
+            overrides: fields to set otherwise, by the names of the constructor.
+
+        Raises:
+            ValueError: an override is invalid.
+        """
+        name = public_name(getattr(target, "name_or_path", ""))
+        return cls.for_target_config(target.config, **{"target_name": name, **overrides})
+
+    @classmethod
+    def for_target_config(cls, target_config: Any, **overrides: Any) -> HSDraftConfig:
+        """As [`for_target`], from the target's configuration alone."""
+        config = target_config.get_text_config(decoder=True)
+        rope = getattr(config, "rope_parameters", None) or {}
+        heads = _integer(config, "num_attention_heads") or 1
+        key_value_heads = _integer(config, "num_key_value_heads") or heads
+        fields: dict[str, Any] = {
+            "vocab_size": config.vocab_size,
+            "target_hidden_size": config.hidden_size,
+            "target_num_hidden_layers": config.num_hidden_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
+            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+            "intermediate_size": _integer(config, "intermediate_size"),
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
+            "rope_theta": rope.get("rope_theta") or 10000.0,
+            "draft_vocab_size": max(1, config.vocab_size // 4),
+            # A pipeline takes an assistant without tokenizers of its own only if these are the target's.
+            **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
+        }
+        unknown = sorted(overrides.keys() - set(inspect.signature(cls.__init__).parameters) - _OF_TRANSFORMERS)
+        if unknown:
+            raise ValueError(f"a drafter's configuration has no {', '.join(unknown)}")
+        if overrides.get("draft_vocab_ids") is not None and "draft_vocab_size" not in overrides:
+            fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
+        return cls(**{**fields, **overrides})
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
+        return self if decoder or encoder else AnySpecialTokens(self)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As every configuration; a file that does not name its format is of the first one."""
+        return super().from_dict({"format_version": 1, **config_dict}, **kwargs)
+
+    def check(self) -> None:
+        """Raises a ValueError that names the first field that is wrong, its value, and what would be right."""
+        self._check_format()
+        for name in LIMITS:
+            _check_integer(name, getattr(self, name))
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0.0 < value < 1e12:
+                raise ValueError(f"{name}={short(value)} is invalid: expected a positive number")
+        for name, allowed in (("injector", INJECTORS), ("head", HEADS)):
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={short(getattr(self, name))} is invalid: expected one of {', '.join(allowed)}"
+                )
+        window = self.sliding_window
+        if window is not None and not (is_integer(window) and self.num_draft_steps < window < 2**31):
+            raise ValueError(
+                f"sliding_window={short(window)} is invalid: expected None, or an integer above "
+                f"num_draft_steps={self.num_draft_steps}"
+            )
+        self._check_taps()
+        self._check_vocabulary()
+        self._check_target()
+        self._check_digest()
+        self._check_code_files()
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} is invalid: it must divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is invalid: rotary embeddings need an even number")
+        if self.head == "target" and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is invalid with head='target': the target's output rows need "
+                f"target_hidden_size={self.target_hidden_size}; set them equal or choose head='trained'"
+            )
+        if self.tree_size < self.num_draft_steps:
+            raise ValueError(
+                f"tree_size={self.tree_size} is invalid: a tree of depth num_draft_steps={self.num_draft_steps} needs "
+                "at least as many nodes"
+            )
+
+    def _check_taps(self) -> None:
+        taps = self.target_tap_layers
+        in_range = len(taps) <= _MOST_TAPS and all(
+            is_integer(tap) and 0 <= tap <= self.target_num_hidden_layers for tap in taps
+        )
+        if not taps or not in_range or sorted(set(taps)) != taps:
+            raise ValueError(
+                f"target_tap_layers={short(taps)} is invalid: expected ascending indices between 0 (embeddings) and "
+                f"target_num_hidden_layers={self.target_num_hidden_layers}, each once"
+            )
+
+    def _check_vocabulary(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} is invalid: the target has only vocab_size="
+                f"{self.vocab_size} tokens"
+            )
+        ids = self.draft_vocab_ids
+        if ids is None:
+            return
+        if len(ids) != self.draft_vocab_size:
+            raise ValueError(
+                f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={self.draft_vocab_size}: they must agree"
+            )
+        ascending = all(map(is_integer, ids)) and all(low < high for low, high in itertools.pairwise(ids))
+        if not ascending or ids[0] < 0 or ids[-1] >= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
+            )
+
+    def _check_format(self) -> None:
+        _check_integer("format_version", self.format_version)
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"this drafter has format_version={self.format_version}, this version of hf_hsdraft reads up to "
+                f"{FORMAT_VERSION}: upgrade hf_hsdraft, or load it with AutoModel and trust_remote_code=True, which "
+                "brings the code it was saved with"
+            )
+
+    def _check_target(self) -> None:
+        for name in ("target_name", "target_revision", "target_tokenizer_hash"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > LONGEST_NAME or not value.isprintable():
+                raise ValueError(
+                    f"{name}={short(value)} is invalid: expected one line of at most {LONGEST_NAME} characters"
+                )
+        if self.target_reference is None:
+            return
+        expected = "expected input_ids, start, agreed and drafted as `hsdraft train` writes them"
+        fields = {"input_ids", "start", "agreed", "drafted"}
+        if not isinstance(self.target_reference, dict) or self.target_reference.keys() != fields:
+            raise ValueError(f"target_reference={short(self.target_reference)} is invalid: {expected}")
+        ids, start, *counts = (self.target_reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
+        valid = isinstance(ids, list) and 3 <= len(ids) <= _LONGEST_REFERENCE
+        valid = valid and all(is_integer(token) and 0 <= token < self.vocab_size for token in ids)
+        valid = valid and is_integer(start) and 2 <= start < len(ids)
+        if not valid or not all(is_integer(count) and 0 <= count <= len(ids) - start for count in counts):
+            raise ValueError(f"target_reference={short(self.target_reference)} is invalid: {expected}")
+
+    def _check_digest(self) -> None:
+        digests = self.weights_digest
+        if digests is not None and not (
+            isinstance(digests, dict)
+            and all(isinstance(name, str) and re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in digests)
+            and all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests.values())
+        ):
+            raise ValueError(
+                f"weights_digest={short(digests)} is invalid: expected SHA-256 digests by names of files of weights"
+            )
+
+    def _check_code_files(self) -> None:
+        names = self.code_files
+        if names is not None and not (len(names) <= _MOST_CODE_FILES and all(map(is_code_file, names))):
+            raise ValueError(
+                f"code_files={short(names)} is invalid: expected at most {_MOST_CODE_FILES} names such as "
+                "modeling_hsdraft.py, without folders"
+            )
+
+
+def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of fields that are not the drafter's own, those that may be given to transformers."""
+    forbidden = sorted(_FORBIDDEN & {name for name, value in kwargs.items() if value is not None})
+    if forbidden:
+        raise ValueError(
+            f"a drafter's configuration must not hold {', '.join(forbidden)}: remove it, it has no use here"
+        )
+    for name in ("dtype", "torch_dtype"):
+        value = kwargs.get(name)
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
+            raise ValueError(f"{name}={short(value)} is invalid: expected one of {', '.join(_DTYPES)}")
+    for name in ("attn_implementation", "experts_implementation"):
+        value = kwargs.get(name)
+        if value is not None and not (isinstance(value, str) and value.replace("_", "").isalnum()):
+            raise ValueError(f"{name}={short(value)} is invalid: a drafter brings no kernels")  # a repository's name
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = kwargs.get(name)
+        tokens = value if isinstance(value, list) else [0 if value is None else value]
+        if len(tokens) > LONGEST_NAME or not all(is_integer(token) and 0 <= token < 2**31 for token in tokens):
+            raise ValueError(f"{name}={short(value)} is invalid: expected a token id or a few")
+    unknown = sorted(kwargs.keys() - _OF_TRANSFORMERS - _MEANINGLESS - _FORBIDDEN)
+    if unknown:
+        logger.warning(f"fields of a drafter's configuration that mean nothing to it are left out: {short(unknown)}")
+    allowed = {name: value for name, value in kwargs.items() if name in _OF_TRANSFORMERS}
+    if not isinstance(allowed.get("auto_map", {}), dict):
+        del allowed["auto_map"]
+    return allowed
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if not is_integer(value) or not 1 <= value <= LIMITS[name]:
+        wanted = "1 or more" if not is_integer(value) or value < 1 else f"at most {LIMITS[name]:,}"
+        raise ValueError(f"{name}={short(value)} is invalid: expected an integer of {wanted}")
+
+
+def _as_list(value: Any) -> list[Any]:
+    """A list that checks can look into, whatever a file holds instead of one."""
+    return list(value) if isinstance(value, list | tuple | range) else [value]
+
+
+def _integer(config: Any, name: str) -> int | None:
+    """A field where it is one number for all layers."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
+def default_tap_layers(num_hidden_layers: int) -> list[int]:
+    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
+    wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
+    return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})
+
+
+__all__ = ["HSDraftConfig"]

@@ -1,0 +1,177 @@
+"""Is this the target that a drafter was made for? Told by what it does, not by what it is called.
+
+The emitted text never depends on it, only how much of it is drafted. So a drafter carries a short text that its target
+wrote greedily, and how many tokens of it the drafter guessed as that target chooses. On another target (trained
+further, quantised, with other tokens) the same count is made in one forward. That forward takes as long as some rounds.
+So it is run only once the drafts of calls have been right less often than the record lets expect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ...common.checks import printable
+from ...target.target_limits import frequencies_change, furthest_position
+from .modeling_hsdraft import HSDrafter
+
+logger = logging.get_logger(__name__)
+
+# What is left of the guesses at least before anybody is told: another dtype changes a few of a hundred choices.
+_ENOUGH, _SLACK = 0.85, 2
+_JUDGED, _TRUSTED = 16, 96  # drafts of calls until their guesses are judged, and until they are judged no more
+
+
+@dataclass(frozen=True)
+class TargetMatch:
+    """How a target does on a text, of which tokens from some position on are looked at.
+
+    Attributes:
+        tokens: looked at.
+        agreed: that are this target's own greedy choice.
+        drafted: for which the drafter's first choice, one token ahead, is this target's greedy choice.
+    """
+
+    tokens: int
+    agreed: int
+    drafted: int
+
+
+def can_measure(target: Any, length: int) -> bool:
+    """Whether a forward over `length` tokens leaves the target as it is: not beyond where its positions change."""
+    return (
+        not target.config.is_encoder_decoder
+        and length <= furthest_position(target)
+        and not frequencies_change(target, length)
+    )
+
+
+@torch.no_grad()
+def measure_match(target: Any, drafter: HSDrafter, input_ids: Sequence[int], start: int) -> TargetMatch:
+    """Reads a text once and counts the choices of target and drafter from position `start` on, which is 2 at least."""
+    ids = torch.tensor([list(input_ids)], device=target.device)
+    places = torch.arange(ids.shape[1], device=target.device)
+    # Models whose positions depend on images would otherwise note here what they are in a text without any.
+    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+    positions = {"position_ids": places[None]} if takes_positions else {}
+    taps = list(drafter.config.target_tap_layers)
+    output = target(ids, **positions, output_hidden_states=taps, use_cache=False)
+    choices = output.logits[0, start - 1 : -1].argmax(dim=-1).cpu()
+    # The layers of a target may lie on several devices.
+    states = [output.hidden_states[layer][0, :-1].to(drafter.device, drafter.dtype) for layer in taps]
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    hidden = drafter(
+        torch.cat(states, dim=-1),
+        weights.embed(ids[0, 1:]),
+        places[:-1].to(drafter.device),
+        starts=places[start - 2 : -2].to(drafter.device),
+        num_draft_steps=1,
+    ).hidden_states[0]
+    guesses = weights.vocab_ids[drafter.logits(hidden, weights).argmax(dim=-1)].cpu()
+    return TargetMatch(
+        tokens=len(choices),
+        agreed=int((choices == ids[0, start:].cpu()).sum()),
+        drafted=int((guesses == choices).sum()),
+    )
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """A digest of a tokenizer's tokens and their ids, 16 hexadecimal digits."""
+    known = _hashes.get(tokenizer)
+    if known is None:
+        vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+        known = _hashes[tokenizer] = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+    return known
+
+
+def explain_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> str:
+    """Why a drafter may draft little for a target, with what was measured; empty if it does as well as for its own.
+
+    Measured once for a target and a drafter: what is trained or switched on later is not seen.
+
+    Args:
+        tokenizer: the target's, if it is at hand.
+    """
+    config, reference = drafter.config, drafter.config.target_reference
+    made_for = f"this drafter was made for {printable(config.target_name) or 'another target'}"
+    other_tokens = has_other_tokens(drafter, tokenizer)
+    if reference is None or not can_measure(target, len(reference["input_ids"])):
+        unknown = "what that costs could not be measured"
+        return f"{made_for}, whose tokenizer has other tokens than this one; {unknown}" if other_tokens else ""
+    recorded, match = _known.setdefault(target, weakref.WeakKeyDictionary()).get(drafter, (None, None))
+    if match is None or recorded != reference:
+        match = measure_match(target, drafter, reference["input_ids"], reference["start"])
+        _known[target][drafter] = reference, match
+    if match.drafted + _SLACK >= _ENOUGH * reference["drafted"]:
+        return ""  # whatever it is called
+    cause = "its tokenizer has other tokens" if other_tokens else "it was trained further, or is another model"
+    return (
+        f"{made_for}, and fits this target less ({cause}): in a text of {match.tokens} tokens its first guess is what "
+        f"this target would say {match.drafted} times, of its own target {reference['drafted']} times (this one would "
+        f"write {match.tokens - match.agreed} of the tokens otherwise). The text stays this target's own, but less of "
+        "it is drafted; `hsdraft train --init-from` adapts a drafter"
+    )
+
+
+@dataclass
+class _Guesses:
+    """First guesses of the drafts of calls.
+
+    Attributes:
+        drafts: number of drafts; right: of them, those whose first guess was the next token of the text.
+    """
+
+    drafts: int = 0
+    right: int = 0
+
+
+def has_other_tokens(drafter: HSDrafter, tokenizer: Any) -> bool:
+    """Whether a tokenizer is known to be another one than that of the drafter's target."""
+    recorded = drafter.config.target_tokenizer_hash
+    return tokenizer is not None and bool(recorded) and tokenizer_hash(tokenizer) != recorded
+
+
+def warn_of_poor_guesses(target: Any, drafter: HSDrafter, drafts: int, right: int) -> None:
+    """Takes how the drafts of a call did; warns once of another target, if that is why they did poorly.
+
+    Args:
+        drafts: number of drafts; right: of them, those whose first guess was the next token of the text.
+    """
+    reference = drafter.config.target_reference
+    seen = _guesses.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Guesses())
+    if reference is None or seen.drafts >= _TRUSTED:
+        return
+    seen.drafts, seen.right = seen.drafts + drafts, seen.right + right
+    expected = reference["drafted"] / max(len(reference["input_ids"]) - reference["start"], 1)
+    if seen.drafts >= _JUDGED and seen.right < _ENOUGH * expected * seen.drafts:
+        warn_of_mismatch(target, drafter)
+
+
+def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> None:
+    """Warns of it, once for a target and a drafter."""
+    warned = _warned.setdefault(target, weakref.WeakSet())
+    if drafter in warned:
+        return
+    try:
+        problem = explain_mismatch(target, drafter, tokenizer)
+    except Exception as error:  # a warning is no reason to fail where decoding works
+        logger.info(f"whether this drafter was made for this target could not be measured: {error}")
+        warned.add(drafter)
+        return
+    warned.add(drafter)
+    if problem:
+        logger.warning(problem)
+
+
+_hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, Any]] = weakref.WeakKeyDictionary()
+_guesses: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, _Guesses]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HSDrafter]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,1 @@
+"""Drafts out of the text itself ("Cacheback")."""

@@ -1,0 +1,85 @@
+"""A drafter without a network: n-grams of the running text, and of other texts if there are any (Cacheback)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ...common.checks import is_integer
+from ...common.target_weights import TargetWeights
+from ..draft_options import default_options
+from ..special_tokens import ANY, AnySpecialTokens
+from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
+
+_OPTIONS = (
+    "assistant_confidence_threshold",
+    "beam_width",
+    "depth_cost",
+    "node_cost",
+    "num_assistant_tokens",
+    "packed_weights",
+    "tree_size",
+    "tree_sizing",
+)
+
+
+@dataclass(frozen=True)
+class CachebackConfig:
+    """What decoding asks a drafter's configuration for."""
+
+    num_draft_steps: int = MOST_NGRAM_DEPTH
+    target_tap_layers: tuple[int, ...] = ()
+    vocab_size: Any = ANY  # of the target, as a pipeline compares it
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        """What a pipeline compares with a target's; it fits any."""
+        return AnySpecialTokens(self)
+
+
+class CachebackDrafter:
+    """Training-free drafting by n-grams, for any target ("Cacheback": tables of leaders and their followers).
+
+        out = model.generate(**inputs, assistant_model=CachebackDrafter())
+
+    Exact like every drafter here, and quick where a text repeats itself or its prompt: summaries, translations,
+    extraction, code. Elsewhere it hardly drafts and costs as little.
+
+    Args:
+        texts: token ids of texts like those to come; their n-grams fill a table that is asked where the running text
+            knows nothing, and is never changed.
+        ngram_length: tokens of the longest leader, 1 to 16.
+        options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`, `node_cost` and
+            `depth_cost`, `assistant_confidence_threshold`, `packed_weights`.
+
+    Raises:
+        ValueError: `ngram_length` is out of range, or an option is unknown.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
+        if not is_integer(ngram_length) or not 1 <= ngram_length <= MOST_LEADING:
+            raise ValueError(
+                f"ngram_length={ngram_length!r} is invalid: expected an integer from 1 to {MOST_LEADING}; without "
+                "n-grams there is nothing to draft"
+            )
+        self.config = CachebackConfig()
+        self.generation_config = self.default_generation_config()
+        self.generation_config.ngram_length = ngram_length
+        for name, value in options.items():
+            if name not in _OPTIONS:
+                raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
+            setattr(self.generation_config, name, value)
+        known = [[int(token) for token in text] for text in texts]
+        self.frozen: list[FollowerTable] = tables_of(known, ngram_length) if known else []
+        self.most_token = max((max(text) for text in known if text), default=-1)
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options; `beam_width=1` drafts a chain, the other options of a beam have no effect."""
+        return default_options(MOST_NGRAM_DEPTH, tree_size=24, beam_width=24)
+
+    def borrow(self, embedding: Any, output_head: Any, with_head: bool = True) -> TargetWeights:
+        """Nothing of the target is needed."""
+        return TargetWeights(embedding, None, torch.empty(0, dtype=torch.long), embedding.weight.shape[0])

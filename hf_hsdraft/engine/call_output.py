@@ -1,0 +1,144 @@
+"""What a call returns: transformers' own fields, and what was done for them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+
+from ..target.target_runtime import TargetRuntime
+from .decoded_texts import DecodedTexts
+
+
+@dataclass
+class DraftStatistics:
+    """What one call did; kept only when `return_dict_in_generate=True`.
+
+    Attributes:
+        new_tokens: tokens emitted, of all rows.
+        target_forwards: forwards of the target; reading the prompts is one, however it is chunked. The few forwards by
+            which the first call finds out what a target can do are not counted.
+        row_forwards: the same, each counted for every row that was still growing; in a batch of one, equal.
+        accepted_lengths: drafted tokens emitted in each round after the prompts' forward, for each row.
+        drafted_nodes: nodes verified in each round, the root not counted, for each row.
+        draft_kind: `"tree"` or `"chain"`, what was drafted.
+        reason: why chains were, if they were not asked for.
+        packed_weights: whether rounds multiplied by packed copies of the target's weights, from some round on.
+        prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
+            the total is Python between the parts, and finding out what a target can do.
+    """
+
+    new_tokens: int = 0
+    target_forwards: int = 0
+    row_forwards: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    drafted_nodes: list[int] = field(default_factory=list)
+    draft_kind: str = "tree"
+    reason: str = ""
+    packed_weights: bool = False
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of drafting, each counted for every row; the prompts' forward is none."""
+        return len(self.accepted_lengths)
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per target forward and row, the bonus token included; plain decoding has exactly 1."""
+        return self.new_tokens / max(self.row_forwards, 1)
+
+    # Whisper's `generate` takes each field of an output apart by rows, and moves the parts to the CPU.
+    __iter__ = None
+
+    def __getitem__(self, row: int) -> DraftStatistics:
+        """What stands for a row: the statistics of the whole call, as its rows are decoded together."""
+        return self
+
+    def cpu(self) -> DraftStatistics:
+        """These statistics, which are on no device."""
+        return self
+
+
+@dataclass
+class HSDraftGenerateOutput(GenerateDecoderOnlyOutput):
+    """Output of `generate()` with a drafter: transformers' own fields, and `statistics` of the call."""
+
+    statistics: DraftStatistics | None = None
+
+
+@dataclass
+class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same for an encoder-decoder target."""
+
+    statistics: DraftStatistics | None = None
+
+
+class Clock:
+    """Adds wall-clock time to fields of the statistics; does nothing, and never synchronises, without them."""
+
+    def __init__(self, statistics: DraftStatistics | None, device: torch.device) -> None:
+        self._statistics = statistics
+        self._cuda = device if device.type == "cuda" else None
+        self._last = self._now() if statistics is not None else 0.0
+        self._begin = self._last
+
+    def _now(self) -> float:
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        return time.perf_counter()
+
+    def start(self) -> None:
+        if self._statistics is not None:
+            self._last = self._now()
+
+    def stop(self, part: str) -> None:
+        if self._statistics is not None:
+            now = self._now()
+            setattr(self._statistics, part, getattr(self._statistics, part) + now - self._last)
+            self._last = now
+
+    def finish(self) -> None:
+        if self._statistics is not None:
+            self._statistics.total_seconds = self._now() - self._begin
+
+
+def as_output(
+    texts: DecodedTexts,
+    runtime: TargetRuntime,
+    statistics: DraftStatistics,
+    config: Any,
+    model_kwargs: dict[str, Any],
+) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput:
+    def steps(name: str, wanted: bool) -> Any:
+        return texts.stacked_steps(name) if wanted else None
+
+    common = {
+        "sequences": texts.sequences(),
+        "scores": texts.stacked_scores("scores") if texts.keeps_scores else None,
+        "logits": texts.stacked_scores("logits") if texts.keeps_logits else None,
+        "past_key_values": runtime.cache,
+        "statistics": statistics,
+    }
+    if runtime.target.config.is_encoder_decoder:
+        encoder = model_kwargs["encoder_outputs"]
+        return HSDraftEncoderDecoderOutput(
+            **common,
+            encoder_attentions=encoder.get("attentions") if config.output_attentions else None,
+            encoder_hidden_states=encoder.get("hidden_states") if config.output_hidden_states else None,
+            decoder_attentions=steps("decoder_attentions", config.output_attentions),
+            cross_attentions=steps("cross_attentions", config.output_attentions),
+            decoder_hidden_states=steps("decoder_hidden_states", config.output_hidden_states),
+        )
+    return HSDraftGenerateOutput(
+        **common,
+        attentions=steps("attentions", config.output_attentions),
+        hidden_states=steps("hidden_states", config.output_hidden_states),
+    )

@@ -1,0 +1,323 @@
+"""The texts of a call as they grow, with the rules of the call that choose their tokens and end them.
+
+Rows of a batch grow at their own pace; what comes out is what a loop over single steps would have made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..common.tensors import on_device
+from ..trees.draft_tree import DraftTree
+from ..verifiers.foresight import Draws, Foresight
+from ..verifiers.verification import ChooseToken, Verdict, draw_token, greedy_choice, own_choice, rejection_choice, walk
+from .row_processors import RowProcessors
+
+# Processors of the library that can be asked about a drafter's scores: they look at nothing else, wherever those are.
+_WARPERS = tuple(
+    getattr(logits_process, f"{name}LogitsWarper")
+    for name in ("Temperature", "TopK", "TopP", "MinP", "Typical", "Epsilon")
+)
+
+# Criteria of the library that treat each row alone and remember nothing: a row of a batch can be asked about by itself.
+_ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+# Outputs of one token beside its scores, for `return_dict_in_generate`: name of the output to tensors by layer.
+StepOutputs = dict[str, tuple[torch.Tensor, ...]]
+
+
+@dataclass
+class _Row:
+    """One text.
+
+    Attributes:
+        ids: `[1, length]`, prompt and new tokens.
+        end: length at which it ended; 0 while it goes on.
+        emitted: the tokens appended last.
+        scores, logits: `[1, V]` each new token, if asked for.
+        judged: raw and processed scores `[1, V]` at the nodes of the tree that is being verified, as far as they were
+            asked for; emptied when a path of it is accepted.
+        steps: further outputs of each new token, if asked for.
+    """
+
+    ids: torch.Tensor
+    end: int = 0
+    emitted: list[int] = field(default_factory=list)
+    scores: tuple[torch.Tensor, ...] = ()
+    logits: tuple[torch.Tensor, ...] = ()
+    judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    steps: list[StepOutputs] = field(default_factory=list)
+
+
+class DecodedTexts:
+    """Texts of a batch.
+
+    Args:
+        input_ids: `[B, length]`, the prompts.
+        generation_config, logits_processor, stopping_criteria, streamer: as `generate()` prepared them.
+        reject: choose tokens by rejection without replacement instead of the target's own draws.
+        vocab_ids: `[V']`, the draft vocabulary, for `reject`.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        streamer: Any,
+        reject: bool,
+        vocab_ids: torch.Tensor,
+    ) -> None:
+        self.rows = [_Row(row[None]) for row in input_ids]
+        self.prompt_length = input_ids.shape[1]
+        self._config = generation_config
+        self._process = logits_processor
+        self._streamer = streamer
+        self._streamed = 0
+        self._vocab_ids = vocab_ids
+        self._reject = reject and generation_config.do_sample
+        wanted = generation_config.return_dict_in_generate
+        self.keeps_scores = bool(wanted and generation_config.output_scores)
+        self.keeps_logits = bool(wanted and generation_config.output_logits)
+        by_row = [len(self.rows) == 1 or type(one) in _ROW_WISE_CRITERIA for one in stopping_criteria]
+        self._stop = StoppingCriteriaList(itertools.compress(stopping_criteria, by_row))
+        self._stop_batch = StoppingCriteriaList(itertools.compress(stopping_criteria, (not one for one in by_row)))
+        self._steps_asked = 0  # steps of the batch that `_stop_batch` was asked about
+        self._step_scores: tuple[torch.Tensor, ...] = ()  # `[B, V]` of each of them, if scores are asked for
+        # Plain decoding fills ended rows up where a token ends them, and lets them go on where something else did.
+        self._has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+        # A text's length and last token are known here: asking these needs nothing back from the device.
+        self._known_stop = all(type(one) in (EosTokenCriteria, MaxLengthCriteria) for one in self._stop)
+        eos = [one.eos_token_id for one in stopping_criteria if type(one) is EosTokenCriteria]
+        self._eos = {int(token) for ids in eos for token in ids.flatten().tolist()}
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        self.pad_token_id = 0 if pad is None else int(pad)
+        self._processed = RowProcessors(logits_processor, len(self.rows))
+        self._draws: list[Draws] | None = None
+
+    @property
+    def active(self) -> list[int]:
+        """Rows that still grow."""
+        if self._has_eos or not all(row.end for row in self.rows):
+            return [
+                index for index, row in enumerate(self.rows) if not (row.end and self._has_eos) and self.room(index)
+            ]
+        length = self.length()
+        return [index for index, row in enumerate(self.rows) if row.ids.shape[1] < length]
+
+    def room(self, index: int) -> int:
+        """Tokens that may still be emitted in a row."""
+        return max(self._config.max_length - self.rows[index].ids.shape[1], 0)
+
+    def new_tokens(self, index: int) -> int:
+        """Tokens of a row after its prompt, without those beyond an end that was found later."""
+        row = self.rows[index]
+        length = row.ids.shape[1]
+        return (min(length, row.end) if row.end and self._has_eos else length) - self.prompt_length
+
+    def beyond_end(self) -> list[int]:
+        """Tokens of each row that are beyond the end of the batch; 0 while one of the rows goes on."""
+        if self.active:
+            return [0] * len(self.rows)
+        return [max(row.ids.shape[1] - self.length(), 0) for row in self.rows]
+
+    def last_token(self, index: int) -> int:
+        return self.rows[index].emitted[-1]
+
+    def batch(self) -> torch.Tensor:
+        """`[B, length]` up to each row's last token; shorter rows stand at the right."""
+        if len(self.rows) == 1:
+            return self.rows[0].ids
+        length = max(row.ids.shape[1] for row in self.rows)
+        return torch.cat([torch.nn.functional.pad(row.ids, (length - row.ids.shape[1], 0)) for row in self.rows])
+
+    def foresee(self, vocab_size: int) -> Foresight | None:
+        """Lets drafts know of the draws to come; of no use, and `None`, where nothing is drawn or not by the target.
+
+        Called before the first draw.
+
+        Args:
+            vocab_size: of the target's logits.
+        """
+        if not self._config.do_sample or self._reject:
+            return None
+        if self._vocab_ids.numel() == 0 or int(self._vocab_ids.max()) < vocab_size:
+            self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
+        if self._draws is None:
+            return None
+        return Foresight(self._draws, [one for one in self._process if type(one) in _WARPERS])
+
+    def start(self, logits: torch.Tensor) -> None:
+        """Processes the scores of every row's first new token, `[B, V]`, at once, as plain decoding does."""
+        if len(self.rows) == 1 or len(self._process) == 0:
+            return
+        ids = torch.cat([row.ids for row in self.rows])
+        raw = logits.to(ids.device, torch.float32, copy=True)
+        scores = self._processed.of_all_rows(ids, raw.clone() if self.keeps_logits else raw)
+        for row, *judged in zip(self.rows, raw.split(1), scores.to(ids.device).split(1), strict=True):
+            row.judged[0] = judged[0], judged[1]
+
+    def walk(self, index: int, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+        """What of a row's tree is accepted, by the target's `logits` `[nodes, V]`."""
+        chooser = self._chooser(index, tree, logits)
+        return walk(tree, chooser, lambda path, tokens: self._ends(index, path, tokens))
+
+    def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
+        """Appends what was accepted, and the token after it."""
+        row = self.rows[index]
+        tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        row.emitted = tokens
+        if self._draws is not None:
+            self._draws[index].settle(len(tokens))
+        row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
+        row.scores, row.logits = self._with_path(row, verdict.path)
+        row.judged.clear()
+        row.steps.extend(steps)
+        if verdict.finished and not row.end:
+            row.end = row.ids.shape[1]
+
+    def end_batch(self) -> None:
+        """Asks criteria that may look at all rows, or remember them, once for each step that all rows have taken.
+
+        So plain decoding asks them too. A row that is ahead of the others may turn out to have ended before its last
+        token; what is beyond its end is dropped.
+        """
+        while self._stop_batch and self._steps_asked < self._steps_taken():
+            length = self.prompt_length + self._steps_asked + 1
+            if self.keeps_scores:
+                scores = [row.scores[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
+                self._step_scores = (*self._step_scores, _stacked(scores, self._steps_asked))
+            ended = self._stop_batch(self.sequences(length), self._step_scores if self.keeps_scores else None)
+            for row, has_ended in zip(self.rows, ended.tolist(), strict=True):
+                if has_ended and (not row.end or row.end > length):
+                    row.end = length
+            self._steps_asked += 1
+
+    def stream(self) -> None:
+        """Hands on what is new: of one text its tokens `[n]`, of a batch each step `[B]` that all rows have reached.
+
+        Plain decoding hands on `[1]` and `[B]`: streamers may count the items of what they get.
+        """
+        if self._streamer is None:
+            return
+        ready = self._steps_taken()
+        ids = self.sequences(self.prompt_length + max(ready, self._streamed))
+        if len(self.rows) == 1 and ready > self._streamed:
+            self._streamer.put(ids[0, self.prompt_length + self._streamed :].cpu())
+            self._streamed = ready
+        while self._streamed < ready:
+            self._streamer.put(ids[:, self.prompt_length + self._streamed].cpu())
+            self._streamed += 1
+
+    def _steps_taken(self) -> int:
+        """Steps of plain decoding whose tokens are known in all rows."""
+        growing = [self.new_tokens(index) for index, row in enumerate(self.rows) if not (row.end and self._has_eos)]
+        if all(row.end for row in self.rows):
+            growing.append(self.length() - self.prompt_length)
+        return min(growing)
+
+    def end_stream(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def length(self) -> int:
+        """Length of the batch when all rows have ended: that of the last one to end."""
+        return max(row.end or row.ids.shape[1] for row in self.rows)
+
+    def sequences(self, length: int | None = None) -> torch.Tensor:
+        """`[B, length]`, rows that ended earlier filled up with the padding token."""
+        length = self.length() if length is None else length
+        kept = [min(length, self.prompt_length + self.new_tokens(index)) for index in range(len(self.rows))]
+        rows = [row.ids[:, :end] for row, end in zip(self.rows, kept, strict=True)]
+        fill = self.pad_token_id
+        return torch.cat([torch.nn.functional.pad(row, (0, length - row.shape[1]), value=fill) for row in rows])
+
+    def stacked_scores(self, name: str) -> tuple[torch.Tensor, ...]:
+        """`scores` or `logits`: `[B, V]` for each step; 0 where a row had ended."""
+        rows = [getattr(row, name)[: self.new_tokens(index)] for index, row in enumerate(self.rows)]
+        return tuple(_stacked(rows, step) for step in range(self.length() - self.prompt_length))
+
+    def stacked_steps(self, name: str) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """Outputs by step and layer, rows joined; 0 where a row had ended. `None` if the target gave none."""
+        if any(name not in step for row in self.rows for step in row.steps):
+            return None
+        rows = [[step[name] for step in row.steps[: self.new_tokens(index)]] for index, row in enumerate(self.rows)]
+        count = self.length() - self.prompt_length
+        longest = max(rows, key=len)
+        return tuple(
+            tuple(
+                torch.cat([_like(row[step][layer] if step < len(row) else None, sample) for row in rows])
+                for layer, sample in enumerate(longest[step])
+            )
+            for step in range(count)
+        )
+
+    def _chooser(self, index: int, tree: DraftTree, logits: torch.Tensor) -> ChooseToken:
+        keep = self.keeps_scores or self.keeps_logits
+        if not self._config.do_sample and not keep and len(self._process) == 0:
+            return greedy_choice(logits)
+        row = self.rows[index]
+
+        def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
+            if node not in row.judged:  # processors are asked once, as some of them count
+                drafted = row.ids.new_tensor([tokens])
+                raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
+                ids = torch.cat([row.ids, drafted], dim=-1)
+                scores = self._processed(index, ids, raw.clone() if self.keeps_logits else raw)
+                row.judged[node] = raw, scores.to(ids.device)
+            return row.judged[node][1]
+
+        if self._reject:
+            return rejection_choice(scores_at, tree, self._vocab_ids)
+        if not self._config.do_sample:
+            return own_choice(scores_at, None)
+        return own_choice(scores_at, draw_token if self._draws is None else self._draws[index])
+
+    def _ends(self, index: int, path: list[int], tokens: list[int]) -> bool:
+        """Whether a row ends after these tokens, chosen at root and `path`. Criteria are asked once for each token."""
+        row = self.rows[index]
+        length = row.ids.shape[1] + len(tokens)
+        if row.end:  # it goes on until the other rows have ended
+            return length >= self._config.max_length
+        if self._known_stop:
+            limits = [one for one in self._stop if type(one) is MaxLengthCriteria]
+            for one in limits:
+                one(torch.empty(1, length, dtype=torch.bool), None)  # only for its reminder of the context window
+            return tokens[-1] in self._eos or any(length >= one.max_length for one in limits)
+        ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
+        scores = self._with_path(row, path)[0] if self.keeps_scores else None
+        return bool(self._stop(ids, scores)[0])
+
+    def _with_path(self, row: _Row, path: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Scores and raw logits of a row, with those of the tokens chosen at the root and along an accepted path."""
+        scores, logits = row.scores, row.logits
+        if self.keeps_scores:
+            scores = (*scores, *(row.judged[node][1] for node in (0, *path)))
+        if self.keeps_logits:
+            logits = (*logits, *(row.judged[node][0] for node in (0, *path)))
+        return scores, logits
+
+
+def _stacked(rows: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor:
+    """`[B, V]` of one step; 0 where a row had ended."""
+    longest = max(rows, key=len)
+    return torch.cat([_like(row[step] if step < len(row) else None, longest[step]) for row in rows])
+
+
+def _like(given: torch.Tensor | None, sample: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(sample) if given is None else given

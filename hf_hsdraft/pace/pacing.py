@@ -1,0 +1,365 @@
+"""How much to draft: as much as pays, by what forwards cost on this device and by what was accepted in this text.
+
+Time is counted in plain rounds, see `round_costs`. A draft costs a part of one, so does a verified node, and every
+accepted token saves one. Two things are learnt: what forwards and drafts cost, and how the drafts of a text do
+(`Habits`). A text begins with what the drafter's last text taught. None of it changes the distribution of what is
+emitted. Whoever gives the costs gets the same trees in every run: then nothing is measured, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+from ..trees.draft_tree import DraftTree
+from .round_costs import Costs, MeasuredCosts
+
+# Lower ends of the bins of an edge's log-probability.
+_BINS = (-0.05, -0.15, -0.35, -0.7, -1.1, -1.6, -2.3, -3.0, -4.0, -5.0, -6.5, -8.0)
+_PRIOR_TRIALS = 64.0  # tokens that what is assumed of a bin counts for: drafters know well how sure they are
+_PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, beside what came of them
+_PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
+_MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
+_FADING = 0.85  # of the weight of earlier rounds, with each further one
+_SLOWER = 1.1  # than without packed weights, and more than noise: there nothing is packed
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
+_KEPT_TRIALS = 24.0  # tokens that each bin of an earlier text counts for in the next one
+_KEPT_DRAFTS = 2  # drafts that the gains of an earlier text count for
+_KEPT_TRUST = 0.3  # of what was accepted and expected in an earlier text
+
+
+@dataclass
+class Calibration:
+    """How often a drafted token is right, by the probability that the drafter gives it after its parent.
+
+    Attributes:
+        trials, hits: tokens that were compared and that were right, by bins of that probability.
+        expected, right: the same over all bins, with the probabilities summed instead of the tokens counted: what is
+            assumed of a bin as long as little of it was seen.
+    """
+
+    trials: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
+    hits: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
+    expected: float = _PRIOR_EXPECTED
+    right: float = _PRIOR_EXPECTED
+
+    def probability(self, log_prob: float) -> float:
+        place = _bin(log_prob)
+        assumed = min(math.exp(log_prob) * self.right / self.expected, 1.0)
+        return (self.hits[place] + _PRIOR_TRIALS * assumed) / (self.trials[place] + _PRIOR_TRIALS)
+
+    def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
+        """Compares a tree with the tokens that were emitted after its root."""
+        children, node = tree.children(), 0
+        for token in tokens:
+            for child in children[node].values():
+                log_prob = tree.scores[child] - tree.scores[node]
+                place = _bin(log_prob)
+                self.expected += math.exp(log_prob)
+                self.right += tree.tokens[child] == token
+                if self.trials[place] >= _MOST_TRIALS:  # texts change
+                    self.trials[place], self.hits[place] = self.trials[place] / 2, self.hits[place] / 2
+                self.trials[place] += 1.0
+                self.hits[place] += tree.tokens[child] == token
+            if token not in children[node]:
+                break
+            node = children[node][token]
+        if self.expected > _MOST_TRIALS:
+            self.expected, self.right = self.expected / 2, self.right / 2
+
+    def applied(self, tree: DraftTree) -> DraftTree:
+        """The same tree, scored by how probable it is that its nodes are accepted."""
+        scores = [0.0]
+        for node in range(1, len(tree)):
+            parent = tree.parents[node]
+            right = self.probability(tree.scores[node] - tree.scores[parent])
+            scores.append(scores[parent] + math.log(max(right, 1e-9)))
+        return DraftTree(tree.tokens, tree.parents, tree.depths, tuple(scores))
+
+    def softened(self) -> Calibration:
+        """The same for another text: what was counted weighs less."""
+        shares = [min(_KEPT_TRIALS / trials, 1.0) if trials else 0.0 for trials in self.trials]
+        share = min(_KEPT_TRIALS / self.expected, 1.0)
+        return Calibration(
+            [share * trials for share, trials in zip(shares, self.trials, strict=True)],
+            [share * hits for share, hits in zip(shares, self.hits, strict=True)],
+            share * self.expected,
+            share * self.right,
+        )
+
+
+def _bin(log_prob: float) -> int:
+    return next((place for place, low in enumerate(_BINS) if log_prob >= low), len(_BINS))
+
+
+@dataclass
+class Habits:
+    """How the drafts of a text have been doing.
+
+    Attributes:
+        calibration: how often drafted tokens are right.
+        gains: for each depth of a draft, the tokens that it adds, less what verifying its nodes costs; running means.
+        drafts: number of drafts that `gains` are means of.
+        tokens, time: emitted in a round, and its time in plain rounds; running means.
+        accepted, expected: drafted tokens that were accepted of late, and that had been expected to be.
+    """
+
+    calibration: Calibration
+    gains: list[float]
+    drafts: int = 0
+    tokens: float = 2.0
+    time: float = 1.4
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    @classmethod
+    def assumed(cls, depth: int) -> Habits:
+        return cls(Calibration(), [0.5 * 0.4**d for d in range(depth)])
+
+    def of_depth(self, depth: int) -> Habits:
+        """The same for drafts of another greatest depth; gains go on falling beyond what is known."""
+        gains = self.gains[:depth]
+        last = gains[-1] if gains else 0.0
+        return replace(self, gains=gains + [last * 0.5 ** (d + 1) for d in range(depth - len(gains))])
+
+    def for_another_text(self) -> Habits:
+        """What is expected of the next text."""
+        return replace(
+            self,
+            calibration=self.calibration.softened(),
+            gains=list(self.gains),
+            drafts=min(self.drafts, _KEPT_DRAFTS),
+            accepted=_KEPT_TRUST * self.accepted,
+            expected=_KEPT_TRUST * self.expected,
+        )
+
+    @property
+    def trust(self) -> float:
+        """What an expected token has been worth of late."""
+        return min((self.accepted + _PRIOR_ACCEPTED) / (self.expected + _PRIOR_ACCEPTED), 1.5)
+
+    @property
+    def rate(self) -> float:
+        """Tokens emitted in the time of a plain round; plain decoding has 1, so it is never less."""
+        return max(self.tokens / self.time, 1.0)
+
+
+class Pace:
+    """Decides round by round how deep to draft and which nodes to verify. One for a call, all its rows together.
+
+    A batch is done when its last row is, so the rows that are furthest behind decide: `weighed`, `size` and `timed` are
+    told of theirs alone. The other rows draft and verify as much.
+
+    Args:
+        depth: the most there may be.
+        costs: as given, or as they are measured here.
+        habits: what is known of the text, or of texts before it; updated here.
+    """
+
+    def __init__(self, depth: int, costs: Costs | MeasuredCosts, habits: Habits | None = None) -> None:
+        self.measured = costs if isinstance(costs, MeasuredCosts) else None
+        self._given = costs if isinstance(costs, Costs) else None
+        self._depth = depth
+        self.habits = Habits.assumed(depth) if habits is None else habits
+        self._pause = self._waited = 0
+        self._steps_plainly = False  # in this round, to see how long that takes
+        self._promised = 0.0  # tokens that this round's tree was expected to gain
+
+    def take_over(self, before: Pace) -> None:
+        """Goes on with what another pace has learnt of the text."""
+        self.habits = before.habits.of_depth(self._depth)
+        self._pause, self._waited = before._pause, before._waited
+
+    @property
+    def measures(self) -> bool:
+        """Whether rounds have to be timed."""
+        return self.measured is not None
+
+    @property
+    def costs(self) -> Costs:
+        if self.measured is not None:
+            return self.measured.costs
+        assert self._given is not None
+        return self._given
+
+    @property
+    def rate(self) -> float:
+        return self.habits.rate
+
+    def depth(self, certain: float = 0.0) -> int:
+        """How deep to draft.
+
+        Args:
+            certain: probability that the next token is among those that are proposed without a draft.
+        """
+        self._steps_plainly = self.measured is not None and self.measured.wants_plain(self.rate)
+        if self._steps_plainly:
+            return 0
+        chosen, _ = self._best_depth(certain)
+        if chosen or certain > 0.5:
+            return chosen
+        self._waited += 1
+        if self._waited <= self._pause:
+            return 0
+        self.habits.accepted, self.habits.expected = self.habits.accepted / 2, self.habits.expected / 2
+        self._waited, self._pause = 0, min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+        return min(1, self._depth)
+
+    def worth(self) -> float:
+        """Tokens that a draft of the best depth gains of late, less what it costs."""
+        return self._best_depth()[1]
+
+    def _best_depth(self, certain: float = 0.0) -> tuple[int, float]:
+        """The depth that gains most, and how much; 0 where none gains."""
+        costs, gain, best, chosen = self.costs, 0.0, 0.0, 0
+        for depth, more in enumerate(self.habits.gains, 1):
+            gain += (1.0 - certain) * more * self.habits.trust
+            worth = gain - self.rate * costs.drafting(depth)
+            if worth > best:
+                best, chosen = worth, depth
+        return chosen, best
+
+    def scored(self, tree: DraftTree) -> DraftTree:
+        """A drafted tree, scored by how probable its nodes are to be accepted."""
+        return self.habits.calibration.applied(tree)
+
+    def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
+        """The same of a tree drafted to some depth just now; what each depth adds is noted."""
+        tree, costs, habits = self.scored(tree), self.costs, self.habits
+        least = self.rate * costs.node
+        gains = [0.0] * depth
+        for level, score in zip(tree.depths[1:], tree.scores[1:], strict=True):
+            gains[level - 1] += max(math.exp(score) - least, 0.0)
+        habits.drafts += 1
+        weight = max(1.0 - _FADING, 1.0 / (habits.drafts + 1))  # of the first few their mean
+        known = habits.gains
+        for level in range(len(known)):
+            if level < depth:
+                known[level] += weight * (gains[level] - known[level])
+            elif level > 0:  # not drafted: as the last one that was, on in the same ratio
+                ratio = known[level - 1] / known[level - 2] if level > 1 and known[level - 2] else 0.5
+                known[level] = known[level - 1] * min(ratio, 0.95)
+        if sum(gains) > self.rate * costs.drafting(depth):
+            self._pause = 0
+        return tree
+
+    def size(self, trees: Sequence[DraftTree]) -> int:
+        """How many nodes of each tree are worth verifying in one forward, best first.
+
+        A forward over a batch is as wide as its largest tree, so a further node is one of every tree.
+        """
+        self._promised = 0.0
+        if self._steps_plainly:
+            return 0
+        costs, trust = self.costs, self.habits.trust
+        ranked = [sorted(map(math.exp, tree.scores[1:]), reverse=True) for tree in trees]
+        gains = [sum(column) / len(trees) for column in zip_longest(*ranked, fillvalue=0.0)]
+        least = self.rate * costs.node / trust
+        size = sum(gain >= least for gain in gains)
+        if self.measured is not None:
+            size = min(size, self.measured.most_nodes)
+        expected = sum(gains[:size])
+        if expected * trust <= self.rate * costs.verifying(size):
+            return 0
+        self._promised = expected
+        return size
+
+    def learn(self, tree: DraftTree | None, tokens: Sequence[int]) -> None:
+        """Takes what was emitted after the root of an uncut draft, as the drafter scored it."""
+        if tree is not None:
+            self.habits.calibration.learn(tree, tokens)
+
+    def timed(
+        self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
+    ) -> None:
+        """Takes how a round went.
+
+        Args:
+            nodes: verified in the largest tree.
+            emitted: tokens a row that decides, on average.
+            forward_seconds: `None` of a round that did something else too, whose time says nothing.
+            depth: that was drafted.
+        """
+        costs, habits = self.costs, self.habits
+        if self.measured is not None and forward_seconds is not None:
+            self.measured.add(nodes, forward_seconds, depth, draft_seconds)
+        if nodes:
+            habits.accepted = _FADING * habits.accepted + emitted - 1.0
+            habits.expected = _FADING * habits.expected + self._promised
+        self._promised = 0.0
+        if self._steps_plainly:  # says nothing of what drafting yields
+            return
+        habits.tokens += (1.0 - _FADING) * (emitted - habits.tokens)
+        habits.time += (1.0 - _FADING) * (costs.round(nodes, depth) - habits.time)
+
+
+# Of each target, and of each drafter: kinds of calls, and what was learnt in them.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], MeasuredCosts]] = weakref.WeakKeyDictionary()
+_habits: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Habits]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class KindOfCall:
+    """What costs and habits depend on.
+
+    Attributes:
+        costs: all that the costs depend on beside the target and the sizes below; hashable.
+        habits: all that the habits depend on beside the drafter; hashable.
+        depth, tree_size: the most that is drafted and verified of a row.
+        rows: number of rows in a forward.
+        packed: whether the target's weights are.
+    """
+
+    costs: tuple[Any, ...]
+    habits: tuple[Any, ...]
+    depth: int
+    tree_size: int
+    rows: int = 1
+    packed: bool = False
+
+    def key(self, packed: bool | None = None) -> tuple[Any, ...]:
+        return (*self.costs, self.depth, self.tree_size, self.rows, self.packed if packed is None else packed)
+
+
+def pace_for(
+    target: Any, drafter: Any, kind: KindOfCall, given: Costs | None, before: Pace | None = None, share: float = 1.0
+) -> Pace:
+    """The pace of a call, with what is known of calls of its kind.
+
+    Args:
+        given: goes before what was measured.
+        before: of the same call until now.
+        share: what part of the rows that were read until now is read from here on.
+    """
+    if given is not None:
+        pace = Pace(kind.depth, given)
+    else:
+        known = _known.setdefault(target, {})
+        measured = known.get(kind.key())
+        if measured is None:
+            like = before.measured if before is not None and share < 1.0 else None
+            measured = like.of_fewer(share) if like is not None else MeasuredCosts.of_rows(kind.rows)
+            known[kind.key()] = measured
+        pace = Pace(kind.depth, measured)
+    if before is not None:
+        pace.take_over(before)
+    if given is None:
+        of_drafter = _habits.setdefault(drafter, {})
+        former = of_drafter.get(kind.habits)
+        if before is None and former is not None:
+            pace.habits = former.for_another_text().of_depth(kind.depth)
+        of_drafter[kind.habits] = pace.habits
+    return pace
+
+
+def slower_packed(target: Any, kind: KindOfCall) -> bool:
+    """Whether plain rounds take longer with packed weights: the layout may not suit a processor."""
+    known = _known.get(target, {})
+    packed, apart = known.get(kind.key(packed=True)), known.get(kind.key(packed=False))
+    if packed is None or apart is None or not packed.plain or not apart.plain:
+        return False
+    return packed.plain > _SLOWER * apart.plain

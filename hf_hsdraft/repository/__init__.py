@@ -1,0 +1,1 @@
+"""A drafter as files: loading, saving, what travels to the Hub, its card."""

@@ -1,0 +1,230 @@
+"""A drafter is loaded, saved and sent by transformers' own methods: checked before, a whole repository after."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from .drafter_files import (
+    CONFIG,
+    DESCRIBED,
+    HUB_ARGUMENTS,
+    OPTIONS,
+    check_is_drafter,
+    check_weights,
+    fetch,
+    find_folder,
+    forgetting_damaged,
+    read_json,
+    tensors,
+)
+from .publication import complete, complete_folder, push, push_adapter
+
+_OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
+_ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+class PretrainedDrafter(PreTrainedModel):
+    """A model whose folder is a repository of the Hub.
+
+    Attributes:
+        loaded_from: the folder that it was loaded from, whose recipe and figures come along when it is saved.
+    """
+
+    auto_map: ClassVar[dict[str, str]] = {}  # of the files that travel: see `transformers.AutoConfig`, `AutoModel`
+    loaded_from: Path | None = None
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """Nothing has to be registered: a saved drafter always brings its code, and is loaded by `AutoModel`.
+
+        Raises:
+            ValueError: another auto class is asked for.
+        """
+        name = auto_class if isinstance(auto_class, str) else auto_class.__name__  # transformers passes the class
+        if name != "AutoModel":
+            raise ValueError(f"auto_class={name!r} is invalid: a drafter is loaded by 'AutoModel'")
+
+    @classmethod
+    def _code_entries(cls) -> list[Path]:
+        """The files that `auto_map` names: those of this family, and the entry, which lies at the package's root."""
+        own = Path(inspect.getfile(cls)).resolve()
+        places = (own.parent, *own.parents[1:3])
+        stems = sorted({name.partition(".")[0] for name in cls.auto_map.values()})
+        return [next(place / f"{stem}.py" for place in places if (place / f"{stem}.py").is_file()) for stem in stems]
+
+    def check_options(self) -> None:
+        """Raises a ValueError for a drafting option that is out of range; a drafter is not saved with such."""
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, so that the drafting options in `generation_config` are saved with the weights."""
+        return True
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Loads a drafter as every model of transformers is loaded, from safetensors only, checked before it is built.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub name of a drafter.
+            kwargs: as in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
+                from; without it, the configuration beside the weights is read. Fields of the configuration may be
+                given by name too, and go before what it says.
+
+        Raises:
+            OSError: there is no such folder or repository, or it holds no configuration or no weights.
+            ValueError: it is something else than a drafter, of a newer format, damaged, or its weights do not cover the
+                configuration. Or `config` is no configuration of a drafter.
+        """
+        if pretrained_model_name_or_path is None:
+            return super().from_pretrained(None, *args, **kwargs)
+        for name in ("variant", "state_dict"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
+        name = os.fspath(pretrained_model_name_or_path)
+        config = kwargs.pop("config", None)
+        fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
+        overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
+        with forgetting_damaged(name, offline=bool(hub.get("local_files_only"))):
+            subfolder = kwargs.pop("subfolder", None) or ""
+            folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
+            config = _configuration(cls.config_class, config, folder, subfolder, hub, overrides)
+            with torch.device("meta"):
+                shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
+            check_weights(folder, shapes, config.weights_digest)
+            options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+        # By its tensors, not its folder: there transformers would look for adapters, and for other weights.
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.name_or_path = model.name_or_path = name
+        model.loaded_from = folder
+        if kwargs.get("generation_config") is None:
+            shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
+            for option, value in {**_drafting_options(options), **shape}.items():
+                setattr(model.generation_config, option, value)
+        return loaded
+
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
+        """Takes drafting options that were given to `from_pretrained`; those beside the weights are read there."""
+        if generation_config is not None:
+            self.generation_config = generation_config
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the whole repository of a drafter: see `publication`. With an adapter loaded, the adapter only.
+
+        Args:
+            save_directory: created if missing. Its files are replaced when all are written; a card that somebody
+                wrote stays.
+            push_to_hub: send it to the Hub too, as `repo_id` or by the folder's name; see `push_to_hub`.
+
+        Raises:
+            ValueError: a drafting option is out of range.
+        """
+        if kwargs.get("variant"):
+            raise ValueError("a drafter's weights have no variants: leave `variant` out")
+        self.check_options()
+        hub = {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
+        folder = Path(save_directory)
+        name = hub.pop("repo_id", None) or folder.resolve().name
+        saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
+        if not self.should_save_on_this_rank(is_main_process):
+            super().save_pretrained(folder, **saving)
+        elif self._adapted:
+            super().save_pretrained(folder, **saving)
+            if push_to_hub:
+                push_adapter(folder, name, **hub)
+        else:
+            with tempfile.TemporaryDirectory() as stage:
+                with complete_folder(folder) as partial:
+                    super().save_pretrained(partial, **saving)
+                    complete(self.config, partial, folder, self.loaded_from, self.auto_map, self._code_entries())
+                    if push_to_hub:
+                        shutil.copytree(partial, stage, dirs_exist_ok=True)
+                if push_to_hub:
+                    push(Path(stage), name, **hub)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded.
+
+        Args:
+            repo_id: `"user/name"`, created if there is none.
+            kwargs: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
+                `commit_description`; `max_shard_size` as in `save_pretrained`.
+
+        Returns:
+            what the Hub says of the commit, a `huggingface_hub.CommitInfo`.
+
+        Raises:
+            OSError: the Hub refuses or cannot be reached.
+            ValueError: a private repository was asked for, and there is a public one.
+        """
+        saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
+        unknown = sorted(kwargs.keys() - _OF_A_PUSH)
+        if unknown:
+            raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **saving)
+            return (push_adapter if self._adapted else push)(Path(folder), repo_id, **kwargs)
+
+    @property
+    def _adapted(self) -> bool:
+        return bool(getattr(self, "_hf_peft_config_loaded", False))
+
+
+def _configuration(
+    config_class: Any, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
+) -> Any:
+    """The configuration to build a drafter by.
+
+    Args:
+        given: what the caller passed as `config`: `None`, a configuration, or the name of a folder or repository.
+        folder: of the weights; subfolder, hub: where in a repository to look, and what to ask the Hub with.
+        overrides: fields to set otherwise.
+
+    Raises:
+        ValueError: `given` is of another type, or of another model.
+    """
+    if given is None:
+        return config_class.from_dict(read_json(folder / CONFIG), **overrides)
+    if isinstance(given, str | os.PathLike):
+        with forgetting_damaged(given, offline=bool(hub.get("local_files_only"))):
+            source = find_folder(given, DESCRIBED, subfolder, **hub)
+            check_is_drafter(source, config_class.model_type)
+            config = config_class.from_dict(read_json(source / CONFIG), **overrides)
+        # The digests are of the weights beside a configuration, and other weights are loaded here.
+        config.weights_digest = config_class.from_dict(read_json(folder / CONFIG)).weights_digest
+        return config
+    if not isinstance(given, PreTrainedConfig) or given.model_type != config_class.model_type:
+        raise ValueError(
+            f"config={type(given).__name__} is invalid: expected an {config_class.__name__}, or the folder or Hub name "
+            "of a drafter to read one from"
+        )
+    config = copy.deepcopy(given)
+    for field, value in overrides.items():
+        setattr(config, field, value)
+    return config
+
+
+def _drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
+    """Of a stored generation configuration what is about drafting; unknown names too, so that they can be told."""
+    general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
+    return {name: value for name, value in stored.items() if not name.startswith("_") and name not in general}

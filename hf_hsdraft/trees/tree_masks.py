@@ -1,0 +1,150 @@
+"""Attention masks of draft trees, by position: full, sliding-window and chunked attention, and mixtures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..common.tensors import on_device
+from .draft_tree import DraftTree
+
+MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")  # implementations that take a mask of any form
+
+_WIDTHS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_NO_ATTENTION = ("moe", "mlp")  # layer types that never see a mask
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """One kind of attention among a target's layers.
+
+    Attributes:
+        name: the library's name of the layer type.
+        width: positions of a window or a chunk; 0 for full attention.
+        layer: index of the first layer of this kind that has a cache of its own.
+    """
+
+    name: str
+    width: int
+    layer: int
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor) -> torch.Tensor | None:
+        """`[B, n, m]`, True where a query at text index `queries` `[B, n]` may look at `keys` `[B, m]` by distance.
+
+        Args:
+            padding: `[B]`, masked positions before the text; chunks are counted from its first token.
+        """
+        if self.name == "sliding_attention":
+            return queries[:, :, None] - keys[:, None, :] < self.width
+        if self.name == "chunked_attention":
+            chunks = [(index - padding[:, None]).div(self.width, rounding_mode="floor") for index in (queries, keys)]
+            return chunks[0][:, :, None] == chunks[1][:, None, :]
+        return None
+
+
+def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKind]:
+    """The kinds of attention of a text configuration.
+
+    Args:
+        has_cache: for each layer, whether it has keys and values of its own.
+
+    Raises:
+        ValueError: a layer attends in a way whose mask is not known here; the message names it.
+    """
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        windows = [name for name, width in _WIDTHS.items() if width and getattr(config, width, None)]
+        types = [windows[0] if windows else "full_attention"] * len(has_cache)
+    kinds: dict[str, AttentionKind] = {}
+    for layer, name in enumerate(types):
+        if name in _NO_ATTENTION:
+            continue
+        if name not in _WIDTHS:
+            raise ValueError(f"it has layers of type {name!r}, which do not take a tree's mask")
+        if name not in kinds and layer < len(has_cache) and has_cache[layer]:
+            layer_config = config.per_layer_config[layer]
+            width = getattr(layer_config, _WIDTHS[name], 0) if _WIDTHS[name] else 0
+            kinds[name] = AttentionKind(name, width or 0, layer)
+    return list(kinds.values())
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Trees of a batch as one forward reads them, shorter ones filled up with copies of their root.
+
+    Attributes:
+        tokens, depths: `[B, N]`, int64.
+        ancestors: `[B, N, N]`, bool, True where the row's node may see the column's.
+    """
+
+    tokens: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree], device: torch.device, size: int = 0) -> TreeBatch:
+        """Trees with columns for at least `size` nodes."""
+        size = max(size, *map(len, trees))
+        tokens, depths, ancestors = [], [], []
+        for tree in trees:
+            spare = size - len(tree)
+            tokens.append([*tree.tokens, *[tree.tokens[0]] * spare])
+            depths.append([*tree.depths, *[tree.depths[0]] * spare])
+            alone = ([column == node for column in range(size)] for node in range(len(tree), size))
+            ancestors.append([*(row + [False] * spare for row in tree.ancestor_mask()), *alone])
+        return cls(on_device(tokens, device), on_device(depths, device), on_device(ancestors, device, dtype=torch.bool))
+
+
+def tree_mask(
+    batch: TreeBatch,
+    kind: AttentionKind,
+    attended: torch.Tensor | None,
+    kept: torch.Tensor,
+    slots: int,
+    kv_length: int,
+) -> torch.Tensor:
+    """`[B, N, kv_length]`, bool: what each node may see, of the cache and of its own tree.
+
+    Args:
+        attended: `[B, prompt]`, bool, the prompt's mask; `None` if nothing of it is masked.
+        kept: `[B]`, int64, slots that hold the text of each row; a slot's number is its text index. Slots from there to
+            `slots` are left over from other rows' longer paths.
+        slots: slots in the cache before the trees.
+        kv_length: slots that attention sees, the last ones, the trees' included.
+    """
+    size, device = batch.tokens.shape[1], batch.tokens.device
+    indices = torch.arange(slots - (kv_length - size), slots, device=device)
+    prefix = indices[None, :] < kept[:, None]
+    padding = torch.zeros_like(kept)
+    if attended is not None:
+        known = indices < attended.shape[1]
+        prefix &= torch.where(known[None, :], attended[:, indices.clamp(max=attended.shape[1] - 1)], True)
+        padding = attended.int().argmax(dim=1)
+    mask = torch.cat([prefix[:, None, :].expand(-1, size, -1), batch.ancestors], dim=2)
+    nodes = kept[:, None] + batch.depths
+    seen = kind.sees(nodes, torch.cat([indices.expand(len(kept), -1), nodes], dim=1), padding)
+    return mask if seen is None else mask & seen
+
+
+def as_attention_takes_it(mask: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
+    """A bool mask `[B, N, KV]` in the form of an attention implementation.
+
+    A block mask for flex attention, otherwise additive: eager would silently add a bool, and sdpa would turn it into
+    this form again in every layer.
+
+    Args:
+        dtype: of queries and keys.
+    """
+    if attention == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def visible(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return mask[batch, query, key]
+
+        batch_size, queries, keys = mask.shape
+        return create_block_mask(visible, batch_size, None, queries, keys, device=str(mask.device), _compile=False)
+    hidden = float("-inf") if attention == "sdpa" else torch.finfo(dtype).min
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)[:, None]

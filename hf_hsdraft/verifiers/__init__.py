@@ -1,0 +1,1 @@
+"""Which path of a draft tree is accepted, and by which random numbers."""
