@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -37,9 +37,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.demo import DraftColourStreamer
-from hf_hsdraft.bench.scripted import scripted
 from hf_hsdraft.engine import decoded_texts, decoding
-from hf_hsdraft.pace.pacing import Pace
+from hf_hsdraft.pace.pacing import CostPace
 from hf_hsdraft.target.ended_rows import EndedRows
 from hf_hsdraft.target.target_limits import cache_layers
 
@@ -69,8 +68,8 @@ def compare(target, drafter, inputs, seed: int = 0, script=None, **kwargs):
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "return_dict_in_generate": True, **kwargs}
     plain = target.generate(**inputs, **kwargs)
     length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
-    with scripted(script or plain.sequences[:, length:].tolist(), seed=seed):
-        drafted = target.generate(**inputs, **kwargs, assistant_model=drafter)
+    with scripted(script or plain.sequences[:, length:].tolist(), seed=seed) as along:
+        drafted = target.generate(**inputs, **kwargs, assistant_model=along(drafter))
     return plain, drafted
 
 
@@ -422,12 +421,12 @@ def test_processors_of_the_library_are_asked_about_single_rows(target, drafter, 
         return of_list(self, input_ids, scores, **kwargs)
 
     monkeypatch.setattr(LogitsProcessorList, "__call__", noting)
-    with scripted(plain[:, 12:].tolist(), seed=1):
+    with scripted(plain[:, 12:].tolist(), seed=1) as along:
         drafted = target.generate(
             **batch_of(4),
             pad_token_id=0,
             **{"do_sample": False, "max_new_tokens": NEW, **call},
-            assistant_model=drafter,
+            assistant_model=along(drafter),
         )
     assert drafted.tolist() == plain.tolist()
     rows = len(plain)
@@ -470,8 +469,8 @@ def test_streamers_of_a_batch_get_steps_in_order(target, drafter):
     seen = []
     for assistant in (None, drafter):
         streamer = Steps()
-        with scripted(free[:, 12:].tolist()):
-            target.generate(**inputs, **kwargs, assistant_model=assistant, streamer=streamer)
+        with scripted(free[:, 12:].tolist()) as along:
+            target.generate(**inputs, **kwargs, assistant_model=along(assistant), streamer=streamer)
         assert streamer.ended == 1
         seen.append(streamer.steps)
     assert seen[0] == seen[1]
@@ -506,8 +505,8 @@ def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
         texts = {}
         for name, streamer in streamers.items():
             said.clear()
-            with scripted(free[:, 12:].tolist(), seed=1):
-                target.generate(**inputs, **call, assistant_model=assistant, streamer=streamer)
+            with scripted(free[:, 12:].tolist(), seed=1) as along:
+                target.generate(**inputs, **call, assistant_model=along(assistant), streamer=streamer)
             texts[name] = "".join(said)
         await asyncio.sleep(0)
         texts["server"] = "".join(filter(None, [served.get_nowait() for _ in range(served.qsize())]))
@@ -622,8 +621,8 @@ def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
     inputs = batch_of(2)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=60)
     wrong = [random.Random(0).randrange(5, VOCAB) for _ in range(60)]
-    with scripted([plain[0, 12:].tolist(), wrong], seed=4):
-        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=drafter)
+    with scripted([plain[0, 12:].tolist(), wrong], seed=4) as along:
+        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=along(drafter))
     assert drafted.tolist() == plain.tolist()
 
 
@@ -642,12 +641,12 @@ def test_synced_processes_wait_for_each_other(target, drafter, monkeypatch, rows
         return idle >= 0
 
     monkeypatch.setattr(type(target), "_has_unfinished_sequences", unfinished)
-    with scripted(plain.sequences[:, 12:].tolist()):
+    with scripted(plain.sequences[:, 12:].tolist()) as along:
         drafted = target.generate(
             **inputs,
             do_sample=False,
             max_new_tokens=NEW,
-            assistant_model=drafter,
+            assistant_model=along(drafter),
             synced_gpus=True,
             return_dict_in_generate=True,
         )
@@ -675,8 +674,10 @@ def test_an_error_in_a_batch_leaves_windows_as_they_were():
         cache = DynamicCache(config=target.config)
         kwargs = {"do_sample": False, "past_key_values": cache}
         script = [plain[0, 12:].tolist(), [5] * NEW][:rows]  # the second row accepts hardly anything
-        with scripted(script), pytest.raises(RuntimeError, match="from a criterion"):
-            target.generate(**inputs, **kwargs, max_new_tokens=NEW, assistant_model=drafter, stopping_criteria=criteria)
+        with scripted(script) as along, pytest.raises(RuntimeError, match="from a criterion"):
+            target.generate(
+                **inputs, **kwargs, max_new_tokens=NEW, assistant_model=along(drafter), stopping_criteria=criteria
+            )
         windowed = [layer for layer in cache.layers if layer.is_sliding]
         assert windowed and all(layer.sliding_window == 8 and not layer.record_past for layer in windowed)
         assert all(layer.keys.shape[-2] == 7 for layer in windowed)
@@ -712,8 +713,8 @@ def test_time_may_run_out_in_the_middle_of_a_path(target, drafter):
     for assistant in (None, drafter):
         clock = Clock()
         free = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
-        with scripted(free[:, 12:].tolist(), seed=3):
-            kwargs = {"stopping_criteria": StoppingCriteriaList([clock]), "assistant_model": assistant}
+        with scripted(free[:, 12:].tolist(), seed=3) as along:
+            kwargs = {"stopping_criteria": StoppingCriteriaList([clock]), "assistant_model": along(assistant)}
             texts.append(target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW, **kwargs).tolist())
         assert clock.asked == 10
     assert texts[0] == texts[1] and len(texts[0][0]) == 22
@@ -761,7 +762,7 @@ def test_criteria_with_a_state_of_all_rows(make, answer, ends):
         outputs, seen = [], []
         for assistant in (None, drafter):
             criterion = MultiToken(sequences, 12, 3, ANSWERS[answer])
-            with scripted(free, seed=seed):
+            with scripted(free, seed=seed) as along:
                 outputs.append(
                     target.generate(
                         **inputs,
@@ -771,7 +772,7 @@ def test_criteria_with_a_state_of_all_rows(make, answer, ends):
                         pad_token_id=0,
                         return_dict_in_generate=True,
                         stopping_criteria=StoppingCriteriaList([criterion]),
-                        assistant_model=assistant,
+                        assistant_model=along(assistant),
                     )
                 )
             seen.append((criterion.asked, criterion.done))
@@ -799,9 +800,9 @@ def test_a_streamer_gets_no_token_beyond_an_end_that_was_found_later(target, dra
     for assistant in (None, drafter):
         steps: list[list[int]] = []
         criterion = MultiToken([tuple(free[1][7:9])], 12, 3, lambda done: done[1])
-        with scripted(free, seed=2):
+        with scripted(free, seed=2) as along:
             given = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": Steps()}
-            target.generate(**inputs, **given, do_sample=False, max_new_tokens=NEW, assistant_model=assistant)
+            target.generate(**inputs, **given, do_sample=False, max_new_tokens=NEW, assistant_model=along(assistant))
         seen.append(steps)
     assert seen[0] == seen[1] and len(seen[0]) <= 1 + 9
 
@@ -968,7 +969,7 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
     """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
     inputs, ends = ending_apart(target)
     drafter = make_drafter(target, tree_size=24)
-    asked, sizes, size, draft = [], [], Pace.size, decoding.HSCandidateGenerator.draft
+    asked, sizes, size, draft = [], [], CostPace.most_nodes, decoding.HSCandidateGenerator.draft
 
     def noting_trees(self, trees):
         asked.append([tree.tokens[0] for tree in trees])

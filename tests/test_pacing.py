@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_hsdraft.engine import decoding
 from hf_hsdraft.pace import pacing
-from hf_hsdraft.pace.pacing import Calibration, Habits, KindOfCall, Pace
+from hf_hsdraft.pace.pacing import Calibration, Habits, KindOfCall
 from hf_hsdraft.pace.round_costs import Costs, MeasuredCosts
 from hf_hsdraft.trees.draft_tree import DraftTree
 
@@ -33,10 +33,10 @@ def run(pace, rounds, right, drafted=0.6):
     draw = random.Random(0)
     time = tokens = 0.0
     for _ in range(rounds):
-        depth = pace.depth()
+        depth = pace.plan()
         tree = chain(*[drafted] * depth)
         weighed = pace.weighed(tree, depth) if depth else tree
-        cut = weighed.first(pace.size([weighed]))
+        cut = weighed.first(pace.most_nodes([weighed]))
         length = next((n for n in range(depth) if draw.random() >= right), depth)
         pace.learn(tree if depth else None, [*range(1, length + 1), 99])
         emitted = 1 + min(length, len(cut) - 1)
@@ -47,17 +47,17 @@ def run(pace, rounds, right, drafted=0.6):
 
 
 def test_a_useless_drafter_is_hardly_asked():
-    time, tokens = run(Pace(6, COSTS), 400, right=0.0)
+    time, tokens = run(CostPace(6, COSTS), 400, right=0.0)
     assert tokens == 400 and time < 1.015 * tokens
 
 
 def test_so_is_one_of_an_unpredictable_text_of_some_hundred_tokens():
-    time, tokens = run(Pace(6, COSTS), 128, right=0.02)
+    time, tokens = run(CostPace(6, COSTS), 128, right=0.02)
     assert tokens / time > 0.97
 
 
 def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
-    time, tokens = run(Pace(6, COSTS), 400, right=0.9)
+    time, tokens = run(CostPace(6, COSTS), 400, right=0.9)
     best = max(
         sum(0.9**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
         for depth in range(1, 7)
@@ -67,7 +67,7 @@ def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
 
 @pytest.mark.parametrize("right", [0.1, 0.3, 0.5, 0.7])
 def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
-    time, tokens = run(Pace(6, COSTS), 2000, right)
+    time, tokens = run(CostPace(6, COSTS), 2000, right)
     best = max(
         sum(right**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
         for depth in range(7)
@@ -76,24 +76,24 @@ def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
 
 
 def test_it_notices_that_a_text_became_predictable():
-    pace = Pace(6, COSTS)
+    pace = CostPace(6, COSTS)
     run(pace, 300, right=0.0)
     time, tokens = run(pace, 300, right=0.9)
     assert tokens / time > 1.8
 
 
 def test_what_is_proposed_for_nothing_is_not_drafted_again():
-    pace = Pace(6, COSTS)
+    pace = CostPace(6, COSTS)
     run(pace, 100, right=0.5)
-    assert pace.depth(certain=0.0) > 0 and pace.depth(certain=0.97) == 0
+    assert pace.plan(certain=0.0) > 0 and pace.plan(certain=0.97) == 0
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.0, 0.2))
 @settings(max_examples=50, deadline=None)
 def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
-    pace = Pace(8, Costs(0.0, node, 0.0, 0.0))
+    pace = CostPace(8, Costs(0.0, node, 0.0, 0.0))
     tree = chain(*probabilities)
-    size = pace.size([tree])
+    size = pace.most_nodes([tree])
     least = pace.rate * node
     paths = [math.exp(score) for score in tree.scores[1:]]
     assume(all(abs(path - least) > 1e-6 for path in paths))
@@ -106,14 +106,14 @@ def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
 @settings(max_examples=100, deadline=None)
 def test_a_batch_is_cut_where_a_further_column_does_not_pay(rows, node):
     """Of all widths the one that gains most, by brute force: each costs a node of every row, whatever is in it."""
-    pace = Pace(8, Costs(0.02, node, 0.0, 0.0))
+    pace = CostPace(8, Costs(0.02, node, 0.0, 0.0))
     trees = [chain(*row) for row in rows]
     paths = [sorted((math.exp(score) for score in tree.scores[1:]), reverse=True) for tree in trees]
     worth = [
         sum(sum(path[:size]) for path in paths) / len(rows) - pace.rate * (0.02 + node * size if size else 0.0)
         for size in range(max(map(len, rows)) + 1)
     ]
-    assert worth[pace.size(trees)] == pytest.approx(max(worth), abs=1e-9)
+    assert worth[pace.most_nodes(trees)] == pytest.approx(max(worth), abs=1e-9)
 
 
 def test_calibration_finds_how_often_an_overconfident_drafter_is_right():
@@ -170,11 +170,11 @@ def test_costs_are_found_within_the_rounds_of_a_short_call():
 
 def test_no_dear_tree_is_verified_unawares():
     """Where a node costs nearly half a forward, no round takes as long as 24 of them would."""
-    pace, seconds, tokens = Pace(6, MeasuredCosts()), 0.0, 0
+    pace, seconds, tokens = CostPace(6, MeasuredCosts()), 0.0, 0
     for _ in range(32):
-        depth = pace.depth()
+        depth = pace.plan()
         weighed = pace.weighed(chain(*[0.4] * depth), depth) if depth else chain()
-        size = len(weighed.first(pace.size([weighed]))) - 1
+        size = len(weighed.first(pace.most_nodes([weighed]))) - 1
         assert size <= 8
         forward = 0.040 * (1.0 + 0.4 * size)
         pace.timed(size, 1.0, forward, depth, 0.002 * depth)
@@ -332,12 +332,12 @@ def test_costs_stay_where_a_longer_text_makes_every_round_longer():
 def test_nothing_is_drafted_once_rounds_take_longer_than_they_earn(right):
     """A trial found drafts and nodes cheap, and then they are dear: not slower than without a drafter for long."""
     draw, seconds, tokens = random.Random(1), 0.0, 0
-    pace = Pace(6, found())
+    pace = CostPace(6, found())
     for _ in range(600):
-        depth = pace.depth()
+        depth = pace.plan()
         tree = chain(*[right] * depth)
         weighed = pace.weighed(tree, depth) if depth else tree
-        size = len(weighed.first(pace.size([weighed]))) - 1
+        size = len(weighed.first(pace.most_nodes([weighed]))) - 1
         length = next((n for n in range(depth) if draw.random() >= right), depth)
         pace.learn(tree if depth else None, [*range(1, length + 1), 99])
         emitted = 1 + min(length, size)

@@ -5,7 +5,6 @@ No type is on a list of ours: they come from transformers' own mappings.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -22,7 +21,7 @@ from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..target.target_limits import text_config, windows
-from .scripted import scripted
+from .scripted import ScriptedDrafter
 from .tiny import tiny_config, tiny_model
 
 MAPPINGS = {
@@ -101,9 +100,7 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
         trials = [_compared(model, 1, make, beyond) for make in (_scripted_drafter, _ngrams)]
         long = next((each for each in trials if each not in ("equal", "-")), trials[0])
     try:
-        drafter = _scripted_drafter(model, [])
-        with scripted(_new(plain), seed=1):
-            drafted = _decode(model, 1, drafter)
+        drafted = _decode(model, 1, _scripted_drafter(model, _new(plain), seed=1))
     except ValueError as error:
         if "cannot be drafted for" not in str(error):
             return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
@@ -125,9 +122,7 @@ def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -
     except Exception:  # not ours
         return "-"
     try:
-        drafter = make_drafter(model, _new(plain))
-        with contextlib.nullcontext() if make_drafter is _ngrams else scripted(_new(plain), seed=2):
-            drafted = _decode(model, rows, drafter, prompt)
+        drafted = _decode(model, rows, make_drafter(model, _new(plain)), prompt)
     except Exception as error:
         refused = isinstance(error, ValueError) and "cannot be drafted for" in str(error)
         return "refused" if refused else _brief(error)
@@ -169,11 +164,11 @@ def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]]) -> HSDrafter:
-    """Any drafter that fits: what it would draft is not used."""
+def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2) -> ScriptedDrafter:
+    """A drafter that reads hidden states as any that fits, and drafts along `texts`."""
     config = text_config(model)
     torch.manual_seed(1)
-    return HSDrafter(
+    drafter = HSDrafter(
         HSDraftConfig(
             config.vocab_size,
             config.hidden_size,
@@ -190,6 +185,7 @@ def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]]) -> HSDrafter:
             injector_hidden_size=8,
         )
     ).eval()
+    return ScriptedDrafter(drafter, texts, seed)
 
 
 def _brief(error: BaseException) -> str:

@@ -84,12 +84,11 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
 
     from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ..drafters.hidden_state.target_match import explain_mismatch
-    from ..engine.decoding import check_target
     from ..target.target_loading import load_target
 
     drafter = HSDrafter.from_pretrained(name, dtype=torch.float32, **hub)
     model, tokenizer = load_target(target, torch.float32)
-    check_target(model, drafter)
+    drafter.check(model)
     fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
     if drafter.config.target_reference is None:
         fits = "this drafter does not record what its target writes; `hsdraft card --target` does"

@@ -85,7 +85,7 @@ class TargetRuntime:
         self.target = target
         self.cache: Any = None
         self.trees = True  # what `target_probe` found; chains otherwise
-        self._tap_layers = list(tap_layers)
+        self._tap_layers = self.tap_layers = list(tap_layers)
         self._kwargs = dict(model_kwargs)
         self._is_encoder_decoder = target.config.is_encoder_decoder
         prefix = "decoder_" if self._is_encoder_decoder else ""

@@ -1,8 +1,8 @@
 """The trunk of a drafter as decoding runs it on one text: the same network, with fewer and larger operations.
 
-[`HSDrafter.forward`] serves training, where many chains share a context, and batches. A single text needs none of its
-masks. So its products are those of [`WorkingWeights`], the context grows in place, and drafted positions stand behind
-it for as long as they last.
+[`HSDraftNetwork.forward`] serves training, where many chains share a context, and batches. A single text needs none of
+its masks. So its products are those of [`WorkingWeights`], the context grows in place, and drafted positions stand
+behind it for as long as they last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .configuration_hsdraft import HSDraftConfig
-from .modeling_hsdraft import DraftContext, Rope, rotary_embedding, rotary_frequencies, rotate
+from .network import DraftContext, Rope, rotary_embedding, rotary_frequencies, rotate
 from .working_weights import LayerWeights, WorkingWeights
 
 _SPARE_POSITIONS, _SPARE_SHARE = 128, 4  # room for so many positions more, and for this part of those there are
@@ -127,7 +127,7 @@ class RollOut:
         """Reads accepted positions, then rolls on from the last: `[K, D]`, g_0 .. g_{K-1}; K may be 0.
 
         Args:
-            taps, embeds, position_ids: as [`HSDrafter.forward`] takes them, of one text, in order.
+            taps, embeds, position_ids: as [`HSDraftNetwork.forward`] takes them, of one text, in order.
             num_draft_steps: K.
         """
         weights = self._weights

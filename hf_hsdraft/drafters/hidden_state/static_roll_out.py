@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ...common.tensors import on_device
 from ...target.static_cache import compiled
 from .configuration_hsdraft import HSDraftConfig
-from .modeling_hsdraft import DraftContext, HSDrafter, rotary_embedding
+from .network import DraftContext, HSDraftNetwork, rotary_embedding
 from .roll_out import Layer, RollOut
 from .working_weights import WorkingWeights
 
@@ -166,7 +166,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def static_roll_out(
-    drafter: HSDrafter, weights: WorkingWeights, slots: int, num_draft_steps: int, compile_config: Any
+    drafter: HSDraftNetwork, weights: WorkingWeights, slots: int, num_draft_steps: int, compile_config: Any
 ) -> Iterator[StaticRollOut]:
     """A [`StaticRollOut`] that has read nothing, for one call. The next such call gets it again: a graph belongs to the
     tensors it was recorded with.

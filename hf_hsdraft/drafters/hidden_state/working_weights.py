@@ -2,7 +2,7 @@
 
 At the size of a drafter every operation costs more to start than to run, and on a CPU the weights have left its caches
 by the time the target has run. So what can be one product is one here, of few bytes. The network is that of
-[`HSDrafter`], but rounded elsewhere: drafts may differ a little from what training computes, the text cannot.
+[`HSDraftNetwork`], but rounded elsewhere: drafts may differ a little from what training computes, the text cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from ...acceleration.cpu.packed_weights import PackedWeight, has_kernel
 from ...common.tensors import is_unhooked
-from .modeling_hsdraft import HSDraftAttention, HSDrafter, HSDraftLayer, HSDraftRMSNorm, LowRankInjector, PathInjector
+from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftRMSNorm, LowRankInjector, PathInjector
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
 
@@ -200,7 +200,7 @@ class WorkingWeights:
     """All of a drafter that decoding multiplies by.
 
     Attributes:
-        fuse_inputs: trunk inputs `[n, D]`, as `HSDrafter.fuse_inputs` makes them.
+        fuse_inputs: trunk inputs `[n, D]`, as `HSDraftNetwork.fuse_inputs` makes them.
         roll_norm, roll: from a drafted state to the next input.
         norm, head: from drafted states to draft logits.
         spare: what calls made for these weights and leave to the next one; `None` if they serve a single call.
@@ -216,7 +216,7 @@ class WorkingWeights:
     spare: list[Any] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, drafter: HSDrafter, head: torch.Tensor | None) -> WorkingWeights:
+    def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> WorkingWeights:
         """
         Args:
             head: `TargetWeights.head`.
@@ -238,8 +238,8 @@ class WorkingWeights:
         return self.head(self.norm(hidden))
 
 
-def _fusing(drafter: HSDrafter) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`HSDrafter.fuse_inputs` with one norm for all that stands side by side, their weights in the product's."""
+def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`HSDraftNetwork.fuse_inputs` with one norm for all that stands side by side, their weights in the product's."""
     norms = [*drafter.tap_norms, drafter.token_norm]
     if not _are_weights([*norms, drafter.fuse]):
         return drafter.fuse_inputs
@@ -299,11 +299,11 @@ class _Made:
 
 
 # Of each output layer and each drafter, so that it ends with either.
-_Kept = weakref.WeakKeyDictionary[HSDrafter, _Made]
+_Kept = weakref.WeakKeyDictionary[HSDraftNetwork, _Made]
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
-def working_weights(drafter: HSDrafter, embedding: nn.Embedding, output_head: nn.Linear) -> WorkingWeights:
+def working_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head: nn.Linear) -> WorkingWeights:
     """Those of a drafter with the head of a target; kept until either changes.
 
     A change is a write that a tensor counts, however small, or another tensor in its place. Writes to `.data` and in
@@ -342,7 +342,7 @@ _PARTS = (
 )
 
 
-def _is_as_built(drafter: HSDrafter) -> bool:
+def _is_as_built(drafter: HSDraftNetwork) -> bool:
     return all(part is drafter or (type(part) in _PARTS and is_unhooked(part)) for part in drafter.modules())
 
 
