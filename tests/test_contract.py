@@ -9,7 +9,6 @@ import io
 import itertools
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,10 +36,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.demo import DraftColourStreamer
-from hf_hsdraft.engine import decoded_texts, decoding
+from hf_hsdraft.engine import local_target
+from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.pace.pacing import CostPace
 from hf_hsdraft.target.ended_rows import EndedRows
 from hf_hsdraft.target.target_limits import cache_layers
+from hf_hsdraft.verifiers import own_choice, rejection
 
 NEW = 24
 OUTPUTS = {
@@ -227,8 +228,8 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
     outputs, seen = [], []
     for rule in (None, curious):
         if rule is not None:
-            for name in ("own_choice", "rejection_choice"):
-                monkeypatch.setattr(f"hf_hsdraft.engine.decoded_texts.{name}", rule(getattr(decoded_texts, name)))
+            for module, name in ((own_choice, "own_choice"), (rejection, "rejection_choice")):
+                monkeypatch.setattr(module, name, rule(getattr(module, name)))
         steps = []
         torch.manual_seed(0)
         given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}
@@ -959,33 +960,31 @@ def test_the_cache_holds_the_end_of_every_row(make):
 
 
 def test_the_rows_that_a_batch_waits_for_are_the_last_ones():
-    lengths = {0: 30, 2: 12, 3: 16, 5: 17}
-    call = SimpleNamespace(texts=SimpleNamespace(new_tokens=lengths.__getitem__))
-    assert decoding._Call._behind(call, [0, 2, 3, 5]) == [2, 3]
-    assert decoding._Call._behind(call, [0]) == [0] and decoding._Call._behind(call, []) == []
+    assert local_target.waited_for({0: 30, 2: 12, 3: 16, 5: 17}) == [2, 3]
+    assert local_target.waited_for({0: 30}) == [0] and local_target.waited_for({}) == []
 
 
 def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(target, monkeypatch):
     """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
     inputs, ends = ending_apart(target)
     drafter = make_drafter(target, tree_size=24)
-    asked, sizes, size, draft = [], [], CostPace.most_nodes, decoding.HSCandidateGenerator.draft
+    asked, sizes, size, draft = [], [], CostPace.most_nodes, Drafting.draft
 
     def noting_trees(self, trees):
         asked.append([tree.tokens[0] for tree in trees])
         return size(self, trees)
 
-    def noting_sizes(self, max_depths, behind):
-        sizes.append((len(max_depths), self.options.tree_size))
-        trees = draft(self, max_depths, behind)
+    def noting_sizes(self, asks):
+        sizes.append((len(asks), asks[0].size))
+        trees = draft(self, asks)
         if len(asked[-1]) == 1 and len(trees) > 1:  # the last row alone was asked, and the others verify as much
-            last = trees[list(max_depths).index(behind[0])]
+            [last] = [tree for ask, tree in zip(asks, trees, strict=True) if ask.decides]
             assert asked[-1] == [last.tokens[0]] and max(map(len, trees)) >= len(last)
         return trees
 
-    monkeypatch.setattr(decoding._Call, "_behind", lambda self, active: active[-1:])
-    monkeypatch.setattr(Pace, "size", noting_trees)
-    monkeypatch.setattr(decoding.HSCandidateGenerator, "draft", noting_sizes)
+    monkeypatch.setattr(local_target, "waited_for", lambda lengths: list(lengths)[-1:])
+    monkeypatch.setattr(CostPace, "most_nodes", noting_trees)
+    monkeypatch.setattr(Drafting, "draft", noting_sizes)
     call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
     target.generate(**inputs, **call, assistant_model=drafter)
     assert {len(trees) for trees in asked} == {1} and len(asked) > 5

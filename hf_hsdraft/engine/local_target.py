@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -67,8 +67,7 @@ class LocalTarget:
     def asks(self) -> list[Ask]:
         """The drafts that are wanted for the next round, of the texts that still grow."""
         active = self._texts.active
-        lengths = {row: self._texts.new_tokens(row) for row in active}
-        furthest = min(lengths.values(), default=0)  # a batch has ended when the last of its texts has
+        decide = waited_for({row: self._texts.new_tokens(row) for row in active})
         depths, options = self._limits.depths(active, len(self.read)), self._limits.options.shared_by(len(self.read))
         return [
             Ask(
@@ -77,7 +76,7 @@ class LocalTarget:
                 depths[row],
                 options.tree_size,
                 chain=options.beam_width == 1,
-                decides=lengths[row] - furthest <= _ABREAST,
+                decides=row in decide,
             )
             for row in active
         ]
@@ -166,6 +165,12 @@ class LocalTarget:
         with runtime.undone_on_error():
             runtime.verify(trees, texts.batch())
             runtime.commit(trees, [[] if row in rows else None for row in self.read])
+
+
+def waited_for(lengths: Mapping[int, int]) -> list[int]:
+    """The texts that a batch waits for, by their lengths: it has ended when the last of them has."""
+    shortest = min(lengths.values(), default=0)
+    return [row for row, length in lengths.items() if length - shortest <= _ABREAST]
 
 
 def prompt_news(
