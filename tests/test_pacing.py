@@ -36,10 +36,11 @@ def run(pace, rounds, right, drafted=0.6):
     for _ in range(rounds):
         depth = pace.plan()
         tree = chain(*[drafted] * depth)
-        weighed = pace.weighed(tree, depth) if depth else tree
+        weighed = pace.weighed([tree], depth)[0] if depth else tree
         cut = weighed.first(pace.most_nodes([weighed]))
         length = next((n for n in range(depth) if draw.random() >= right), depth)
-        pace.learn(tree if depth else None, [*range(1, length + 1), 99])
+        if depth:
+            pace.learn(tree, [*range(1, length + 1), 99])
         emitted = 1 + min(length, len(cut) - 1)
         pace.timed(len(cut) - 1, emitted, 1.0, depth, 0.0)
         time += 1 + COSTS.verifying(len(cut) - 1) + COSTS.drafting(depth)
@@ -117,6 +118,34 @@ def test_a_batch_is_cut_where_a_further_column_does_not_pay(rows, node):
     assert worth[pace.most_nodes(trees)] == pytest.approx(max(worth), abs=1e-9)
 
 
+def batch_rounds(rows, costs, rounds=60):
+    """Rounds over a batch, with for each row how probable its next token is; drafts made, and those not verified."""
+    pace, drafts, unused = CostPace(1, costs), 0, 0
+    for _ in range(rounds):
+        depth = pace.plan()
+        trees = pace.weighed([chain(each) for each in rows], depth) if depth else [chain() for _ in rows]
+        size = pace.most_nodes(trees)
+        drafts, unused = drafts + (depth > 0), unused + (depth > 0 and size == 0)
+        pace.timed(size, 1.0 + (sum(rows) / len(rows) if size else 0.0), None, depth, 0.0)
+    return drafts, unused
+
+
+@pytest.mark.parametrize(
+    ("rows", "costs"),
+    [
+        ([0.05] * 5 + [0.95] * 3, Costs(0.0, 0.45, 0.05, 0.05)),  # a column is one of every row
+        ([0.5] * 8, Costs(0.4, 0.15, 0.05, 0.05)),  # a tree costs something beside its nodes
+    ],
+)
+def test_a_batch_is_not_drafted_for_where_no_tree_is_worth_verifying(rows, costs):
+    drafts, unused = batch_rounds(rows, costs)
+    assert drafts <= 5 and unused == drafts
+
+
+def test_a_batch_is_drafted_for_where_that_pays():
+    assert batch_rounds([0.7] * 8, Costs(0.03, 0.1, 0.05, 0.05)) == (60, 0)
+
+
 def test_calibration_finds_how_often_an_overconfident_drafter_is_right():
     calibration, draw = Calibration(), random.Random(1)
     tree = chain(0.9)
@@ -174,7 +203,7 @@ def test_no_dear_tree_is_verified_unawares():
     pace, seconds, tokens = CostPace(6, MeasuredCosts()), 0.0, 0
     for _ in range(32):
         depth = pace.plan()
-        weighed = pace.weighed(chain(*[0.4] * depth), depth) if depth else chain()
+        weighed = pace.weighed([chain(*[0.4] * depth)], depth)[0] if depth else chain()
         size = len(weighed.first(pace.most_nodes([weighed]))) - 1
         assert size <= 8
         forward = 0.040 * (1.0 + 0.4 * size)
@@ -337,10 +366,11 @@ def test_nothing_is_drafted_once_rounds_take_longer_than_they_earn(right):
     for _ in range(600):
         depth = pace.plan()
         tree = chain(*[right] * depth)
-        weighed = pace.weighed(tree, depth) if depth else tree
+        weighed = pace.weighed([tree], depth)[0] if depth else tree
         size = len(weighed.first(pace.most_nodes([weighed]))) - 1
         length = next((n for n in range(depth) if draw.random() >= right), depth)
-        pace.learn(tree if depth else None, [*range(1, length + 1), 99])
+        if depth:
+            pace.learn(tree, [*range(1, length + 1), 99])
         emitted = 1 + min(length, size)
         forward, draft = 0.040 * (1.0 + 0.1 * size), 0.040 * 0.15 * depth
         pace.timed(size, emitted, forward, depth, draft)
@@ -359,7 +389,7 @@ def test_rows_that_have_ended_make_nodes_cheaper():
     left = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)
     assert left.costs.node == pytest.approx(whole.costs.node / 2)
     assert left.costs.depth == pytest.approx(whole.costs.depth)
-    assert left.depth() == 0 and left.size([chain(0.9)]) == 0  # the first round says what a plain one takes now
+    assert left.plan() == 0 and left.most_nodes([chain(0.9)]) == 0  # the first round says what a plain one takes now
     left.timed(0, 1.0, 0.030, 0, 0.0)
     assert left.measured.plain == 0.030
     again = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)

@@ -88,19 +88,16 @@ class _ScriptedSession(Session):
         self._options, self._texts, self._rng = call.options, texts, rng
         self._vocab_size = text_config(call.target).vocab_size
         self._emitted = [0] * call.rows
-        self._going = call.rows
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
             assert len(each.taps) == len(each.positions)
             self._emitted[each.row] += len(each.tokens)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self._going = len(rows)
-
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees, most = [], self._options.shared_by(self._going).depth
+        trees = []
         for ask in asks:
+            most = self._options.shared_by(ask.sharing).depth
             truth = list(self._texts[ask.row][self._emitted[ask.row] :])
             tree = random_tree(ask.root, truth, min(ask.depth, most), self._vocab_size, self._rng)
             tree = tree.first(self._options.tree_size)

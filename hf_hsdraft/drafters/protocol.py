@@ -30,6 +30,7 @@ class Ask:
         root: the last accepted token, which the target has not read yet.
         depth: greatest depth of a node that is of use; 0 where nothing should be drafted.
         size: greatest number of nodes beside the root.
+        sharing: number of texts that share the sizes of the options, see `DraftOptions.shared_by`.
         chain: whether only one path may be drafted.
         decides: whether the batch waits for this text; the pace goes by such texts.
     """
@@ -38,6 +39,7 @@ class Ask:
     root: int
     depth: int
     size: int
+    sharing: int = 1
     chain: bool = False
     decides: bool = True
 

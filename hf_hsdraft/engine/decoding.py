@@ -54,6 +54,8 @@ def speculative_decoding(
         recorder = Recorder(runtime, generation_config)
         output = _read_prompts(runtime, texts, input_ids, generation_config, recorder)
         clock.stop("prefill_seconds")
+        if statistics is not None:
+            statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
         rounds = None
         if texts.active or synced_gpus:

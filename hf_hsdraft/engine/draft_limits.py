@@ -148,15 +148,15 @@ class DraftLimits:
         logger.warning_once(f"{type(runtime.target).__name__} reads long texts otherwise: {self.reason}.")
         return True
 
-    def depths(self, active: Sequence[int], rows: int) -> dict[int, int]:
+    def depths(self, active: Sequence[int], sharing: int) -> dict[int, int]:
         """How deep to draft for each active text: no node beyond its greatest length, a forward's reach, or the cache.
 
         Args:
-            rows: number of texts that are read.
+            sharing: number of texts that share the sizes of the options.
         """
         runtime = self._runtime
         most = min(runtime.deepest, self._known_until - runtime.length - 1)
-        columns = self.options.shared_by(rows).tree_size + 1 if runtime.trees else 0
+        columns = self.options.shared_by(sharing).tree_size + 1 if runtime.trees else 0
         if self.options.depth == 0 or columns > slots_read_alike(runtime.target, runtime.length):
             most = 0
         reach = [min(each, most) for each in self._positions.reach(runtime.target)]

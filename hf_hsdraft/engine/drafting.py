@@ -63,10 +63,9 @@ class Drafting:
         drafted = self._paced.draft(limited)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
-        return {
-            row: self.pace.weighed(tree, self.depth) if row in deciding else self.pace.scored(tree)
-            for row, tree in self._drafted.items()
-        }
+        weighed = self.pace.weighed([self._drafted[row] for row in deciding], self.depth)
+        scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items() if row not in deciding}
+        return scored | dict(zip(deciding, weighed, strict=True))
 
     def observe(self, news: Sequence[Accepted]) -> None:
         """Takes what the target accepted."""

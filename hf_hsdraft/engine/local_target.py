@@ -17,7 +17,7 @@ from .recorder import Recorder
 from .text_positions import TextPositions
 
 _FEWER = 0.75  # of a batch's rows that still grow, from which on the ended ones leave it: that moves the cache
-_ABREAST = 4  # tokens that a row of a batch may be ahead of the last one and still count as it
+_ABREAST = 1  # tokens that a row of a batch may be ahead of the last one and still count as it
 
 
 class LocalTarget:
@@ -68,13 +68,17 @@ class LocalTarget:
         """The drafts that are wanted for the next round, of the texts that still grow."""
         active = self._texts.active
         decide = waited_for({row: self._texts.new_tokens(row) for row in active})
-        depths, options = self._limits.depths(active, len(self.read)), self._limits.options.shared_by(len(self.read))
+        # Sizes that are fixed stay so when texts leave.
+        options = self._limits.options
+        sharing = len(self._texts.rows) if options.tree_sizing == "fixed" else len(self.read)
+        depths, options = self._limits.depths(active, sharing), options.shared_by(sharing)
         return [
             Ask(
                 row,
                 self._texts.last_token(row),
                 depths[row],
                 options.tree_size,
+                sharing,
                 chain=options.beam_width == 1,
                 decides=row in decide,
             )

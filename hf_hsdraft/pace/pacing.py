@@ -102,8 +102,8 @@ class Pace(Protocol):
         """A drafted tree, scored by how probable its nodes are to be accepted."""
         ...
 
-    def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
-        """The same of a tree that was drafted to some depth just now; what each depth adds is noted."""
+    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
+        """The same of trees drafted to some depth just now, of the texts that decide; what each depth adds is noted."""
         ...
 
     def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
@@ -143,8 +143,8 @@ class FixedPace:
     def scored(self, tree: DraftTree) -> DraftTree:
         return tree
 
-    def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
-        return tree
+    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
+        return list(trees)
 
     def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
         return list(trees)
@@ -227,14 +227,11 @@ class CostPace:
     def scored(self, tree: DraftTree) -> DraftTree:
         return self.habits.calibration.applied(tree)
 
-    def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
-        tree, costs, habits = self.scored(tree), self.costs, self.habits
-        least = self.rate * costs.node
-        gains = [0.0] * depth
-        for level, score in zip(tree.depths[1:], tree.scores[1:], strict=True):
-            gains[level - 1] += max(math.exp(score) - least, 0.0)
-        habits.drafts += 1
-        weight = max(1.0 - _FADING, 1.0 / (habits.drafts + 1))  # of the first few their mean
+    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
+        trees, costs, habits, count = [self.scored(tree) for tree in trees], self.costs, self.habits, len(trees)
+        gains = self._gains(trees, depth)
+        habits.drafts += count
+        weight = max(1.0 - _FADING**count, count / (habits.drafts + 1))  # of the first few their mean
         known = habits.gains
         for level in range(len(known)):
             if level < depth:
@@ -244,7 +241,26 @@ class CostPace:
                 known[level] = known[level - 1] * min(ratio, 0.95)
         if sum(gains) > self.rate * costs.drafting(depth):
             self._pause = 0
-        return tree
+        return trees
+
+    def _gains(self, trees: Sequence[DraftTree], depth: int) -> list[float]:
+        """What each depth of scored trees adds for a text on average, where all are cut to one width.
+
+        See `most_nodes`.
+        """
+        costs, rate = self.costs, self.rate
+        least = rate * costs.node
+        ranked = [sorted(range(1, len(tree)), key=lambda node, of=tree: -of.scores[node]) for tree in trees]
+        paths = [[math.exp(tree.scores[node]) for node in nodes] for tree, nodes in zip(trees, ranked, strict=True)]
+        width = sum(sum(column) > least * len(trees) for column in zip_longest(*paths, fillvalue=0.0))
+        gains = [0.0] * depth
+        for tree, nodes, path in zip(trees, ranked, paths, strict=True):
+            for node, probability in zip(nodes[:width], path, strict=False):
+                gains[tree.depths[node] - 1] += (probability - least) / len(trees)
+        gains = [max(gain, 0.0) for gain in gains]
+        total = sum(gains)
+        share = max(1.0 - rate * costs.tree / total, 0.0) if total else 0.0  # where no tree is verified, none gains
+        return [share * gain for gain in gains]
 
     def most_nodes(self, trees: Sequence[DraftTree]) -> int:
         """How many nodes of each tree are worth verifying in one forward, best first. Called once a round.

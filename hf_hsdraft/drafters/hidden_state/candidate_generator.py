@@ -93,7 +93,6 @@ class HSCandidateGenerator(Session, CandidateGenerator):
             self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._context: DraftContext | None = None  # of a batch
         self._rows = [_Row() for _ in range(batch_size)]
-        self._going = batch_size  # number of texts that have not ended
         self._started = False  # in transformers' own assisted decoding
 
     # What the engine asks for.
@@ -105,15 +104,16 @@ class HSCandidateGenerator(Session, CandidateGenerator):
             asks: for all texts, as deep as the options say, by default.
         """
         if asks is None:
-            options = self._options.shared_by(self._going)
-            asks = [Ask(row, each.root, options.depth, options.tree_size) for row, each in enumerate(self._rows)]
+            rows = len(self._rows)
+            options = self._options.shared_by(rows)
+            asks = [Ask(row, each.root, options.depth, options.tree_size, rows) for row, each in enumerate(self._rows)]
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
         wanted = [ask for ask in asks if ask.depth > 0]
         if wanted:
             options = self._options
             if wanted[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
                 options = options.as_chain()
-            options = options.shared_by(self._going)
+            options = options.shared_by(wanted[0].sharing)
             depth = min(max(ask.depth for ask in wanted), options.depth)
             hidden = self._rolled([ask.row for ask in wanted], depth)
             drafted = self._trees(wanted, hidden, [min(ask.depth, depth) for ask in wanted], options)
@@ -129,9 +129,6 @@ class HSCandidateGenerator(Session, CandidateGenerator):
                 last = self.weights.embed(each.following[-1:])
                 embeds = torch.cat([embeds.to(last.device, last.dtype), last])
             self.read(each.taps, each.following, each.positions, each.row, embeds)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._going = len(rows)
 
     def memory(self, length: int) -> DraftMemory | None:
         if self._roll_out is None:

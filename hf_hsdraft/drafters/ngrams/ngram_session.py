@@ -43,7 +43,7 @@ class NgramSession(Session):
         """What the n-grams of a text propose, as a tree or, where only one path may be, as a chain."""
         ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, MOST_NGRAM_DEPTH), self._options.threshold
         if self._obeys_depth:
-            depth = min(depth, self._options.shared_by(len(self._caches)).depth)
+            depth = min(depth, self._options.shared_by(ask.sharing).depth)
         if depth <= 0 or ngrams.last != ask.root:  # nobody told them the text
             return DraftTree.root(ask.root)
         if ask.chain:
