@@ -25,6 +25,7 @@ from ..drafters.hidden_state.working_weights import WorkingWeights, working_weig
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..pace.pacing import KindOfCall, Pace, pace_for, slower_packed
 from ..target.static_cache import with_draft_room
+from ..target.target_ability import Ability, kind_of_call, known_ability
 from ..target.target_limits import (
     check_inputs,
     furthest_position,
@@ -34,8 +35,18 @@ from ..target.target_limits import (
     why_drafts_end,
     why_in_step,
 )
-from ..target.target_probe import PROBE_COLUMNS, PROBE_DEPTH, kind_of_call, known_ability, tried_ability, tried_again
-from ..target.target_runtime import TargetOutput, TargetRuntime
+from ..target.target_outputs import TargetOutput
+from ..target.target_probe import (
+    PROBE_COLUMNS,
+    PROBE_DEPTH,
+    STEPS,
+    Steps,
+    ability_by,
+    presumed_ability,
+    tried_ability,
+    tried_again,
+)
+from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Foresight
 from ..verifiers.verification import Verdict
@@ -47,7 +58,7 @@ logger = logging.get_logger(__name__)
 
 _MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
 _FEWER = 0.75  # of a batch's rows that still grow, from which on the ended ones leave it: that moves the cache
-_ABREAST = 4  # tokens that a row of a batch may be ahead of the last one and still count as it
+_ABREAST = 1  # tokens that a row of a batch may be ahead of the last one and still count as it
 _MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
 
 
@@ -187,6 +198,8 @@ class _Call:
     closed: set[int] = field(default_factory=set)  # rows whose last token has been read
     read: list[int] = field(default_factory=list)  # rows that the target's forwards are of
     known_until: int = sys.maxsize  # length of text up to which is known what the target can do
+    steps: Steps | None = None  # those that are read one by one, to try the target with them
+    presumed: bool = False  # what the target can do was not tried yet: it may turn out that it cannot be drafted for
     packing: Packing | None = None
     packs: bool = False  # in this round, which takes longer for it
 
@@ -212,7 +225,8 @@ class _Call:
             several = len(rows) > 1 and not self.synced_gpus and not recorder.records
             rows_leave = several and runtime.let_rows_leave(keep=outlives)
             _read_prompts(generator, texts, output, positions, runtime.attended, inputs_embeds)
-        texts.stream()
+        if not self.presumed:
+            texts.stream()
         done = not texts.active
         while self.target._has_unfinished_sequences(done, self.synced_gpus, device=input_ids.device):
             assert generator is not None
@@ -220,6 +234,7 @@ class _Call:
                 self._leave_ended(generator, positions)
             self._round(generator, positions, recorder)
             done = not texts.active
+        texts.stream()
         if outlives and not self.synced_gpus:
             self._read_ends()
         if self.statistics is not None:
@@ -276,7 +291,7 @@ class _Call:
         staying = [row for row in self.read if row not in self.closed]
         if not staying or len(staying) > _FEWER * len(self.read):
             return
-        self.runtime.read_only([self.read.index(row) for row in staying])
+        self.runtime.keep_rows([self.read.index(row) for row in staying])
         share, self.read = len(staying) / len(self.read), staying
         if self.pace is not None:  # sizes that are fixed stay so
             self.pace = self._pace(self._furthest(positions), share)
@@ -328,15 +343,16 @@ class _Call:
         runtime, options = self.runtime, self.options
         if runtime.length < self.known_until or options.depth == 0 or not self.texts.active:
             return
-        known = known_ability(runtime, doubling=not self.synced_gpus)
         ragged = runtime.trees and len(self.read) > 1
+        chains = not runtime.trees and not self.presumed
+        known = known_ability(runtime, not self.synced_gpus, chains, ragged)
         if known is None:
-            # All processes would have to try in the same round. Until a trial fits, nothing is drafted.
-            every = positions.reach(self.target)
-            if self.synced_gpus or not _trial_fits(runtime, min(every[row] for row in self.read)):
-                return
-            known = tried_again(runtime, self.texts.batch()[self.read], ragged)
-        self.known_until = known.until
+            known = self._tried(positions, ragged)
+        if known is None:
+            return
+        presumed, self.presumed, self.steps, self.known_until = self.presumed, False, None, known.until
+        if presumed and not known.chains:
+            raise _cannot(self.target, known)
         if known.trees or (known.chains and not runtime.trees):
             return
         if known.chains and not ragged:
@@ -346,12 +362,30 @@ class _Call:
             self.options = replace(options, depth=0)
         self.pace = self._pace(self._furthest(positions))
         generator.share_among(len(self.read), self.pace, self.options)
-        what = "chains are drafted" if self.options.depth else "nothing is drafted"
-        reason = f"{what} beyond {runtime.length} tokens: {known.reason}"
-        logger.warning_once(f"{type(self.target).__name__} reads long texts otherwise: {reason}.")
+        if presumed:
+            reason = known.reason
+            _warn_of_chains(self.target, known)
+        else:
+            what = "chains are drafted" if self.options.depth else "nothing is drafted"
+            reason = f"{what} beyond {runtime.length} tokens: {known.reason}"
+            logger.warning_once(f"{type(self.target).__name__} reads long texts otherwise: {reason}.")
         if self.statistics is not None:
             self.statistics.reason = reason
             self.statistics.draft_kind = "chain" if self.options.depth else self.statistics.draft_kind
+
+    def _tried(self, positions: _Positions, ragged: bool) -> Ability | None:
+        """What a trial finds; `None` until there is one. So long nothing is drafted."""
+        runtime, chains = self.runtime, not self.runtime.trees and not self.presumed
+        if self.steps is not None:
+            return ability_by(self.steps, chains) if self.steps.complete else None
+        every = positions.reach(self.target)
+        # All processes would have to try in the same round.
+        if self.synced_gpus or not _trial_fits(runtime, min(every[row] for row in self.read)):
+            return None
+        if _tries_with_own_steps(self):
+            self.steps = Steps.begin(runtime, self.texts.batch())
+            return None
+        return tried_again(runtime, self.texts.batch()[self.read], ragged, chains)
 
     def _round(self, generator: HSCandidateGenerator, positions: _Positions, recorder: _Recorder) -> None:
         runtime, texts, clock = self.runtime, self.texts, self.clock
@@ -369,6 +403,8 @@ class _Call:
         before = runtime.forwards
         with runtime.undone_on_error():
             output = runtime.verify(list(trees.values()), texts.batch())
+            if self.steps is not None:
+                self.steps.add([texts.last_token(0)], output.logits[:, 0])
             verdicts = {row: texts.walk(row, trees[row], output.logits[place[row]]) for row in active}
             if runtime.in_step and active:
                 shortest = min(len(verdict.path) for verdict in verdicts.values())
@@ -378,7 +414,8 @@ class _Call:
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, recorder.path(row, verdict.path))
             texts.end_batch()
-            texts.stream()
+            if not self.presumed:
+                texts.stream()
             beyond = texts.beyond_end()
             paths = [self._path(row, verdicts, beyond[row]) for row in self.read]
             runtime.commit(list(trees.values()), paths)
@@ -496,31 +533,37 @@ def _as_the_target_can(call: _Call, output: TargetOutput, positions: _Positions)
     target, runtime, texts, options = call.target, call.runtime, call.texts, call.options
     rows = len(positions.roots)
     doubling = not call.synced_gpus
-    known = known_ability(runtime, doubling)
+    room = max(map(texts.room, range(rows)))
+    furthest = max(max(positions.of_root(row)) for row in range(rows))
+    slots = range(runtime.length, runtime.length + room + options.shared_by(rows).tree_size + 1)
+    # Where the row that is furthest decides for all, they have to go in step, as in plain decoding.
+    in_step = why_in_step(target, furthest + room + 1, slots) if rows > 1 else ""
+    known = known_ability(runtime, doubling, chains=bool(in_step))
     reach = min(positions.reach(target))
     near = not _drafts_fit(runtime, reach) or (known is None and not _trial_fits(runtime, reach))
-    if _any_process(near, call.synced_gpus, target.device):
+    short = known is None and room <= STEPS + 1  # not even the first text that is longer could gain by a trial
+    if _any_process(near or short, call.synced_gpus, target.device):
         runtime.trees = False
         if call.statistics is not None:
             call.statistics.draft_kind = "chain"
             call.statistics.reason = why_drafts_end(target, max(positions.roots) + PROBE_DEPTH) or (
                 "nothing is drafted so close to the last position that the target has or reads alike"
+                if near
+                else "nothing is drafted in so short a call before it is known what the target can do"
             )
         return replace(options, depth=0)
-    needed = _any_process(known is None, call.synced_gpus, target.device)
-    if needed:
-        known = tried_ability(runtime, texts.batch(), output.logits[:, -1], doubling=doubling)
+    if _any_process(known is None, call.synced_gpus, target.device):
+        if _tries_with_own_steps(call):
+            known, call.presumed = presumed_ability(runtime), True
+        else:
+            chains = bool(in_step)
+            known = tried_ability(runtime, texts.batch(), output.logits[:, -1], doubling=doubling, chains=chains)
     assert known is not None
     ability, call.known_until = known, known.until
-    room = max(map(texts.room, range(rows)))
-    furthest = max(max(positions.of_root(row)) for row in range(rows))
-    slots = range(runtime.length, runtime.length + room + options.shared_by(rows).tree_size + 1)
-    in_step = why_in_step(target, furthest + room + 1, slots) if rows > 1 else ""
-    if ability.trees and in_step:
-        # The row that is furthest decides for all, so they have to go in step, as in plain decoding.
-        ability = replace(ability, trees=False, reason=in_step)
+    if in_step:
+        ability = replace(ability, trees=False, reason=in_step if ability.chains else ability.reason)
     if not ability.chains:
-        raise ValueError(f"{type(target).__name__} cannot be drafted for: {ability.reason}.")
+        raise _cannot(target, ability)
     if call.synced_gpus and runtime.recurrent:
         raise ValueError(
             f"{type(target).__name__} cannot be drafted for with synced_gpus=True: its recurrent layers are read again "
@@ -530,7 +573,7 @@ def _as_the_target_can(call: _Call, output: TargetOutput, positions: _Positions)
     if ability.trees:
         runtime.prepare_trees()
     else:
-        logger.warning_once(f"{type(target).__name__} is drafted for with chains instead of trees: {ability.reason}.")
+        _warn_of_chains(target, ability)
         options = options.as_chain()
     runtime.make_room(options.shared_by(rows).tree_size + 1)
     if call.statistics is not None:
@@ -538,6 +581,22 @@ def _as_the_target_can(call: _Call, output: TargetOutput, positions: _Positions)
         end = why_drafts_end(target, furthest + room)
         call.statistics.reason = "; ".join(filter(None, (ability.reason, end)))
     return options
+
+
+def _tries_with_own_steps(call: _Call) -> bool:
+    """Whether a trial is made with tokens of the call, which are read one by one for it.
+
+    In a batch rows end and leave. Processes have to try in the same round. Steps over a static cache are compiled.
+    """
+    return len(call.texts.rows) == 1 and not call.synced_gpus and call.runtime.slots is None
+
+
+def _cannot(target: Any, ability: Ability) -> ValueError:
+    return ValueError(f"{type(target).__name__} cannot be drafted for: {ability.reason}.")
+
+
+def _warn_of_chains(target: Any, ability: Ability) -> None:
+    logger.warning_once(f"{type(target).__name__} is drafted for with chains instead of trees: {ability.reason}.")
 
 
 def _drafts_fit(runtime: TargetRuntime, reach: int) -> bool:
