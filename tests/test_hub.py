@@ -58,6 +58,8 @@ CODE = {
     "static_roll_out.py",
     "target_limits.py",
     "target_match.py",
+    "target_ability.py",
+    "misreading.py",
     "target_probe.py",
     "target_runtime.py",
     "target_weights.py",

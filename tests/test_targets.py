@@ -16,10 +16,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DynamicCache,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.bench.support import check_type, model_types
-from hf_hsdraft.target import target_limits, target_probe
+from hf_hsdraft.engine import decoding
+from hf_hsdraft.target import target_ability, target_limits, target_probe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
 LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -134,6 +136,21 @@ def test_encoder_decoders(model_type, rows):
     assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
     for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
         assert [state.shape for state in ours] == [state.shape for state in theirs]
+
+
+def test_a_hidden_state_that_is_left_out_is_named(monkeypatch):
+    target = make_target()
+    drafter, forward = make_drafter(target), type(target).forward
+
+    def forgetful(self, *args, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        if outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(None for _ in outputs.hidden_states)
+        return outputs
+
+    monkeypatch.setattr(type(target), "forward", forgetful)
+    with pytest.raises(ValueError, match="hidden state 1 of its layers, which it leaves out"):
+        target.generate(**batch_of(1), max_new_tokens=NEW, assistant_model=drafter)
 
 
 def test_an_image_in_the_prompt():
@@ -299,7 +316,7 @@ def test_a_target_that_misreads_trees_is_found_out(monkeypatch, dtype):
 
     monkeypatch.setattr(type(target.model), "forward", deaf)
     drafter = make_drafter(target).to(dtype)
-    kwargs = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     statistics = target.generate(**batch_of(1), **kwargs, assistant_model=drafter).statistics
     assert statistics.draft_kind == "chain" and "otherwise than one by one" in statistics.reason
 
@@ -330,7 +347,7 @@ def test_a_refusal_is_not_remembered():
 def test_half_precision_reads_trees_too():
     target = make_target().to(torch.bfloat16)
     drafter = make_drafter(target).to(torch.bfloat16)
-    kwargs = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "assistant_model": drafter}
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "assistant_model": drafter}
     for rows in (1, 3):
         statistics = target.generate(**batch_of(rows), **kwargs).statistics
         assert statistics.draft_kind == "tree", statistics.reason
@@ -376,7 +393,97 @@ def test_what_a_target_can_is_tried_once():
     import gc
 
     gc.collect()
-    assert all(kept is not None for kept in target_probe._known)
+    assert all(kept is not None for kept in target_ability.known)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "most"), [(1, torch.float32, 2), (1, torch.bfloat16, 4), (3, torch.float32, 6)]
+)
+def test_a_trial_takes_few_forwards_and_a_short_call_none(rows, dtype, most):
+    """A call of one text reads its own first tokens again; in half precision faulty targets are played beside it."""
+    target, calls = make_target().to(dtype), []
+    drafter = make_drafter(target).to(dtype)
+    target.register_forward_hook(lambda *_: calls.append(1))
+    for new in (5, NEW):
+        calls.clear()
+        output = target.generate(
+            **batch_of(rows), max_new_tokens=new, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        further = len(calls) - output.statistics.target_forwards
+        assert 0 < further <= most if new == NEW else further == 0
+        assert output.statistics.draft_kind == ("tree" if new == NEW else "chain")
+    assert "in so short a call" not in output.statistics.reason
+
+
+class Arrivals(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def put(self, value):
+        self.got += value.flatten().tolist()
+
+    def end(self):
+        self.got.append(-1)
+
+
+def misread(monkeypatch, target, what: str) -> None:
+    """A planted fault: several tokens at once are read without a tree's mask, or without positions."""
+    misread_beyond(monkeypatch, target, 0, what)
+
+
+@pytest.mark.parametrize("new", [3, 5, 8, NEW])
+def test_the_first_call_streams_all_of_its_text_in_order(new):
+    target, streamer = make_target(), Arrivals()
+    expected = target.generate(**batch_of(1), max_new_tokens=new, do_sample=False)[0].tolist()
+    target.generate(
+        **batch_of(1), max_new_tokens=new, do_sample=False, assistant_model=make_drafter(target), streamer=streamer
+    )
+    assert streamer.got == [*expected, -1]
+
+
+def test_nothing_is_streamed_by_a_target_that_turns_out_to_be_refused(monkeypatch):
+    target, streamer = make_target(), Arrivals()
+    misread(monkeypatch, target, "drafts")
+    with pytest.raises(ValueError, match="several tokens at once are read otherwise than one by one"):
+        target.generate(
+            **batch_of(1), max_new_tokens=NEW, do_sample=False, assistant_model=make_drafter(target), streamer=streamer
+        )
+    assert streamer.got == batch_of(1)["input_ids"].flatten().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["trees", "drafts", ""])
+def test_a_text_that_repeats_itself_is_no_proof(monkeypatch, what, dtype):
+    """Its tokens could stand for one another, so others are read; the cache holds the text's own afterwards."""
+    target = make_target().to(dtype)
+    allowed = {"suppress_tokens": [token for token in range(VOCAB) if token != 5], "do_sample": False}
+    drafter = make_drafter(target).to(dtype)
+    plain = target.generate(**batch_of(1), **allowed, max_new_tokens=NEW)
+    read, likely = [], target_probe.read_likely
+    monkeypatch.setattr(target_probe, "read_likely", lambda *args: read.append(1) or likely(*args))
+    if what:
+        misread(monkeypatch, target, what)
+    kwargs = {**batch_of(1), **allowed, "max_new_tokens": NEW, "assistant_model": drafter}
+    if what == "drafts":
+        with pytest.raises(ValueError, match="several tokens at once"):
+            target.generate(**kwargs)
+        assert read
+        return
+    output = target.generate(**kwargs, return_dict_in_generate=True)
+    assert read and output.sequences.tolist() == plain.tolist()
+    assert output.statistics.draft_kind == ("chain" if what else "tree"), output.statistics.reason
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3_next"])
+def test_after_a_failed_trial_the_cache_holds_what_plain_decoding_reads(monkeypatch, model_type):
+    fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
+    target = model_of(model_type, **fields.get(model_type, LLAMA))
+    monkeypatch.setattr(target_limits, "_SURE", 16)
+    assert repeating(target, new=10)[1].statistics.tau > 1.0  # short texts are known to be read rightly
+    misread_beyond(monkeypatch, target, 20, "drafts")
+    plain, drafted = repeating(target)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert "nothing is drafted beyond" in drafted.statistics.reason
 
 
 def repeating(target, rows: int = 1, prompt: int = 12, new: int = 48, **drafting):
@@ -483,6 +590,49 @@ def test_long_texts_are_tried_again(monkeypatch, what, goes_on, named):
     assert repeating(target, new=8)[1].statistics.reason == ""  # short texts are read as before
 
 
+def count_trials(monkeypatch) -> list[int]:
+    """Lengths of the texts that are tried from here on."""
+    trials, tried = [], target_probe._tried
+    monkeypatch.setattr(target_probe, "_tried", lambda steps, *args: trials.append(steps.length) or tried(steps, *args))
+    return trials
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_refusal_is_remembered_once_it_is_found_again(monkeypatch, rows):
+    """In the middle of a call; shorter texts are drafted for as before, and the first trial is known."""
+    target, trials = make_target(), count_trials(monkeypatch)
+    monkeypatch.setattr(target_limits, "_SURE", 16)
+    misread_beyond(monkeypatch, target, 25, "drafts")
+    found = []
+    for _ in range(4):
+        before = len(trials)
+        plain, drafted = repeating(target, rows)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        assert "nothing is drafted beyond" in drafted.statistics.reason
+        found.append(len(trials) - before)
+    assert found == [2, 1, 0, 0], "at the start of the first call, and in the middle of the first two"
+    assert repeating(target, rows, new=8)[1].statistics.reason == ""
+
+
+def test_a_refusal_that_the_next_call_does_not_share_is_forgotten(monkeypatch):
+    target, trials = make_target(), count_trials(monkeypatch)
+    with monkeypatch.context() as patch:
+        misread_beyond(patch, target, 0, "drafts")
+        with pytest.raises(ValueError, match="otherwise than one by one"):
+            repeating(target)
+    for _ in range(2):
+        plain, drafted = repeating(target)
+        assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.draft_kind == "tree"
+    assert len(trials) == 2
+    misread_beyond(monkeypatch, target, 0, "drafts")
+    other = make_target(seed=1)
+    for expected in (1, 1, 0):
+        del trials[:]
+        with pytest.raises(ValueError, match="otherwise than one by one"):
+            repeating(other)
+        assert len(trials) == expected
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3_next"])
 def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type, rows):
@@ -497,6 +647,35 @@ def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type
     plain, drafted = compare(target, make_drafter(target), batch_of(rows))
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert len(trials) == 3  # of texts as long as the first one's, everything is known
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_two_rows_of_a_batch_are_tried(monkeypatch, padded):
+    """The first trial and one in the middle of a call: of a large batch they would take longer than many rounds."""
+    monkeypatch.setattr(target_limits, "_SURE", 16)
+    target, sizes, trying = make_target(), [], []
+    forward, tried = target.forward, target_probe.tried_ability
+
+    def counted(**inputs):
+        sizes.extend([len(inputs["input_ids"])] * len(trying))
+        return forward(**inputs)
+
+    def trial(*args, **kwargs):
+        trying.append(1)
+        try:
+            return tried(*args, **kwargs)
+        finally:
+            trying.clear()
+
+    monkeypatch.setattr(target, "forward", counted)
+    monkeypatch.setattr(decoding, "tried_ability", trial)
+    monkeypatch.setattr(target_probe, "tried_ability", trial)
+    inputs = batch_of(5)
+    if not padded:
+        inputs = {"input_ids": inputs["input_ids"][:1].repeat(5, 1)}
+    plain, drafted = compare(target, make_drafter(target), inputs, max_new_tokens=40)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert len(sizes) > 15 and set(sizes) == {2}
 
 
 def test_how_long_a_trial_counts():
@@ -514,3 +693,8 @@ def test_the_support_table_tells_trees_chains_and_refusals(model_type):
     assert [row.drafts for row in rows] == [expected]
     assert rows[0].equal is (None if expected == "refused" else True)
     assert bool(rows[0].reason) == (expected != "tree")
+
+
+def test_the_support_table_has_targets_whose_outputs_lack_statistics():
+    [row] = [check_type("speech", *row) for row in model_types("speech") if row[0] == "whisper"]
+    assert (row.drafts, row.equal, row.batch, row.ngrams) == ("chain", True, "equal", "equal") and row.tau > 1

@@ -10,7 +10,7 @@ from conftest import VOCAB, make_drafter, make_target
 from transformers import AutoModelForSeq2SeqLM, T5Config, TextStreamer
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.target import target_probe
+from hf_hsdraft.target import target_ability
 
 peft = pytest.importorskip("peft")
 VIRTUAL = 5
@@ -59,7 +59,7 @@ def test_virtual_tokens_are_refused_before_any_work(method, rows):
         streams = {"streamer": streamer} if rows == 1 else {}
         with pytest.raises(ValueError, match=r"prepare_inputs_for_generation.*PEFT"):
             model.generate(**call, **streams, assistant_model=drafter)
-        assert not forwards and not streamer.got and target not in target_probe._known
+        assert not forwards and not streamer.got and target not in target_ability.known
         assert drafter.generation_config == before
     hook.remove()
     assert model.generate(**call).tolist() == plain.tolist()

@@ -28,7 +28,7 @@ from ..drafters.hidden_state import (
     working_weights,
 )
 from ..engine import decoded_texts, decoding
-from ..target import target_runtime
+from ..target import target_runtime, tree_reading
 from ..target.growing_cache import give_room_back
 from .calls import Settings, time_call
 from .machine import synchronise
@@ -51,8 +51,8 @@ TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("injector", expansion.Expansion, ("__call__", "best")),
     ("n-grams", candidate_generator.HSCandidateGenerator, ("_from_ngrams", "remember")),
     ("tree building", candidate_generator.HSCandidateGenerator, ("draft",)),
-    ("mask", target_runtime, ("tree_mask", "as_attention_takes_it")),
-    ("mask", target_runtime.TreeBatch, ("of",)),
+    ("mask", tree_reading, ("tree_mask", "as_attention_takes_it")),
+    ("mask", tree_reading.TreeBatch, ("of",)),
     ("verification", decoded_texts.DecodedTexts, ("walk",)),
     ("commit", target_runtime.TargetRuntime, ("commit",)),
     (PYTHON, decoding._Call, ("_round",)),

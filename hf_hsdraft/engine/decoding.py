@@ -10,7 +10,8 @@ import torch
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Drafter
 from ..target.static_cache import with_draft_room
-from ..target.target_runtime import TargetOutput, TargetRuntime
+from ..target.target_outputs import TargetOutput
+from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from .call_checks import check_call
 from .call_output import Clock, DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
@@ -61,9 +62,9 @@ def speculative_decoding(
         if texts.active or synced_gpus:
             setting = Setting(target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, stack)
             rounds = Rounds(setting, output, model_kwargs.get("inputs_embeds"), statistics, clock)
-        texts.stream()
         if rounds is not None:
             rounds.run()
+        texts.stream()
         runtime.finish(texts.sequences())
         if rounds is not None and outlives:
             rounds.leave_memory()

@@ -15,8 +15,18 @@ import torch
 from transformers.utils import logging
 
 from ..drafters.draft_options import DraftOptions
+from ..target.target_ability import Ability, known_ability
 from ..target.target_limits import slots_read_alike, why_drafts_end, why_in_step
-from ..target.target_probe import PROBE_COLUMNS, PROBE_DEPTH, known_ability, tried_ability, tried_again
+from ..target.target_probe import (
+    PROBE_COLUMNS,
+    PROBE_DEPTH,
+    STEPS,
+    Steps,
+    ability_by,
+    presumed_ability,
+    tried_ability,
+    tried_again,
+)
 from ..target.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts
 from .text_positions import TextPositions
@@ -38,6 +48,7 @@ class DraftLimits:
         options: what is left of the options: chains where the target reads no trees, a depth of 0 for no drafts.
         kind: `"tree"` or `"chain"`.
         reason: why it is not what was asked for; empty if it is.
+        presumed: whether the target has not been tried yet: it may turn out that it cannot be drafted for.
     """
 
     def __init__(
@@ -50,7 +61,9 @@ class DraftLimits:
     ) -> None:
         self.options, self.kind, self.reason = options, "tree", ""
         self._runtime, self._texts, self._positions, self._synced_gpus = runtime, texts, positions, synced_gpus
+        self.presumed = False
         self._known_until = sys.maxsize  # length of text up to which is known what the target can do
+        self._steps: Steps | None = None  # tokens that are read one by one, to try the target with them
 
     def find(self, logits: torch.Tensor) -> None:
         """Finds out what the target can do, before the first draft.
@@ -61,92 +74,143 @@ class DraftLimits:
         Raises:
             ValueError: it reads no drafts at all.
         """
-        runtime, target, rows = self._runtime, self._runtime.target, len(self._positions.roots)
-        doubling = not self._synced_gpus
-        known = known_ability(runtime, doubling)
-        reach = min(self._positions.reach(target))
-        near = not _drafts_fit(runtime, reach) or (known is None and not _trial_fits(runtime, reach))
-        if self._in_any_process(near):
-            self._draft_nothing()
+        runtime, rows, doubling = self._runtime, len(self._positions.roots), not self._synced_gpus
+        room = max(map(self._texts.room, range(rows)))
+        in_step = self._why_in_step(room)
+        known = known_ability(runtime, doubling, chains=bool(in_step))
+        reason = self._why_nothing(known is None, room)
+        if self._in_any_process(bool(reason)):
+            runtime.trees = False
+            self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
             return
         if self._in_any_process(known is None):
-            known = tried_ability(runtime, self._texts.batch(), logits, doubling=doubling)
+            if self._tries_with_own_steps:
+                known, self.presumed = presumed_ability(runtime), True
+            else:
+                known = tried_ability(runtime, self._texts.batch(), logits, doubling=doubling, chains=bool(in_step))
         assert known is not None
         self._known_until = known.until
-        end = self._positions.furthest() + max(map(self._texts.room, range(rows)))
         ability = known
-        if ability.trees and rows > 1:
-            columns = self.options.shared_by(rows).tree_size + 1
-            slots = range(runtime.length, runtime.length + end - self._positions.furthest() + columns)
-            in_step = why_in_step(target, end + 1, slots)
-            if in_step:  # the row that is furthest decides for all, as in plain decoding
-                ability = replace(ability, trees=False, reason=in_step)
-        self._check(ability.chains, ability.reason)
+        if in_step:  # the row that is furthest decides for all, as in plain decoding
+            ability = replace(known, trees=False, reason=in_step if known.chains else known.reason)
+        self._check(ability)
         runtime.trees = ability.trees
         if ability.trees:
             runtime.prepare_trees()
         else:
-            name = type(target).__name__
-            logger.warning_once(f"{name} is drafted for with chains instead of trees: {ability.reason}.")
+            self._warn_of_chains(ability)
             self.options = self.options.as_chain()
         runtime.make_room(self.options.shared_by(rows).tree_size + 1)
         self.kind = "tree" if ability.trees and self.options.beam_width > 1 else "chain"
-        self.reason = "; ".join(filter(None, (ability.reason, why_drafts_end(target, end))))
+        end = why_drafts_end(runtime.target, self._positions.furthest() + room)
+        self.reason = "; ".join(filter(None, (ability.reason, end)))
 
-    def _draft_nothing(self) -> None:
-        """For texts so close to a limit of the target that no draft fits."""
-        self._runtime.trees = False
-        self.options, self.kind = replace(self.options, depth=0), "chain"
-        self.reason = why_drafts_end(self._runtime.target, max(self._positions.roots) + PROBE_DEPTH) or (
-            "nothing is drafted so close to the last position that the target has or reads alike"
-        )
+    def _why_in_step(self, room: int) -> str:
+        """Why the rows of a batch have to accept equally many tokens; empty if they need not."""
+        runtime, rows = self._runtime, len(self._positions.roots)
+        if rows == 1:
+            return ""
+        slots = range(runtime.length, runtime.length + room + self.options.shared_by(rows).tree_size + 1)
+        return why_in_step(runtime.target, self._positions.furthest() + room + 1, slots)
 
-    def _check(self, reads_drafts: bool, reason: str) -> None:
+    def _why_nothing(self, unknown: bool, room: int) -> str:
+        """Why nothing can be drafted in this call; empty if something may.
+
+        Args:
+            unknown: whether the target has to be tried.
+            room: number of tokens that may still be emitted.
+        """
+        target, reach = self._runtime.target, min(self._positions.reach(self._runtime.target))
+        if not _drafts_fit(self._runtime, reach) or (unknown and not _trial_fits(self._runtime, reach)):
+            return why_drafts_end(target, max(self._positions.roots) + PROBE_DEPTH) or (
+                "nothing is drafted so close to the last position that the target has or reads alike"
+            )
+        if unknown and room <= STEPS + 1:  # not even the first text that is longer could gain by a trial
+            return "nothing is drafted in so short a call before it is known what the target can do"
+        return ""
+
+    @property
+    def _tries_with_own_steps(self) -> bool:
+        """Whether a trial is made with tokens of the call, which are read one by one for it.
+
+        In a batch rows end and leave. Processes have to try in the same round. Steps over a static cache are compiled.
+        """
+        return len(self._texts.rows) == 1 and not self._synced_gpus and self._runtime.slots is None
+
+    def _check(self, ability: Ability) -> None:
         name = type(self._runtime.target).__name__
-        if not reads_drafts:
-            raise ValueError(f"{name} cannot be drafted for: {reason}.")
+        if not ability.chains:
+            raise ValueError(f"{name} cannot be drafted for: {ability.reason}.")
         if self._synced_gpus and self._runtime.recurrent:
             raise ValueError(
                 f"{name} cannot be drafted for with synced_gpus=True: its recurrent layers are read again after "
                 "rejections, and processes would run different numbers of forwards."
             )
 
-    def keep_up(self, rows: Sequence[int]) -> bool:
-        """Tries the target again once the texts are longer than what it can do is known for.
+    def _warn_of_chains(self, ability: Ability) -> None:
+        name = type(self._runtime.target).__name__
+        logger.warning_once(f"{name} is drafted for with chains instead of trees: {ability.reason}.")
 
-        Where it reads long texts otherwise, drafts become chains, or the rounds go on without any. A batch whose rows
-        are at different lengths goes on with trees of the root alone: these are read as plain decoding reads a batch.
+    def note_step(self, root: int, logits: torch.Tensor) -> None:
+        """Takes what the target said after the last token of a single text, `[1, V]`: a trial may be made of it."""
+        if self._steps is not None:
+            self._steps.add([root], logits)
+
+    def keep_up(self, rows: Sequence[int]) -> bool:
+        """Tries the target once there are tokens to try it with, and again once the texts have outgrown what is known.
+
+        Where it reads them otherwise, drafts become chains, or the rounds go on without any. A batch whose rows are at
+        different lengths goes on with trees of the root alone: these are read as plain decoding reads a batch.
 
         Args:
             rows: the texts that are read.
 
         Returns:
             whether the options have changed.
+
+        Raises:
+            ValueError: the first trial has found that the target reads no drafts at all.
         """
         runtime = self._runtime
         if runtime.length < self._known_until or self.options.depth == 0 or not self._texts.active:
             return False
-        known = known_ability(runtime, doubling=not self._synced_gpus)
         ragged = runtime.trees and len(rows) > 1
+        chains = not runtime.trees and not self.presumed
+        known = known_ability(runtime, not self._synced_gpus, chains, ragged) or self._tried(rows, ragged, chains)
         if known is None:
-            # All processes would have to try in the same round. Until a trial fits, nothing is drafted.
-            every = self._positions.reach(runtime.target)
-            if self._synced_gpus or not _trial_fits(runtime, min(every[row] for row in rows)):
-                return False
-            known = tried_again(runtime, self._texts.batch()[list(rows)], ragged)
-        self._known_until = known.until
+            return False
+        first, self.presumed, self._steps, self._known_until = self.presumed, False, None, known.until
+        if first:
+            self._check(known)
         if known.trees or (known.chains and not runtime.trees):
             return False
         if known.chains and not ragged:
             runtime.read_chains()
-            self.options = self.options.as_chain()
-            self.kind = "chain"
+            self.options, self.kind = self.options.as_chain(), "chain"
         else:
             self.options = replace(self.options, depth=0)
-        what = "chains are drafted" if self.options.depth else "nothing is drafted"
-        self.reason = f"{what} beyond {runtime.length} tokens: {known.reason}"
-        logger.warning_once(f"{type(runtime.target).__name__} reads long texts otherwise: {self.reason}.")
+        if first:
+            self.reason = known.reason
+            self._warn_of_chains(known)
+        else:
+            what = "chains are drafted" if self.options.depth else "nothing is drafted"
+            self.reason = f"{what} beyond {runtime.length} tokens: {known.reason}"
+            logger.warning_once(f"{type(runtime.target).__name__} reads long texts otherwise: {self.reason}.")
         return True
+
+    def _tried(self, rows: Sequence[int], ragged: bool, chains: bool) -> Ability | None:
+        """What a trial finds; `None` until there can be one. So long nothing is drafted."""
+        runtime = self._runtime
+        if self._steps is not None:
+            return ability_by(self._steps, chains) if self._steps.complete else None
+        every = self._positions.reach(runtime.target)
+        # All processes would have to try in the same round.
+        if self._synced_gpus or not _trial_fits(runtime, min(every[row] for row in rows)):
+            return None
+        if self._tries_with_own_steps:
+            self._steps = Steps.begin(runtime, self._texts.batch())
+            return None
+        return tried_again(runtime, self._texts.batch()[list(rows)], ragged, chains)
 
     def depths(self, active: Sequence[int], sharing: int) -> dict[int, int]:
         """How deep to draft for each active text: no node beyond its greatest length, a forward's reach, or the cache.

@@ -29,6 +29,7 @@ class Drafting:
         self.depth = 0
         self._free = [each for each in (front, session) if each is not None and each.free]
         self._paced = None if session.free else session
+        self._rests = False
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
 
     @classmethod
@@ -41,7 +42,7 @@ class Drafting:
         roots = [DraftTree.root(ask.root) for ask in asks]
         self.depth, self._drafted = 0, {}
         wanted = [ask for ask in asks if ask.depth > 0]
-        if not wanted:
+        if not wanted or self._rests:
             return roots
         guessed = {ask.row: DraftTree.root(ask.root) for ask in wanted}
         for session in self._free:
@@ -67,8 +68,15 @@ class Drafting:
         scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items() if row not in deciding}
         return scored | dict(zip(deciding, weighed, strict=True))
 
+    def rest(self) -> None:
+        """Nothing is drafted any more; nothing is kept for it."""
+        self.keep(())
+        self._rests = True
+
     def observe(self, news: Sequence[Accepted]) -> None:
         """Takes what the target accepted."""
+        if self._rests:
+            return
         for each in news:
             drafted = self._drafted.get(each.row)
             if drafted is not None:

@@ -8,7 +8,8 @@ import torch
 
 from ..common.tensors import on_device
 from ..drafters.protocol import Accepted, Ask
-from ..target.target_runtime import TargetOutput, TargetRuntime
+from ..target.target_outputs import TargetOutput
+from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from ..verifiers.verdict import Verdict
 from .decoded_texts import DecodedTexts
@@ -98,6 +99,7 @@ class LocalTarget:
         place = {row: index for index, row in enumerate(self.read)}
         with runtime.undone_on_error():
             output = runtime.verify(list(trees.values()), texts.batch())
+            self._limits.note_step(texts.last_token(0), output.logits[:, 0])
             verdicts = {
                 row: texts.judge(row, trees[row], output.logits[place[row]], output.taps[place[row]]) for row in active
             }
@@ -108,7 +110,8 @@ class LocalTarget:
             for row, verdict in verdicts.items():
                 texts.emit(row, trees[row], verdict, self._recorder.path(row, verdict.path))
             texts.end_batch()
-            texts.stream()
+            if not self._limits.presumed:  # a refusal comes before anything is streamed
+                texts.stream()
             beyond = texts.beyond_end()
             runtime.commit(list(trees.values()), [self._kept(row, verdicts, beyond[row]) for row in self.read])
         self.verdicts = verdicts
@@ -152,7 +155,7 @@ class LocalTarget:
 
     def keep(self, rows: Sequence[int]) -> None:
         """From here on forwards are of these texts alone."""
-        self._runtime.read_only([self.read.index(row) for row in rows])
+        self._runtime.keep_rows([self.read.index(row) for row in rows])
         self.read = list(rows)
 
     def furthest(self) -> int:

@@ -12,8 +12,9 @@ from ..acceleration.cpu.packing import Packing
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import DraftCall, Drafter
 from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_packed
-from ..target.target_probe import kind_of_call
-from ..target.target_runtime import TargetOutput, TargetRuntime
+from ..target.target_ability import kind_of_call
+from ..target.target_outputs import TargetOutput
+from ..target.target_runtime import TargetRuntime
 from .call_output import Clock, DraftStatistics
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
@@ -103,6 +104,8 @@ class Rounds:
         def goes_on() -> bool:
             return call.target._has_unfinished_sequences(not call.texts.active, call.synced_gpus, device=device)
 
+        if not self._limits.presumed:
+            call.texts.stream()
         decode(self._target, self.drafting, goes_on, self._before_round, self._observers)
         before = call.runtime.forwards
         if call.outlives and not call.synced_gpus:
@@ -128,6 +131,8 @@ class Rounds:
             self._set_pace(share)  # the others' trees share what is verified
         if self._limits.keep_up(self._target.read):
             self._set_pace()
+            if self._limits.options.depth == 0 and len(self._call.texts.rows) > 1:
+                self.drafting.rest()
 
     def _set_pace(self, share: float = 1.0) -> None:
         """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed.

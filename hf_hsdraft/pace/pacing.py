@@ -250,7 +250,7 @@ class CostPace:
         """
         costs, rate = self.costs, self.rate
         least = rate * costs.node
-        ranked = [sorted(range(1, len(tree)), key=lambda node, of=tree: -of.scores[node]) for tree in trees]
+        ranked = [sorted(range(1, len(tree)), key=[-score for score in tree.scores].__getitem__) for tree in trees]
         paths = [[math.exp(tree.scores[node]) for node in nodes] for tree, nodes in zip(trees, ranked, strict=True)]
         width = sum(sum(column) > least * len(trees) for column in zip_longest(*paths, fillvalue=0.0))
         gains = [0.0] * depth

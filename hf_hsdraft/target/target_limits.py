@@ -67,6 +67,13 @@ def why_refused(target: Any, cache: Any) -> str:
     return ""
 
 
+def check_cache(target: Any, cache: Any) -> None:
+    """Raises a ValueError that says why no draft can be verified with this cache, if none can."""
+    reason = why_refused(target, cache)
+    if reason:
+        raise ValueError(f"{type(target).__name__} cannot be drafted for: {reason}.")
+
+
 def check_inputs(target: Any) -> None:
     """Raises a ValueError if something else than the target's own class prepares the inputs of its forwards.
 

@@ -1,77 +1,137 @@
 """What a target can do, found out by trying: whether it reads a draft at once as it reads its paths token by token.
 
-No list of architectures could say that. So before the first draft a few tokens are read after the prompt in each way
-that drafting would use, compared with reading them one at a time, and taken back. What was found is remembered for as
-long as the target lives. It counts for texts up to some length, see `known_until`, and longer ones are tried again:
-a target may read them otherwise, for instance where it drops keys.
+No list of architectures could say that. So a few tokens that the target has read one at a time (`Steps`) are read once
+more as a draft would be, and compared. A call of one text takes its own first tokens for that: it reads them one by one
+anyway. Others read likely tokens, and take them back.
+
+The tokens are root, a, c, d. As a tree they stand in the order root, b, a, c: a and b follow the root, c follows a. So
+a and c are misread if b is not hidden from them, or if slots are taken for positions; and keeping their path moves
+both. d is read after the path is kept. As a chain they are root, a, c, and then d.
+
+In half precision a misreading may be as small as rounding. So the same tree is also read as faulty targets would read
+it, and the target has to be nearer to the truth than they are; see `misreading.heeded`.
 """
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from ..trees.draft_tree import DraftTree
-from .target_limits import cache_layers, known_until, layer_class, text_config
+from .cache_marks import Mark
+from .misreading import heeded, same_but_rounding
+from .target_ability import Ability, remembered
 from .target_runtime import TargetRuntime
 
-# Tokens a, b, c after the root: a and b follow it, c follows a. As a tree in the order a, b, c.
-_PARENTS = (-1, 0, 0, 1)
-_CHAIN, _BRANCH = (0, 2, 1), (1,)  # root-a-c, then b; and root-b: as places in (a, b, c)
+_PARENTS, _DEPTHS = (-1, 0, 0, 2), (0, 1, 1, 2)  # of root, b, a, c
+_PATH = [0, 2, 3]
+STEPS = 4
 PROBE_DEPTH = 3
 PROBE_COLUMNS = len(_PARENTS)
-_ATTEMPTS = 4
-# Of logits in half precision, relative to their spread: SmolLM2-135M in bfloat16 comes to 0.12 at most.
-_ROUNDING = 0.15
+_ATTEMPTS = 4  # tokens that are tried as b
+_ROWS = 2  # of a batch that are tried: more of them only take longer
+_OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too small for a tree"
 
 
-@dataclass(frozen=True)
-class Ability:
-    """What a target was found to do.
+@dataclass
+class Steps:
+    """Tokens that a target has read one by one, and what it said after each: the truth about a draft of them.
 
     Attributes:
-        trees, chains: drafts it reads rightly.
-        reason: why it reads no trees, or no drafts at all.
-        unclear: whether other tokens might tell more; no trees until then.
-        tried: length of the longest text that it was found with.
-        until: length of text up to which that counts.
+        runtime: a runtime apart, as it was before them.
+        start: where the cache stood.
+        input_ids: `[B, length]`, the texts up to and with the first of them, the root.
+        tokens: of each step those of all rows.
+        logits: of each step `[B, V]`.
     """
 
-    trees: bool
-    chains: bool
-    reason: str = ""
-    unclear: bool = False
-    tried: int = 0
-    until: int = sys.maxsize
+    runtime: TargetRuntime
+    start: Mark
+    input_ids: torch.Tensor
+    tokens: list[list[int]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, runtime: TargetRuntime, input_ids: torch.Tensor) -> Steps:
+        """Before the last tokens of texts `[B, length]` are read: `add` takes these and those after them."""
+        apart = runtime.apart()
+        return cls(apart, apart.mark(before_commit=True), input_ids)
+
+    def add(self, tokens: list[int], logits: torch.Tensor) -> None:
+        """Takes a token of each row and what the target said after it, `[B, V]`."""
+        self.tokens.append(tokens)
+        self.logits.append(logits)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.tokens) == STEPS
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """Root, a and c of each row."""
+        return list(zip(*self.tokens[:-1], strict=True))
+
+    @property
+    def telling(self) -> bool:
+        """Whether one token could not stand for another: a text that repeats itself tells less."""
+        return all(len(set(path)) == len(path) for path in self.paths)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the texts, their roots included."""
+        return self.start.slots + 1
+
+    def ids(self, count: int) -> torch.Tensor:
+        """The texts with so many of the tokens."""
+        further = [self.input_ids.new_tensor(tokens)[:, None] for tokens in self.tokens[1:count]]
+        return torch.cat([self.input_ids, *further], dim=1)
+
+    def rewind(self) -> TargetRuntime:
+        """Puts the cache back to before the tokens; returns a runtime to read them with."""
+        self.runtime.restore(self.start)
+        self.start = self.runtime.mark(before_commit=True)
+        return self.runtime.apart()
+
+    def read_all(self) -> None:
+        """Reads the tokens one by one once more, for good."""
+        runtime = self.rewind()
+        for index, tokens in enumerate(self.tokens, 1):
+            _read_one(runtime, tokens, self.ids(index))
 
 
-# By the kind of a call; one for trees and one for chains alone, which may have been found at other lengths.
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]] = weakref.WeakKeyDictionary()
+def presumed_ability(runtime: TargetRuntime) -> Ability:
+    """What a target may be able to do as far as model and cache tell, until it has been tried."""
+    reason = runtime.prepare_trees()
+    return Ability(not reason, True, reason, until=runtime.length)
 
 
-def known_ability(runtime: TargetRuntime, doubling: bool = True) -> Ability | None:
-    """What is known of the target of a call, for calls of its kind and length; `None` if it has to be tried.
+def ability_by(steps: Steps, chains: bool = False) -> Ability:
+    """Tries what the target of a call of one text can do with the tokens that it has read one by one.
+
+    Afterwards the cache holds these tokens as before, read as a draft if drafts are read rightly.
 
     Args:
-        doubling: see `known_until`.
+        chains: no trees will be drafted, whatever the target can do.
     """
-    unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
-    if unknown and runtime.attended is not None:
-        return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
-    found = _known.get(runtime.target, {}).get(kind_of_call(runtime), {}).values()
-    for ability in sorted(found, key=lambda ability: ability.tried):
-        until = known_until(runtime.target, ability.tried, doubling)
-        if any(ability.tried < other.tried <= until for other in found):  # another one was found sooner than that
-            until = ability.tried
-        if runtime.length + 1 <= until:
-            return replace(ability, until=until)
-    return None
+    runtime, found = steps.runtime, None
+    try:
+        if steps.telling:
+            found = _tried(steps, steps.logits[0], False, chains, True)
+        if found is None or found.unclear:
+            steps.rewind()
+            others = read_likely(runtime, steps.input_ids, steps.logits[0])
+            if others is not None:
+                found = _tried(others, steps.logits[0], False, chains)
+                others.rewind()
+            steps.read_all()
+        elif not (found.trees or found.chains):
+            steps.read_all()
+    except BaseException:
+        steps.rewind()
+        raise
+    return remembered(found or Ability(False, True, _TOO_FEW), runtime, steps.length, chains=chains)
 
 
 def tried_ability(
@@ -80,217 +140,203 @@ def tried_ability(
     logits: torch.Tensor,
     ragged: bool = False,
     doubling: bool = True,
+    chains: bool = False,
 ) -> Ability:
-    """Tries what the target of a call can do, and remembers it; but no refusal, which may be the call's own fault.
+    """Tries what the target of a call can do with likely tokens, and takes them back; see `read_likely`.
 
-    In half precision a misreading may be as small as rounding for some tokens: others are tried until it is clear.
+    Args:
+        ragged: the rows may be at different lengths, where only trees can be read.
+        doubling: see `known_until`.
+        chains: no trees will be drafted, whatever the target can do.
+    """
+    runtime, rows = _of_few_rows(runtime)
+    length = runtime.length + 1
+    steps, found = read_likely(runtime, input_ids[rows], logits[rows], ragged), Ability(False, True, _TOO_FEW)
+    if steps is not None:
+        try:
+            found = _tried(steps, logits[rows], ragged, chains)
+        finally:
+            steps.rewind()
+    return remembered(found, runtime, length, doubling, chains, ragged)
+
+
+def tried_again(runtime: TargetRuntime, input_ids: torch.Tensor, ragged: bool, chains: bool = False) -> Ability:
+    """The same as `tried_ability` in the middle of a call; the last tokens are read once to find likely ones.
+
+    Rows at different lengths can only go on as trees, whatever this finds: their cache has slots that other rows
+    filled, which only a mask of each row's own hides. Where no tree is read rightly any more, each row goes on with a
+    tree of one node. That is a forward of one token a row under the mask of what the row has kept, as plain decoding
+    runs it; what a trial finds misread is several tokens at once. Nothing is drafted then, and nothing tried again.
+
+    Args:
+        input_ids: `[B, length]`, the texts as they are now, of the rows that are read.
+        ragged, chains: see `tried_ability`.
+    """
+    runtime, rows = _of_few_rows(runtime)
+    input_ids = input_ids[rows]
+    steps = Steps.begin(runtime, input_ids)
+    reader = steps.runtime.apart()
+    reader.trees = ragged
+    try:
+        logits = _read_one(reader, input_ids[:, -1].tolist(), input_ids)
+    finally:
+        apart = steps.rewind()
+    return tried_ability(apart, input_ids, logits, ragged, chains=chains)
+
+
+def read_likely(
+    runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor, ragged: bool = False
+) -> Steps | None:
+    """Reads likely tokens after texts one by one; `None` if there are too few of them.
 
     Args:
         input_ids: `[B, length]`, the texts with their last token, which the target has not read yet.
         logits: `[B, V]`, whose likeliest tokens are read; those that the last token was chosen from will do.
-        ragged: the rows may be at different lengths, where only trees can be read.
-        doubling: see `known_until`.
-    """
-    ability = _tried(runtime, input_ids, logits, 0, ragged)
-    for attempt in range(1, _ATTEMPTS):
-        if not ability.unclear:
-            break
-        ability = _tried(runtime, input_ids, logits, attempt, ragged)
-    length = runtime.length + 1
-    if ability.chains:
-        found = _known.setdefault(runtime.target, {}).setdefault(kind_of_call(runtime), {})
-        before = found.get(ability.trees)
-        found[ability.trees] = replace(ability, tried=max(length, before.tried if before else 0))
-    return replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
-
-
-def tried_again(runtime: TargetRuntime, input_ids: torch.Tensor, ragged: bool) -> Ability:
-    """The same in the middle of a call; the tokens to read are found by reading the last ones once more.
-
-    Args:
-        input_ids: `[B, length]`, the texts as they are now, of the rows that are read.
         ragged: see `tried_ability`.
     """
-    runtime = runtime.apart()
-    runtime.trees = ragged
-    logits = _one_by_one(runtime, input_ids[:, -1:].tolist(), input_ids)[:, -1]
-    return tried_ability(runtime, input_ids, logits, ragged)
-
-
-def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
-    """All that what a target can do may depend on."""
-    target = runtime.target
-    layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
-    attention = text_config(target)._attn_implementation
-    cast = torch.is_autocast_enabled(target.device.type)
-    rows = runtime.num_texts > 1
-    return attention, target.dtype, target.device, target.training, cast, layers, rows, runtime.attended is not None
-
-
-def _is_known(layer: Any) -> bool:
-    return layer_class(layer).__module__ == CacheLayerMixin.__module__
-
-
-def _tried(
-    runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor, attempt: int, ragged: bool
-) -> Ability:
-    runtime = runtime.apart()
-    no_trees = runtime.prepare_trees()
     roots = input_ids[:, -1].tolist()
     # Likely tokens are ordinary text, no markers of images or the like.
-    likely = logits.topk(min(4 + 3 * attempt, logits.shape[-1]), dim=-1).indices.tolist()
-    drafts = [[token for token in row if token != root][-3:] for row, root in zip(likely, roots, strict=True)]
-    if min(map(len, drafts)) < 3:
-        return Ability(False, True, "its vocabulary is too small for a tree")
-
-    runtime.trees = ragged
-    rows = list(zip(roots, drafts, strict=True))
-    chain, branch = (
-        _one_by_one(runtime, [[root, *(row[place] for place in path)] for root, row in rows], input_ids)
-        for path in (_CHAIN, _BRANCH)
-    )
-    nexts = [row[_CHAIN[2]] for row in drafts]
-    # Ragged rows have no chains: there a tree is read even where it has one path.
-    chains = [_chain([root, row[0], row[2]]) for root, row in rows]
-    trial = _Trial(runtime, input_ids, chains, [1, 2], nexts)
-    problem = trial.problem([([0, 1, 2], chain[:, :3])], chain[:, 3:])
-    if problem:
-        return Ability(False, False, f"several tokens at once are {problem}")
-    if no_trees:
-        return Ability(False, True, no_trees)
-    runtime.trees = True
-    scores = (0.0,) * 4
-    trees = [DraftTree((root, *row), _PARENTS, (0, 1, 1, 2), scores) for root, row in rows]
-    trial = _Trial(runtime, input_ids, trees, [1, 3], nexts)
-    # In half precision each of these decides by itself: a target deaf to masks misreads c and b only.
-    problem = trial.problem([([0, 1], chain[:, :2]), ([3], chain[:, 2:3]), ([2], branch[:, 1:])], chain[:, 3:])
-    if not problem and logits.element_size() < 4:
-        heeded = _heeds_trees(runtime, input_ids, trees, {3: chain[:, 2], 2: branch[:, 1]})
-        if heeded is None:
-            return Ability(False, True, f"what its masks change drowns in the rounding of {logits.dtype}", unclear=True)
-        problem = "" if heeded else "read otherwise than one by one"
-    return Ability(not problem, True, f"the branches of a tree are {problem}" if problem else "")
+    likely = [_likely(row, {root}, STEPS - 1) for row, root in zip(logits, roots, strict=True)]
+    if min(map(len, likely)) < STEPS - 1:
+        return None
+    steps = Steps.begin(runtime, input_ids)
+    reader = steps.runtime.apart()
+    reader.trees = ragged
+    try:
+        for tokens in [roots, *map(list, zip(*likely, strict=True))]:
+            steps.tokens.append(tokens)
+            steps.logits.append(_read_one(reader, tokens, steps.ids(len(steps.tokens))))
+    except BaseException:
+        steps.rewind()
+        raise
+    return steps
 
 
-def _heeds_trees(
-    runtime: TargetRuntime, input_ids: torch.Tensor, trees: list[DraftTree], true: dict[int, torch.Tensor]
-) -> bool | None:
-    """Whether nodes are read as on their own paths rather than as a target would that does not heed masks or positions.
+def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
+    """A runtime of the shortest text and the longest alone, which tell as much as all do; and their places.
 
-    Such a target is played by the same forward: with the nodes in one line, and with a position for each slot.
+    Of all rows where they cannot be told apart.
+    """
+    rows = list(range(runtime.num_rows))
+    if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
+        return runtime, rows
+    lengths = runtime.texts_read
+    first, *_, last = sorted(rows, key=lambda row: lengths[row])
+    return runtime.apart_of([first, last]), [first, last]
+
+
+def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, strict: bool = False) -> Ability:
+    """What a target does with a draft of tokens that it has read one by one: a tree, or a chain if there can be none.
+
+    Beside some tokens a misreading may be as small as rounding: others are tried until it is clear.
 
     Args:
-        true: logits `[B, V]` of nodes whose reading would be another, read one by one.
-
-    Returns:
-        `None` if masks make no difference here that rounding could not make.
+        logits: `[B, V]`, whose likeliest tokens stand beside those.
+        ragged, chains: see `tried_ability`.
+        strict: of text as the target writes it, which tells less of positions; other tokens will be tried if it is not
+            clear that they are heeded.
     """
-    line = tuple(range(-1, len(_PARENTS) - 1))
-    seen, in_line, by_slot = (
-        _read(runtime, kind, input_ids)
-        for kind in (
-            trees,
-            [replace(tree, parents=line) for tree in trees],
-            [replace(tree, depths=tuple(range(len(tree)))) for tree in trees],
-        )
-    )
-    heeded: bool | None = None
-    for node, expected in true.items():
-        own = _distances(seen[:, node], expected)
-        for fault, must_show in ((in_line, True), (by_slot, False)):  # not every model has positions
-            other = _distances(fault[:, node], expected)
-            nearer = own <= 0.5 * other
-            if bool((~nearer & (other > 2 * _ROUNDING)).any()):
-                return False
-            if must_show and bool((nearer & (other > _ROUNDING)).any()):
-                heeded = True
-    return heeded
+    paths = steps.paths
+    reason, unclear = "" if chains else steps.runtime.prepare_trees(), False
+    if not reason and not chains:
+        attempts = 1 if strict else _ATTEMPTS
+        likely = [_likely(row, set(path), attempts) for row, path in zip(logits, paths, strict=True)]
+        reason = _TOO_FEW
+        for beside in zip(*likely, strict=False):
+            problem = _problem_of_trees(steps, beside, strict)
+            unclear, reason = problem is None, f"the branches of a tree are {problem}" if problem else ""
+            if not unclear:
+                break
+        if unclear:
+            reason = f"what its masks change drowns in the rounding of {logits.dtype}"
+        if not reason or (unclear and strict):
+            return Ability(not reason, True, reason, unclear)
+    # Ragged rows have no chains: there a tree is read even where it has one path.
+    steps.runtime.trees = ragged
+    drafts = [DraftTree(path, (-1, 0, 1), (0, 1, 2), (0.0,) * 3) for path in paths]
+    problem = _problem(steps, drafts, [0, 1, 2], [[0, 1, 2]])
+    if problem:
+        return Ability(False, False, f"several tokens at once are {problem}")
+    return Ability(False, True, reason, unclear)
+
+
+def _likely(logits: torch.Tensor, without: set[int], count: int) -> list[int]:
+    """The likeliest tokens by logits `[V]`, some left out; fewer than `count` if there are no more."""
+    most = logits.topk(min(count + len(without), len(logits))).indices.tolist()
+    return [token for token in most if token not in without][:count]
+
+
+def _problem_of_trees(steps: Steps, beside: Sequence[int], strict: bool) -> str | None:
+    """As `_problem`, of trees with a token b of each row; `None` if it cannot be told what is rounding."""
+    steps.runtime.trees = True
+    rows = zip(beside, steps.paths, strict=True)
+    trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * PROBE_COLUMNS) for b, (root, a, c) in rows]
+    misread: list[torch.Tensor] = []
+    if steps.logits[0].element_size() < 4:
+        # A target that does not heed masks, or positions, is played by the same forward.
+        line = tuple(range(-1, PROBE_COLUMNS - 1))
+        in_line = [replace(tree, parents=line) for tree in trees]
+        by_slot = [replace(tree, depths=tuple(range(PROBE_COLUMNS))) for tree in trees]
+        try:
+            misread = [_read(steps.rewind(), kind, steps.input_ids) for kind in (in_line, by_slot)]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return _refusal(error)
+    # In half precision each of these decides by itself: a target deaf to masks misreads a and c only.
+    return _problem(steps, trees, _PATH, [[0, 1], [1], [2]], misread, strict)
+
+
+def _problem(
+    steps: Steps,
+    drafts: list[DraftTree],
+    path: list[int],
+    groups: Sequence[list[int]],
+    misread: Sequence[torch.Tensor] = (),
+    strict: bool = False,
+) -> str | None:
+    """How reading the steps at once differs from reading them one by one; empty if nowhere, `None` if unclear.
+
+    The draft is read and its path kept, then the last token is read; the cache is left so.
+
+    Args:
+        path: nodes of the first steps, the root among them.
+        groups: steps that are compared together.
+        misread: logits of the nodes as faulty targets would read them: deaf to masks, and to positions.
+        strict: see `_tried`.
+    """
+    try:
+        runtime = steps.rewind()
+        logits = _read(runtime, drafts, steps.input_ids)
+        runtime.commit(drafts, [path[1:]] * len(drafts))
+        further = _read_one(runtime, steps.tokens[-1], steps.ids(STEPS))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code raises, it says that it cannot do this
+        return _refusal(error)
+    true, seen = torch.stack(steps.logits, dim=1), torch.cat([logits[:, path], further[:, None]], dim=1)
+    if not all(same_but_rounding(seen[:, group], true[:, group]) for group in (*groups, [STEPS - 1])):
+        return _OTHERWISE
+    if not misread:
+        return ""
+    # Not every model has positions.
+    right = heeded(seen[:, 1:3], true[:, 1:3], [each[:, path[1:]] for each in misread], all_faults=strict)
+    return None if right is None else "" if right else _OTHERWISE
 
 
 def _read(runtime: TargetRuntime, trees: list[DraftTree], input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits `[B, nodes, V]` of trees, of which nothing is kept."""
-    start = runtime.mark(before_commit=True)
-    try:
-        return runtime.verify(trees, input_ids).logits
-    finally:
-        runtime.restore(start)
+    """Logits `[B, nodes, V]` of trees."""
+    return runtime.verify(trees, input_ids).logits[:, : len(trees[0])]
 
 
-@dataclass
-class _Trial:
-    """Reads drafts at once, keeps one path of them, reads on, and puts the cache back.
-
-    Attributes:
-        drafts: a draft for each row; path: the nodes that are kept; nexts: the token read after them, by row.
-    """
-
-    runtime: TargetRuntime
-    input_ids: torch.Tensor
-    drafts: list[DraftTree]
-    path: list[int]
-    nexts: list[int]
-
-    def problem(self, expected: Sequence[tuple[list[int], torch.Tensor]], after: torch.Tensor) -> str:
-        """How it differs from reading one by one, `expected` by nodes and `after` the path; empty if nowhere."""
-        runtime = self.runtime.apart()
-        start = runtime.mark(before_commit=True)
-        try:
-            logits = runtime.verify(self.drafts, self.input_ids).logits
-            runtime.commit(self.drafts, [self.path] * len(self.drafts))
-            pairs = zip(self.drafts, self.nexts, strict=True)
-            kept = [[*(tree.tokens[node] for node in self.path), token] for tree, token in pairs]
-            ids = torch.cat([self.input_ids, self.input_ids.new_tensor(kept)], dim=1)
-            further = runtime.verify([DraftTree.root(token) for token in self.nexts], ids).logits
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a model's own code raises, it says that it cannot do this
-            lines = str(error).strip().splitlines()
-            return f"refused by its forward ({type(error).__name__}: {lines[0][:160] if lines else 'no message'})"
-        finally:
-            runtime.restore(start)
-        compared = [*((logits[:, nodes], true) for nodes, true in expected), (further, after)]
-        right = all(_is_rounding(_distances(seen, true), seen.dtype) for seen, true in compared)
-        return "" if right else "read otherwise than one by one"
+def _read_one(runtime: TargetRuntime, tokens: Sequence[int], input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits `[B, V]` of a token of each row, which stays read."""
+    roots = [DraftTree.root(token) for token in tokens]
+    logits = _read(runtime, roots, input_ids)[:, 0]
+    runtime.commit(roots, [[]] * len(roots))
+    return logits
 
 
-def _one_by_one(runtime: TargetRuntime, tokens: Sequence[Sequence[int]], input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits `[B, length, V]` of each row's tokens, the root first, every one read in a forward of its own."""
-    logits: list[torch.Tensor] = []
-    runtime = runtime.apart()
-    start = runtime.mark(before_commit=True)
-    try:
-        for column in zip(*tokens, strict=True):
-            if logits:
-                input_ids = torch.cat([input_ids, input_ids.new_tensor(column)[:, None]], dim=1)
-            roots = [DraftTree.root(token) for token in column]
-            logits.append(runtime.verify(roots, input_ids).logits)
-            runtime.commit(roots, [[]] * len(roots))
-    finally:
-        runtime.restore(start)
-    return torch.cat(logits, dim=1)
-
-
-def _is_rounding(distances: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether rounding explains relative distances; another token, mask or position is far beyond it."""
-    if dtype in (torch.float32, torch.float64):
-        return float(distances.max()) <= (1e-4 if torch.get_float32_matmul_precision() == "highest" else 1e-2)
-    # In half precision a close call of an expert router may change one position.
-    return float(distances.median()) <= _ROUNDING
-
-
-def _distances(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Distance of each row of logits, relative to the spread of the expected ones; infinite if not comparable."""
-    floor = torch.finfo(logits.dtype).min / 2  # some models mask tokens by the least number there is, or less
-    logits, expected = logits.float(), expected.float()
-    ruled_out = [~(x > floor) for x in (logits, expected)]
-    count = (~ruled_out[1]).sum(dim=-1, keepdim=True).clamp(min=1)
-    kept = expected.masked_fill(ruled_out[1], 0.0)
-    spread = (kept - kept.sum(dim=-1, keepdim=True) / count).masked_fill(ruled_out[1], 0.0).norm(dim=-1)
-    distance = (logits.masked_fill(ruled_out[0], 0.0) - kept).norm(dim=-1) / spread.clamp(min=1e-12)
-    same = (ruled_out[0] == ruled_out[1]).all(dim=-1) & distance.isfinite()
-    return distance.masked_fill(~same, float("inf")).flatten()
-
-
-def _chain(tokens: Sequence[int]) -> DraftTree:
-    size = len(tokens)
-    return DraftTree(tuple(tokens), tuple(range(-1, size - 1)), tuple(range(size)), (0.0,) * size)
+def _refusal(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"refused by its forward ({type(error).__name__}: {lines[0][:160] if lines else 'no message'})"

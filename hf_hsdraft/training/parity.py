@@ -20,7 +20,8 @@ from ..drafters.hidden_state.expansion import Expansion
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.hidden_state.working_weights import in_full_precision
 from ..engine import decoding
-from ..target.target_runtime import TargetOutput, TargetRuntime
+from ..target.target_outputs import TargetOutput
+from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from .conversations import TokenizedConversation
 from .features import read_features

@@ -130,6 +130,10 @@ class HSCandidateGenerator(Session, CandidateGenerator):
                 embeds = torch.cat([embeds.to(last.device, last.dtype), last])
             self.read(each.taps, each.following, each.positions, each.row, embeds)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._rows))).difference(rows):
+            self._rows[row] = _Row()
+
     def memory(self, length: int) -> DraftMemory | None:
         if self._roll_out is None:
             return None

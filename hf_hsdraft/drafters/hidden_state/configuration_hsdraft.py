@@ -223,7 +223,7 @@ class HSDraftConfig(PreTrainedConfig):
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
-            "target_num_hidden_layers": config.num_hidden_layers,
+            "target_num_hidden_layers": decoder_layers(config),
             "num_attention_heads": heads,
             "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
             "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
@@ -416,6 +416,11 @@ def _integer(config: Any, name: str) -> int | None:
     """A field where it is one number for all layers."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
+
+
+def decoder_layers(config: Any) -> int:
+    """Number of layers of a target's decoder, by the configuration of its text; T5 counts the encoder's apart."""
+    return _integer(config, "num_decoder_layers") or config.num_hidden_layers
 
 
 def default_tap_layers(num_hidden_layers: int) -> list[int]:

@@ -11,7 +11,7 @@ from ...target.target_limits import text_config
 from ..draft_options import DraftOptions, default_options
 from ..protocol import DraftCall, Drafter
 from .candidate_generator import HSCandidateGenerator
-from .configuration_hsdraft import HSDraftConfig
+from .configuration_hsdraft import HSDraftConfig, decoder_layers
 from .network import HSDraftNetwork
 from .roll_out import RollOut
 from .static_roll_out import static_roll_out
@@ -68,12 +68,11 @@ class HSDrafter(HSDraftNetwork, Drafter):
     def check(self, target: Any) -> None:
         config, wanted = text_config(target), self.config
         made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
-        for name, expected in (
-            ("vocab_size", wanted.vocab_size),
-            ("hidden_size", wanted.target_hidden_size),
-            ("num_hidden_layers", wanted.target_num_hidden_layers),
+        for name, found, expected in (
+            ("vocab_size", config.vocab_size, wanted.vocab_size),
+            ("hidden_size", config.hidden_size, wanted.target_hidden_size),
+            ("num_hidden_layers", decoder_layers(config), wanted.target_num_hidden_layers),
         ):
-            found = getattr(config, name)
             if found != expected:
                 raise ValueError(
                     f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...acceleration.gpu.compiled_calls import compiled
 from ...common.tensors import on_device
-from ...target.static_cache import compiled
 from .configuration_hsdraft import HSDraftConfig
 from .network import DraftContext, HSDraftNetwork, rotary_embedding
 from .roll_out import Layer, RollOut

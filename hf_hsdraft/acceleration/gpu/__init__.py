@@ -1,0 +1,1 @@
+"""Faster forwards on GPUs."""

@@ -1,0 +1,141 @@
+"""What targets were found to do, remembered for as long as they live. `target_probe` finds it out.
+
+It counts for texts up to some length, see `known_until`: a target may read longer ones otherwise, for instance where it
+drops keys. That a target reads no drafts at all may be the fault of a single call or text. It counts once a second call
+has found it too, for texts as long as theirs, and no more once a text as long was read rightly.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .target_limits import cache_layers, known_until, layer_class, text_config
+from .target_runtime import TargetRuntime
+
+
+@dataclass(frozen=True)
+class Ability:
+    """What a target was found to do.
+
+    Attributes:
+        trees: whether it reads them rightly.
+        chains: whether it reads them rightly. They are not tried where trees are read: then none is drafted.
+        reason: why it reads no trees, or no drafts at all.
+        unclear: whether other tokens might tell more; no trees until then.
+        tried: length of the longest text that it was found with.
+        until: length of text up to which that counts.
+    """
+
+    trees: bool
+    chains: bool
+    reason: str = ""
+    unclear: bool = False
+    tried: int = 0
+    until: int = sys.maxsize
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """That a target was found to read no drafts.
+
+    Attributes:
+        reason: why.
+        since: length of the shortest text that it was found with.
+        tried: length of the longest one.
+        times: how often it was found.
+    """
+
+    reason: str
+    since: int
+    tried: int
+    times: int = 1
+
+
+_Known = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]]
+_Refused = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Refusal]]
+
+# By target and kind of call; one for trees and one for chains alone, which may have been found at other lengths.
+known: _Known = weakref.WeakKeyDictionary()
+refused: _Refused = weakref.WeakKeyDictionary()
+
+
+def known_ability(
+    runtime: TargetRuntime, doubling: bool = True, chains: bool = False, ragged: bool = False
+) -> Ability | None:
+    """What is known of the target of a call, for calls of its kind and length; `None` if it has to be tried.
+
+    Args:
+        doubling: see `known_until`.
+        chains: no trees will be drafted, whatever the target can do.
+        ragged: the rows may be at different lengths, where only trees can be read.
+    """
+    unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
+    if unknown and runtime.attended is not None:
+        return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
+    target, length = runtime.target, runtime.length + 1
+    refusal = refused.get(target, {}).get(_kind_of_refusal(runtime, chains, ragged))
+    since = refusal.since if refusal is not None and refusal.times > 1 else sys.maxsize
+    found = known.get(target, {}).get((*kind_of_call(runtime), chains), {}).values()
+    for ability in sorted(found, key=lambda ability: ability.tried):
+        until = known_until(target, ability.tried, doubling)
+        if any(ability.tried < other.tried <= until for other in found):  # another one was found sooner than that
+            until = ability.tried
+        if ability.tried < since:
+            until = min(until, since - 1)
+        if length <= until:
+            return replace(ability, until=until)
+    if refusal is not None and length >= since:
+        until = known_until(target, refusal.tried, doubling)
+        if length <= until:
+            return Ability(False, False, refusal.reason, tried=refusal.tried, until=until)
+    return None
+
+
+def remembered(
+    ability: Ability,
+    runtime: TargetRuntime,
+    length: int,
+    doubling: bool = True,
+    chains: bool = False,
+    ragged: bool = False,
+) -> Ability:
+    """What was found in a call with texts of `length` tokens, kept for later calls; see `known_ability`."""
+    refusals, kind = refused.setdefault(runtime.target, {}), _kind_of_refusal(runtime, chains, ragged)
+    before = refusals.get(kind)
+    if ability.chains:
+        found = known.setdefault(runtime.target, {}).setdefault((*kind_of_call(runtime), chains), {})
+        sooner = found.get(ability.trees)
+        found[ability.trees] = replace(ability, tried=max(length, sooner.tried if sooner else 0))
+        if before is not None and length >= before.since:
+            del refusals[kind]
+    elif before is None:
+        refusals[kind] = _Refusal(ability.reason, length, length)
+    else:
+        since, tried = min(before.since, length), max(before.tried, length)
+        refusals[kind] = _Refusal(ability.reason, since, tried, before.times + 1)
+    return replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
+
+
+def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
+    """All that what a target can do may depend on."""
+    target = runtime.target
+    layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
+    attention = text_config(target)._attn_implementation
+    cast = torch.is_autocast_enabled(target.device.type)
+    rows = runtime.num_texts > 1
+    return attention, target.dtype, target.device, target.training, cast, layers, rows, runtime.attended is not None
+
+
+def _kind_of_refusal(runtime: TargetRuntime, chains: bool, ragged: bool) -> tuple[Any, ...]:
+    """A call may be refused for what it gives to the target."""
+    return *kind_of_call(runtime), runtime.given, chains, ragged
+
+
+def _is_known(layer: Any) -> bool:
+    return layer_class(layer).__module__ == CacheLayerMixin.__module__
