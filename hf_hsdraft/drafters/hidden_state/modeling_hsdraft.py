@@ -21,11 +21,13 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput, is_accelerate_available
 
+from ...common.norms import RMSNorm
 from ...common.target_weights import TargetWeights
 from ...common.tensors import is_unhooked
 from ...repository.pretrained_drafter import PretrainedDrafter
 from ..draft_options import DraftOptions, default_options
 from .configuration_hsdraft import HSDraftConfig
+from .injectors import INJECTORS
 
 _LARGE_MASK = 2**22  # rows times context positions, from which on attention goes by blocks of rows
 _BLOCK = 256  # rows
@@ -77,16 +79,6 @@ class HSDrafterOutput(ModelOutput):
     loss: Any = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     context: DraftContext | None = None
-
-
-class HSDraftRMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def rotary_frequencies(config: HSDraftConfig, device: torch.device) -> torch.Tensor:
@@ -181,9 +173,9 @@ class HSDraftLayer(nn.Module):
 
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__()
-        self.input_norm = HSDraftRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = HSDraftAttention(config)
-        self.mlp_norm = HSDraftRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -213,75 +205,6 @@ class HSDraftLayer(nn.Module):
             keys, values = torch.cat([own[0], keys], dim=2), torch.cat([own[1], values], dim=2)
         mixed = self.attention(hidden, rope, context, mask, (keys, values))
         return self._feed_forward(x + mixed), (keys, values)
-
-
-class LowRankInjector(nn.Module):
-    """Token information as a low-rank logit bias, W2 W1 e(parent) ("Make Every Draft Count", token injection).
-
-    An injector's *state* is what it knows of a path after reading its last token.
-    """
-
-    def __init__(self, config: HSDraftConfig) -> None:
-        super().__init__()
-        self.norm = HSDraftRMSNorm(config.target_hidden_size, config.rms_norm_eps)
-        self.down = nn.Linear(config.target_hidden_size, config.injector_rank, bias=False)
-        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
-
-    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """States `[N, ...]` after the tokens with embeddings `embeds` `[N, D]`; `states=None` starts a path."""
-        return self.down(self.norm(embeds))
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What is needed of drafted states `[..., D]`, whatever the path; computed once for all nodes of a depth."""
-        return hidden
-
-    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The bias before its last product, `[N, rank]`, of nodes in `states` `[N, ...]`."""
-        return states
-
-    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
-        return self.up(self.code(self.project(hidden), states))
-
-
-class PathInjector(nn.Module):
-    """Token information through a gated network on hidden state, parent token and the path from the root.
-
-    A small recurrent state reads the path's tokens; a gated layer combines it with the drafted hidden state and the
-    parent's embedding. What comes out is a rank-r logit bias, so a node costs as little as in `LowRankInjector`.
-    """
-
-    def __init__(self, config: HSDraftConfig) -> None:
-        super().__init__()
-        size = config.injector_hidden_size
-        self.token_norm = HSDraftRMSNorm(config.target_hidden_size, config.rms_norm_eps)
-        self.token_proj = nn.Linear(config.target_hidden_size, size, bias=False)
-        self.update = nn.Linear(2 * size, 2 * size)
-        self.hidden_proj = nn.Linear(config.hidden_size, 4 * size, bias=False)
-        self.state_proj = nn.Linear(2 * size, 4 * size, bias=False)
-        self.down = nn.Linear(2 * size, config.injector_rank, bias=False)
-        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
-
-    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        tokens = self.token_proj(self.token_norm(embeds))
-        size = tokens.shape[-1]
-        path = torch.zeros_like(tokens) if states is None else states[..., size:]
-        gate, candidate = self.update(torch.cat([tokens, path], dim=-1)).chunk(2, dim=-1)
-        path = torch.lerp(path, candidate.tanh(), gate.sigmoid())
-        return torch.cat([tokens, path], dim=-1)
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.hidden_proj(hidden)
-
-    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        gate, value = (projected + self.state_proj(states)).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * value)
-
-    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        return self.up(self.code(self.project(hidden), states))
-
-
-_INJECTORS: dict[str, type[LowRankInjector] | type[PathInjector]] = {"low_rank": LowRankInjector, "path": PathInjector}
 
 
 class HSDrafter(PretrainedDrafter):
@@ -320,15 +243,15 @@ class HSDrafter(PretrainedDrafter):
         config.check()  # fields may have been set since it was built
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.tap_norms = nn.ModuleList(HSDraftRMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers)
-        self.token_norm = HSDraftRMSNorm(config.target_hidden_size, eps)
+        self.tap_norms = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers)
+        self.token_norm = RMSNorm(config.target_hidden_size, eps)
         sources = len(config.target_tap_layers) + 1
         self.fuse = nn.Linear(sources * config.target_hidden_size, size, bias=False)
-        self.roll_norm = HSDraftRMSNorm(size, eps)
+        self.roll_norm = RMSNorm(size, eps)
         self.roll_proj = nn.Linear(size, size, bias=False)
         self.layers = nn.ModuleList(HSDraftLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = HSDraftRMSNorm(size, eps)
-        self.injector: LowRankInjector | PathInjector = _INJECTORS[config.injector](config)
+        self.norm = RMSNorm(size, eps)
+        self.injector = INJECTORS[config.injector](config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
         self.generation_config = self.default_generation_config()
         self.post_init()
@@ -343,7 +266,7 @@ class HSDrafter(PretrainedDrafter):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, HSDraftRMSNorm):
+        if isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)

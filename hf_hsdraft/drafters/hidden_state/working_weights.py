@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...acceleration.cpu.packed_weights import PackedWeight, has_kernel
+from ...common.norms import RMSNorm
 from ...common.tensors import is_unhooked
-from .modeling_hsdraft import HSDraftAttention, HSDrafter, HSDraftLayer, HSDraftRMSNorm, LowRankInjector, PathInjector
+from .injectors import INJECTORS, Injector
+from .modeling_hsdraft import HSDraftAttention, HSDrafter, HSDraftLayer
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
 
@@ -118,7 +120,7 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
 class Norm:
     """The root-mean-square norm of a module, without the module."""
 
-    def __init__(self, norm: HSDraftRMSNorm, dtype: torch.dtype) -> None:
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
         self._shape, self._weight, self._eps = tuple(norm.weight.shape), norm.weight.detach().to(dtype), norm.eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,11 +129,15 @@ class Norm:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a product or a norm is its weight and no more: no adapter, nothing that makes or fetches the weight."""
-    return type(module) in (nn.Linear, HSDraftRMSNorm) and is_unhooked(module)
+    return type(module) in (nn.Linear, RMSNorm) and is_unhooked(module)
 
 
 def _are_weights(modules: Sequence[nn.Module]) -> bool:
     return all(is_plain(module) and getattr(module, "bias", None) is None for module in modules)
+
+
+def _product_of(part: nn.Module, dtype: torch.dtype) -> Transform:
+    return normed(part, dtype) if type(part) is RMSNorm else joined(part)
 
 
 def joined(*modules: nn.Module) -> Transform:
@@ -171,30 +177,6 @@ class LayerWeights:
         )
 
 
-class WorkingInjector:
-    """An injector's rules with these products and norms."""
-
-    up: Transform
-
-    def __init__(self, injector: LowRankInjector | PathInjector, dtype: torch.dtype) -> None:
-        self._rules: Any = type(injector)
-        for name, part in injector.named_children():
-            is_norm = isinstance(part, HSDraftRMSNorm) or name.endswith("norm")
-            setattr(self, name, normed(part, dtype) if is_norm else joined(part))
-
-    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        return self._rules.advance(self, embeds, states)
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._rules.project(self, hidden)
-
-    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        return self._rules.code(self, projected, states)
-
-    def __call__(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        return self.up(self.code(self.project(hidden), states))
-
-
 @dataclass(frozen=True)
 class WorkingWeights:
     """All of a drafter that decoding multiplies by.
@@ -212,7 +194,7 @@ class WorkingWeights:
     layers: tuple[LayerWeights, ...]
     norm: Transform
     head: Transform
-    injector: WorkingInjector
+    injector: Injector
     spare: list[Any] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -230,7 +212,7 @@ class WorkingWeights:
             tuple(LayerWeights.of(layer, dtype) for layer in drafter.layers),  # type: ignore[arg-type]
             normed(drafter.norm, dtype),
             Product(head) if drafter.lm_head is None else joined(drafter.lm_head),  # type: ignore[arg-type]
-            WorkingInjector(drafter.injector, dtype),
+            drafter.injector.with_products(lambda part: _product_of(part, dtype)),
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -335,10 +317,9 @@ _PARTS = (
     nn.ModuleList,
     HSDraftLayer,
     HSDraftAttention,
-    LowRankInjector,
-    PathInjector,
+    *INJECTORS.values(),
     nn.Linear,
-    HSDraftRMSNorm,
+    RMSNorm,
 )
 
 
