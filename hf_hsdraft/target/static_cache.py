@@ -6,12 +6,13 @@ What lies in the slots beyond is masked.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import DummyLayer, StaticCache, StaticLayer
+
+from ..acceleration.gpu.compiling import compiled
 
 
 def why_not_static(cache: StaticCache) -> str:
@@ -134,16 +135,3 @@ class CompiledCalls:
         inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}  # all are kept anyway
         torch.compiler.cudagraph_mark_step_begin()  # until the next forward its outputs stand, whatever else is run
         return self._call(**inputs, return_dict=True)
-
-
-_compiled: list[tuple[Callable[..., Any], Any, Callable[..., Any]]] = []
-
-
-def compiled(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """A function of fixed shapes, compiled by a `CompileConfig`; the same one for each config that is equal."""
-    for known, with_config, result in _compiled:
-        if known is function and with_config == config:
-            return result
-    result = torch.compile(function, **{**config.to_dict(), "dynamic": False})  # else a second size makes a variable
-    _compiled.append((function, copy.copy(config), result))
-    return result

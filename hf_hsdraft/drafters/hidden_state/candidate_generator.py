@@ -19,8 +19,9 @@ from ...verifiers.foresight import Foresight
 from ..draft_options import DraftOptions
 from ..ngrams.cacheback import CachebackDrafter
 from ..ngrams.ngram_cache import MOST_NGRAM_DEPTH, NgramCache
+from .contexts import DraftContext
 from .expansion import Expansion
-from .modeling_hsdraft import DraftContext, HSDrafter
+from .modeling_hsdraft import HSDrafter
 from .roll_out import RollOut
 from .working_weights import WorkingWeights
 
@@ -100,7 +101,7 @@ class HSCandidateGenerator(CandidateGenerator):
         pace: how much of that to do, round by round; all by default.
         working: what decoding multiplies by; made of drafter and weights by default.
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
-        roll_out: that of a single text; one that grows with it by default.
+        roll_out: what reads and rolls; one that grows by default.
     """
 
     requires_model_outputs = True
@@ -130,9 +131,7 @@ class HSCandidateGenerator(CandidateGenerator):
         if isinstance(drafter, HSDrafter):
             self._device, self._dtype = drafter.device, drafter.dtype
             self._working = working or WorkingWeights.of(drafter, weights.head)
-            if batch_size == 1:
-                self._roll_out = roll_out or RollOut(self._working, drafter.config, self._device, self._dtype)
-        self._context: DraftContext | None = None  # of a batch
+            self._roll_out = roll_out or RollOut(self._working, drafter.config, self._device, self._dtype)
         self._started = False  # in transformers' own assisted decoding
         length = self.options.ngram_length
         frozen = drafter.frozen if isinstance(drafter, CachebackDrafter) else ()
@@ -191,9 +190,10 @@ class HSCandidateGenerator(CandidateGenerator):
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
-        if self._roll_out is not None and len(pending) > _MOST_PENDING:  # nothing was drafted for long
+        if len(self._rows) == 1 and len(pending) > _MOST_PENDING:  # nothing was drafted for long
             taps, embeds, positions = (torch.cat(column) for column in zip(*pending[:-1], strict=True))
-            self._roll_out.read(taps, embeds, positions, ahead=0)
+            assert self._roll_out is not None
+            self._roll_out.read(taps, embeds, positions)
             del pending[:-1]
 
     def remember(self, tokens: Sequence[int], row: int = 0) -> None:
@@ -288,19 +288,11 @@ class HSCandidateGenerator(CandidateGenerator):
         """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
         parts = [part for row in rows for part in self._rows[row].pending]
         taps, embeds, positions = (torch.cat(column) for column in zip(*parts, strict=True))
-        starts = documents = None
+        counts = None  # of a single text
         if len(self._rows) > 1:
-            lengths = torch.tensor([sum(len(part[2]) for part in self._rows[row].pending) for row in rows])
-            starts = (lengths.cumsum(0) - 1).to(taps.device)
-            documents = torch.tensor(rows).repeat_interleave(lengths).to(taps.device)
-        if self._roll_out is not None:
-            hidden = self._roll_out(taps, embeds, positions, depth)[None]
-        else:
-            output = self.drafter(
-                taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth
-            )
-            self._context = output.context.within(self.drafter.config.sliding_window)
-            hidden = torch.stack(output.hidden_states, dim=1)
+            counts = {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
+        assert self._roll_out is not None
+        hidden = self._roll_out(taps, embeds, positions, depth, counts)
         for row, states in zip(rows, hidden, strict=True):
             self._rows[row].pending.clear()
             self._rows[row].drafted = states

@@ -7,6 +7,7 @@ and products in decoding, see `with_products`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ class Injector(nn.Module):
         up: from a node's code `[..., rank]` to the logit bias `[..., V']`.
     """
 
-    up: Callable[[torch.Tensor], torch.Tensor]
+    up: Any
 
     def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         """States `[N, ...]` after the tokens with embeddings `embeds` `[N, D]`; `states=None` starts a path."""
