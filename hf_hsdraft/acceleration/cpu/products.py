@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ...common.norms import RMSNorm
-from ...common.tensors import is_unhooked
+from ...common.tensors import Transform, is_unhooked, side_by_side
 from .packed_weights import PackedWeight, has_kernel
-
-Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
-
 
 _FEW_ROWS, _LARGE_FEW = 8, 2  # that 8-bit weights are multiplied by: what a default beam has, and of a large weight
 _LARGE = 2**22  # numbers: a head
@@ -144,8 +141,3 @@ def joined(*modules: nn.Module) -> Transform:
     if not is_plain(module):
         return module
     return Norm(module) if isinstance(module, RMSNorm) else Product(module.weight, module.bias)  # type: ignore[arg-type]
-
-
-def side_by_side(*modules: nn.Module) -> Transform:
-    """The same by the modules themselves, as training needs them."""
-    return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)

@@ -77,16 +77,18 @@ class PackedTexts:
         window: int | None,
         steps: int,
     ) -> None:
-        count = len(position_ids)
-        self.starts = torch.arange(count - 1, count, device=position_ids.device) if starts is None else starts
-        self._past, self._windowed = past, window is not None
-        self._documents, self._places = document_ids, position_ids
-        if document_ids is not None and past.document_ids is not None:
-            self._documents = torch.cat([past.document_ids, document_ids])
-        if past.position_ids is not None:
-            self._places = torch.cat([past.position_ids, position_ids])
-        self._near = window is not None and len(self._places) + steps > window
-        self._sight = _sight(document_ids, position_ids, past, self._places, window if self._near else None)
+        known = None if document_ids is None else past.document_ids
+        held = position_ids.new_full((past.length,), SEEN_BY_ALL) if known is None else known
+        own = torch.zeros_like(position_ids) if document_ids is None else document_ids
+        texts = torch.cat([held, own])
+        places = position_ids if past.position_ids is None else torch.cat([past.position_ids, position_ids])
+        # A context that does not know its positions is near with all of them.
+        self._near = window is not None and len(places) == len(texts) and len(texts) + steps > window
+        rows = torch.arange(past.length, len(texts), device=position_ids.device)
+        self._sight = Sight(rows, own, texts, position_ids, places, window if self._near else None)
+        self._past, self._documents = past, None if document_ids is None else texts
+        self._places = None if window is None else places
+        self.starts = rows[-1:] - past.length if starts is None else starts
         # The last position of a single document sees everything: no mask, as in every decoding round.
         all_seen = starts is None and document_ids is None and not self._near
         self._chains = None if all_seen else self._sight.of(self.starts)
@@ -97,7 +99,7 @@ class PackedTexts:
     def context(self) -> DraftContext:
         """What has been read until now."""
         layers = [self._layers[index] for index in range(len(self._layers))]
-        return DraftContext(layers, self._documents, self._places if self._windowed else None)
+        return DraftContext(layers, self._documents, self._places)
 
     def reading(self) -> Attend:
         return self._read
@@ -109,19 +111,20 @@ class PackedTexts:
             old_keys, old_values = self._past.layers[layer]
             keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
         self._layers[layer] = keys, values
-        seen = self._seen if rows is None else None if self._chains is None else _all_at_once_if_small(self._chains)
-        if not isinstance(seen, Sight):
-            return shared_attention(queries, keys, values, seen)
+        sight = self._sight if rows is None else self._chains
+        if sight is None or not sight.is_large:
+            mask = None if sight is None else self._mask if rows is None else sight.mask()
+            return shared_attention(queries, keys, values, mask)
         order, parts = [], []
-        for block, columns, mask in seen.blocks():  # no score is made of texts with one another
+        for block, columns, mask in sight.blocks():  # no score is made of texts with one another
             part = keys.index_select(1, columns), values.index_select(1, columns)
             parts.append(shared_attention(queries.index_select(0, block), *part, mask))
             order.append(block)
         return torch.cat(parts).index_select(0, torch.cat(order).argsort())
 
     @cached_property
-    def _seen(self) -> torch.Tensor | Sight:
-        return _all_at_once_if_small(self._sight)
+    def _mask(self) -> torch.Tensor:  # several layers need it
+        return self._sight.mask()
 
     def rolling(self, step: int, chains: int) -> Attend:
         if self._chains is None:
@@ -174,34 +177,6 @@ def _attention_of_chains(
     shared = weights[..., :length].reshape(kv_heads, -1, length) @ values
     mixed = shared.view(queries.shape) + weights[..., length:] @ own_values
     return mixed.permute(1, 0, 2, 3).reshape(rows, -1)
-
-
-def _sight(
-    document_ids: torch.Tensor | None,
-    position_ids: torch.Tensor,
-    past: DraftContext,
-    places: torch.Tensor,
-    window: int | None,
-) -> Sight:
-    """What the pairs of a forward see: earlier ones of their own document, and what is cached of it, within a window.
-
-    Where the context does not know its positions, all of it is near.
-
-    Args:
-        places: `[P + T]`, the positions of the context and of the pairs, as far as they are known.
-    """
-    cached, total = past.length, past.length + len(position_ids)
-    rows, documents = torch.arange(cached, total, device=position_ids.device), None
-    if document_ids is not None:
-        unknown = document_ids.new_full((cached,), SEEN_BY_ALL)
-        documents = torch.cat([unknown if past.document_ids is None else past.document_ids, document_ids])
-    if window is None or len(places) != total:
-        return Sight(rows, total, document_ids, documents)
-    return Sight(rows, total, document_ids, documents, position_ids, places, window)
-
-
-def _all_at_once_if_small(sight: Sight) -> torch.Tensor | Sight:
-    return sight if sight.is_large else sight.mask()
 
 
 class GrowingText:

@@ -1,11 +1,10 @@
 """The drafter: a trunk that rolls hidden states forward, an injector for token information, a compressed head.
 
-Nothing here has a batch axis. Training packs several documents into one row and rolls many chains at once; decoding is
-the case of one document and one chain. Decoding a single text takes another way through the same parameters, `RollOut`
-by `WorkingWeights`; `hsdraft check` compares what comes of it, but for the rounding to 8 bits, with training.
+Here are the parameters and the forward of training; what is computed with them is in `trunk`. Nothing has a batch axis:
+training packs several documents into one row and rolls many chains at once. Decoding hands `WorkingWeights`, made of
+the same parameters, to the same trunk; `hsdraft check` compares the two, but for the rounding to 8 bits.
 
-Letters in the shapes: T context positions, P positions already cached, S chains, K draft steps, D hidden size,
-V' draft vocabulary, N nodes.
+Letters in the shapes: T pairs that are read, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput, is_accelerate_available
 
-from ...acceleration.cpu.products import side_by_side
 from ...common.norms import RMSNorm
 from ...common.target_weights import TargetWeights
-from ...common.tensors import is_unhooked
+from ...common.tensors import Transform, is_unhooked, side_by_side
 from ...repository.pretrained_drafter import PretrainedDrafter
 from ..draft_options import DraftOptions, default_options
 from .configuration_hsdraft import HSDraftConfig
 from .contexts import DraftContext, PackedTexts
 from .injectors import INJECTORS
-from .trunk import Attend, LayerProducts, Rope, Transform, Trunk, read, roll, rotary_frequencies
+from .trunk import Attend, LayerProducts, Rope, Trunk, read, roll, rotary_frequencies
 
 
 @dataclass

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
+from ...common.tensors import Transform
+
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [n, 1, head_dim]
 # Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
 # `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.

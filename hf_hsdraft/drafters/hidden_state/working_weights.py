@@ -17,10 +17,10 @@ from torch import nn
 
 from ...acceleration.cpu.products import Product, are_rounded, are_weights, joined
 from ...common.norms import RMSNorm
-from ...common.tensors import is_unhooked
+from ...common.tensors import Transform, is_unhooked
 from .injectors import INJECTORS, Injector
 from .modeling_hsdraft import HSDraftAttention, HSDrafter, HSDraftLayer
-from .trunk import Transform, Trunk
+from .trunk import Trunk
 
 
 @dataclass(frozen=True)
