@@ -115,9 +115,10 @@ def roll(
         chains: how many are rolled, the first ones; `None` for all.
     """
     states = [x]
-    for step, (cos, sin) in enumerate(ropes, 1):
-        x = trunk.roll(trunk.roll_norm(x if chains is None else x[:chains]))
-        x = _through(trunk, x, (cos[: len(x)], sin[: len(x)]), context.rolling(step, len(x)))
+    if chains is not None:
+        x, ropes = x[:chains], [(cos[:chains], sin[:chains]) for cos, sin in ropes]
+    for step, rope in enumerate(ropes, 1):
+        x = _through(trunk, trunk.roll(trunk.roll_norm(x)), rope, context.rolling(step, len(x)))
         states.append(x)
     return states
 
