@@ -22,7 +22,6 @@ from ..acceleration.cpu.packed_weights import PackedWeights, packed_now
 from ..drafters.hidden_state import (
     candidate_generator,
     expansion,
-    modeling_hsdraft,
     roll_out,
     static_roll_out,
     working_weights,
@@ -40,13 +39,10 @@ TARGET, PYTHON = "target forward", "Python"
 # What is timed: the part, and where its functions are. A function's time is its own: what another part takes inside it
 # is that part's. What is left of a round is Python.
 TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("context update", modeling_hsdraft.HSDrafter, ("fuse_inputs",)),
-    ("context update", modeling_hsdraft.HSDraftLayer, ("read",)),
     ("context update", candidate_generator.HSCandidateGenerator, ("read",)),
     ("context update", roll_out.RollOut, ("read",)),
     ("roll-out", roll_out.RollOut, ("__call__",)),
     ("roll-out", static_roll_out.StaticRollOut, ("__call__",)),
-    ("roll-out", modeling_hsdraft.HSDrafter, ("forward",)),
     ("head", working_weights.WorkingWeights, ("logits",)),
     ("injector", expansion.Expansion, ("__call__", "best")),
     ("n-grams", candidate_generator.HSCandidateGenerator, ("_from_ngrams", "remember")),

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ..acceleration.cpu.products import in_full_precision
 from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ..drafters.hidden_state.expansion import Expansion
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..drafters.hidden_state.working_weights import in_full_precision
 from ..engine import decoding
 from ..target.target_outputs import TargetOutput
 from ..target.target_runtime import TargetRuntime

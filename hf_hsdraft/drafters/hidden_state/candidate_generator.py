@@ -17,7 +17,7 @@ from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, Session
 from .draft_memory import DraftMemory
 from .expansion import Expansion
-from .network import DraftContext, HSDraftNetwork
+from .network import HSDraftNetwork
 from .reuse import Leftover, ensemble
 from .roll_out import RollOut
 from .target_match import warn_of_poor_guesses
@@ -60,7 +60,7 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         batch_size: number of texts.
         working: what decoding multiplies by; made of drafter and weights by default.
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
-        roll_out: that of a single text; one that grows with it by default.
+        roll_out: what reads and rolls; one that grows by default.
         target: whose hidden states these are; told of drafts that do poorly when the call ends.
     """
 
@@ -88,10 +88,7 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         beam = self._options.tree_builder == "beam"
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
         self._foresight = foresight if beam and fits else None
-        self._roll_out: RollOut | None = None
-        if batch_size == 1:
-            self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
-        self._context: DraftContext | None = None  # of a batch
+        self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(batch_size)]
         self._started = False  # in transformers' own assisted decoding
 
@@ -135,13 +132,13 @@ class HSCandidateGenerator(Session, CandidateGenerator):
             self._rows[row] = _Row()
 
     def memory(self, length: int) -> DraftMemory | None:
-        if self._roll_out is None:
+        if len(self._rows) > 1:
             return None
         return DraftMemory.of(self.drafter, length, self._roll_out.context, self._rows[0].pending)
 
     def resume(self, memory: Any, cached: int) -> None:
         """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
-        if self._roll_out is not None and isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
+        if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
             self._roll_out.resume(memory.context)
             self._rows[0].pending.extend(memory.pending)
 
@@ -173,8 +170,8 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
-        if self._roll_out is not None and len(pending) > _MOST_PENDING:  # nothing was drafted for long
-            self._roll_out.read(*_joined(pending[:-1]), ahead=0)
+        if len(self._rows) == 1 and len(pending) > _MOST_PENDING:  # nothing was drafted for long
+            self._roll_out.read(*_joined(pending[:-1]))
             del pending[:-1]
 
     def settle(self, accepted: Sequence[int], row: int = 0, next_token: int | None = None) -> None:
@@ -199,18 +196,11 @@ class HSCandidateGenerator(Session, CandidateGenerator):
 
     def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
         """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
-        taps, embeds, positions = _joined([part for row in rows for part in self._rows[row].pending])
-        if self._roll_out is not None:
-            hidden = self._roll_out(taps, embeds, positions, depth)[None]
-        else:
-            lengths = torch.tensor([sum(len(part[2]) for part in self._rows[row].pending) for row in rows])
-            starts = (lengths.cumsum(0) - 1).to(taps.device)
-            documents = torch.tensor(rows).repeat_interleave(lengths).to(taps.device)
-            output = self.drafter(
-                taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth
-            )
-            self._context = output.context.within(self.drafter.config.sliding_window)
-            hidden = torch.stack(output.hidden_states, dim=1)
+        pairs = _joined([part for row in rows for part in self._rows[row].pending])
+        counts = None  # of a single text
+        if len(self._rows) > 1:
+            counts = {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
+        hidden = self._roll_out(*pairs, depth, counts)
         for row, states in zip(rows, hidden, strict=True):
             self._rows[row].pending.clear()
             self._rows[row].drafted = states

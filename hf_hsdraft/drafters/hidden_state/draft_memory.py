@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .network import DraftContext, HSDraftNetwork
+from .contexts import DraftContext
+from .network import HSDraftNetwork
 
 
 @dataclass(frozen=True)
