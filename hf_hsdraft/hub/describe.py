@@ -12,6 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from ..common.checks import printable
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..repository.care import care
 from ..repository.drafter_files import (
     CONFIG,
     DESCRIBED,
@@ -79,11 +80,12 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
     Raises:
         OSError, ValueError: it cannot be found, or is no drafter that this version reads.
     """
-    if with_weights:
-        folder = fetch(name, HSDraftConfig.model_type, **hub)
-    else:
-        folder = find_folder(name, DESCRIBED, **hub)
-        check_is_drafter(folder, HSDraftConfig.model_type)
+    with care().loading(name, bool(hub.get("local_files_only"))):
+        if with_weights:
+            folder = fetch(name, HSDraftConfig.model_type, **hub)
+        else:
+            folder = find_folder(name, DESCRIBED, **hub)
+            check_is_drafter(folder, HSDraftConfig.model_type)
     config = HSDraftConfig.from_dict(read_json(folder / CONFIG))
     options = {"num_assistant_tokens": config.num_draft_steps, "tree_size": config.tree_size}
     options |= read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.checks import printable
-from ..repository.drafter_files import digests, read_json
-from ..repository.model_card import FIGURES, is_benchmark, read_figures
+from ..repository.drafter_files import FIGURES, digests, read_json
+from ..repository.model_card import is_benchmark, read_figures
 from ..training.files import write_json
 from ..training.pictures import draw_speed_up
 

@@ -241,6 +241,10 @@ class HSDraftConfig(PreTrainedConfig):
             fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
         return cls(**{**fields, **overrides})
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
+        """Registers nothing: the code of a configuration always travels with a drafter that is saved."""
+
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
         return self if decoder or encoder else AnySpecialTokens(self)
