@@ -14,10 +14,13 @@ from ..training.pictures import draw_speed_up
 
 
 def enter_benchmarks(folder: Path, reports: Sequence[Path]) -> list[dict[str, Any]]:
-    """Puts what `hsdraft bench --json` wrote into a drafter's figures; those entered before are replaced.
+    """Puts what `hsdraft bench --json` wrote into a drafter's figures, in place of what was entered before.
+
+    Returns:
+        The entries, one a report.
 
     Raises:
-        ValueError: a report is none, or is about other weights.
+        ValueError: A report is none, or is about other weights.
     """
     weights = digests(folder)
     entered = [_entry(path, read_json(path), weights) for path in reports]

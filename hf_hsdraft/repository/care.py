@@ -55,7 +55,7 @@ class RepositoryCare:
         if revision is not None and not options.get("create_pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there, stale, sent = api.list_repo_files(repo_id, revision=revision), [], None
-        if not (folder / CONFIG).is_file():
+        if (folder / "adapter_config.json").is_file():
             sent = ["adapter_*", *DOCUMENTS]
         elif CONFIG in there:
             with tempfile.TemporaryDirectory() as place:

@@ -93,7 +93,7 @@ def write_card(folder: Path, name: str) -> None:
     """Writes `README.md` into a drafter's folder (or an adapter's), unless there is one that somebody wrote.
 
     Args:
-        name: of the drafter, as the card's examples shall load it.
+        name: Name of the drafter, as the card's examples load it.
     """
     path = folder / CARD
     if path.is_file() and not is_generated(path):
@@ -328,7 +328,7 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
     """Parameters and bytes of the weights in a folder.
 
     Raises:
-        OSError: there are none.
+        OSError: There are none.
     """
     files, parameters = weight_files(folder), 0
     for path in files:

@@ -108,7 +108,7 @@ class PackageCare(RepositoryCare):
             ValueError: A private repository was asked for, and there is a public one; or it holds another model.
         """
         with _told(repo_id), tempfile.TemporaryDirectory() as place:
-            adapter = not (folder / CONFIG).is_file()
+            adapter = (folder / ADAPTER_CONFIG).is_file()
             staged = _stage_adapter(folder, Path(place)) if adapter else folder
             api, repo_id, there = _prepare(repo_id, options)
             revision = options.pop("revision", None)

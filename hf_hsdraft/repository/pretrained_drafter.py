@@ -123,12 +123,7 @@ class PretrainedDrafter(PreTrainedModel):
     def _configuration(
         cls, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
     ) -> Any:
-        """Returns the configuration to build a drafter by.
-
-        Args:
-            given: What the caller passed as `config`.
-            folder: Folder of the weights.
-        """
+        """Returns the configuration to build a drafter by: `given`, or read from there, or from the weights' folder."""
         kind = cls.config_class
         if given is None:
             return kind.from_dict(read_json(folder / CONFIG), **overrides)
@@ -194,7 +189,7 @@ class PretrainedDrafter(PreTrainedModel):
                 care().push(Path(stage), name, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded.
+        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded; see [`RepositoryCare`].
 
         Args:
             repo_id: `"user/name"`, created if there is none.
@@ -202,7 +197,7 @@ class PretrainedDrafter(PreTrainedModel):
                 `commit_description`; `max_shard_size` as in `save_pretrained`.
 
         Returns:
-            What the Hub says of the commit, a `huggingface_hub.CommitInfo`.
+            The commit, a `huggingface_hub.CommitInfo`.
 
         Raises:
             OSError: The Hub refuses or cannot be reached.
