@@ -66,6 +66,7 @@ CODE = {
     "packed_weights.py",
     "packing.py",
     "pretrained_drafter.py",
+    "private_operators.py",
     "products.py",
     "protocol.py",
     "publication.py",

@@ -18,6 +18,7 @@ from torch import nn
 from ...common.norms import RMSNorm
 from ...common.tensors import Transform, is_unhooked, side_by_side
 from .packed_weights import PackedWeight, has_kernel
+from .private_operators import can_multiply_in_8_bits, product_in_8_bits
 
 _FEW_ROWS, _LARGE_FEW = 8, 2  # that 8-bit weights are multiplied by: what a default beam has, and of a large weight
 _LARGE = 2**22  # numbers: a head
@@ -91,7 +92,7 @@ def _rows(x: torch.Tensor) -> int:
 
 
 def _times_8_bits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return torch._weight_int8pack_mm(x.reshape(_rows(x), -1).contiguous(), weight, scales).view(*x.shape[:-1], -1)
+    return product_in_8_bits(x.reshape(_rows(x), -1).contiguous(), weight, scales).view(*x.shape[:-1], -1)
 
 
 def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -102,7 +103,7 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     quick = weight.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if not (quick and _rounding.get()) or sys.platform == "win32":
         return None
-    if weight.dtype != torch.bfloat16 or weight.shape[1] % 64 or not hasattr(torch, "_weight_int8pack_mm"):
+    if weight.dtype != torch.bfloat16 or weight.shape[1] % 64 or not can_multiply_in_8_bits():
         return None
     least = torch.finfo(torch.bfloat16).tiny
     scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(torch.bfloat16)
