@@ -191,15 +191,19 @@ class PackedWeights:
             fits = asked_for or sum(copy.size for copy in _alive) <= _MOST_BYTES
             return packed if linears and fits else None
 
-    def are_of(self, target: Any, asked_for: bool | None) -> bool:
-        """Whether copies that are made of a target's weights now would be these; compares all the weights.
+    def serve(self, target: Any, asked_for: bool | None) -> bool:
+        """Whether copies that are made of a target's weights now would be among these; compares all the weights.
+
+        There may be more than the default packs: those that a call has asked for.
 
         Args:
             asked_for: as in `linears_to_pack`.
         """
-        linears = linears_to_pack(target, asked_for)
+        wanted, able = set(linears_to_pack(target, asked_for)), set(linears_to_pack(target, True))
+        if not wanted or not wanted <= set(self._of) <= able:
+            return False
         with _sharing:
-            return set(linears) == set(self._of) and all(self._of[one].holds(one.weight) for one in linears)
+            return all(copy.holds(linear.weight) for linear, copy in self._of.items())
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
