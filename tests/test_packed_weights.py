@@ -283,6 +283,7 @@ def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first):
     packed = []
     for asked_for in (first, not first or None, True, None, True, None):
         drafter.generation_config.packed_weights = asked_for
+        gc.collect()  # copies that only a call of before would keep
         output = texts(target, ids, drafter, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected) and output.statistics.packed_weights
         packed.append(len(copies(target)))
@@ -300,6 +301,7 @@ def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(copies, monkey
     drafter, expected = make_drafter(target), texts(target, ids)
     for asked_for in (True, None, True):
         drafter.generation_config.packed_weights = asked_for
+        gc.collect()
         output = texts(target, ids, drafter, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected) and output.statistics.packed_weights == bool(asked_for)
     assert len(copies(target)) == len(linears_to_pack(target.model, True))
