@@ -64,6 +64,9 @@ class ScriptedDrafter(Drafter):
         drafter: whose options, hidden states and checks these are; its own drafts are not made.
         texts: the new tokens of each row.
         seed: of the chance.
+
+    Attributes:
+        last: the session of the last call.
     """
 
     def __init__(self, drafter: Any, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
@@ -72,6 +75,7 @@ class ScriptedDrafter(Drafter):
         self.generation_config = copy.deepcopy(drafter.generation_config)
         self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
         self._drafter, self._texts, self._rng = drafter, texts, random.Random(seed)
+        self.last: ScriptedSession | None = None
 
     def default_generation_config(self) -> GenerationConfig:
         return self._drafter.default_generation_config()
@@ -80,16 +84,30 @@ class ScriptedDrafter(Drafter):
         self._drafter.check(target)
 
     def session(self, call: DraftCall) -> Session:
-        return _ScriptedSession(call, self._texts, self._rng)
+        self.last = ScriptedSession(call, self._texts, self._rng)
+        return self.last
 
 
-class _ScriptedSession(Session):
+class ScriptedSession(Session):
+    """The drafts of one call.
+
+    Attributes:
+        forwards: number of forwards that it was told of; tokens: number of tokens emitted, of all texts.
+        chains: whether chains were asked for.
+    """
+
     def __init__(self, call: DraftCall, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._options, self._texts, self._rng = call.options, texts, rng
         self._vocab_size = text_config(call.target).vocab_size
         self._emitted = [0] * call.rows
+        self.forwards, self.chains = 0, False
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._emitted)
 
     def observe(self, news: Sequence[Accepted]) -> None:
+        self.forwards += 1
         for each in news:
             assert len(each.taps) == len(each.positions)
             self._emitted[each.row] += len(each.tokens)
@@ -101,5 +119,6 @@ class _ScriptedSession(Session):
             truth = list(self._texts[ask.row][self._emitted[ask.row] :])
             tree = random_tree(ask.root, truth, min(ask.depth, most), self._vocab_size, self._rng)
             tree = tree.first(self._options.tree_size)
+            self.chains = self.chains or ask.chain
             trees.append(chain_of(tree, truth) if ask.chain else tree)
         return trees
