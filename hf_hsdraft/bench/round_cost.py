@@ -12,12 +12,12 @@ measured without one: target and drafter run as ever, only which nodes are accep
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -27,13 +27,13 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LogitsProcessor, LogitsProcessorList
 
-from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ..drafters.draft_options import DraftOptions
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..engine import decoding
-from ..engine.decoded_texts import DecodedTexts
+from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..trees.draft_tree import DraftTree
-from ..verifiers.verification import ChooseToken
+from ..verifiers.own_choice import OwnChoice, greedy_choice, own_choice
+from ..verifiers.verdict import Nodes, Verdict, Verifier, walk
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ def _decode(
     if drafter is None:
         watch = _Stopwatch()
         return target.generate(ids, logits_processor=LogitsProcessorList([watch]), **settings), watch.times
-    with forced(plan.accepted) as times:
-        return target.generate(ids, assistant_model=drafter, **settings), times
+    forced = ForcedDrafter(drafter, plan.accepted)
+    return target.generate(ids, assistant_model=forced, **settings), forced.times
 
 
 def _time(target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None) -> float:
@@ -218,48 +218,95 @@ def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any])
     return sum("synchronizing" in str(one.message) for one in caught) / len(times)
 
 
-@contextmanager
-def forced(accepted: Sequence[int]) -> Iterator[list[float]]:
-    """Within, the rounds of this process accept as many drafted tokens as given; yields when each of them began.
+class ForcedDrafter(Drafter):
+    """A drafter for one call of one text, whose rounds accept as many drafted tokens as given.
 
     Drafter, target and the rules of the text do all their work; then a path of that length takes the place of the
-    tree's own nodes, and the text follows it. For the time being no other thread should decode.
+    tree's own nodes, and the text follows it.
+
+    Args:
+        drafter: that drafts. All its trees are of one size, without n-grams.
+        accepted: number of drafted tokens to accept, round by round, over and over.
+
+    Attributes:
+        times: when each draft began.
+        path: nodes to accept in the round that is under way.
     """
-    times: list[float] = []
-    path: list[int] = []  # nodes to accept in the round that is under way
 
-    class Generator(HSCandidateGenerator):
-        def draft(
-            self, max_depths: Mapping[int, int] | None = None, behind: Collection[int] | None = None
-        ) -> list[DraftTree]:
-            length = accepted[len(times) % len(accepted)]
-            times.append(time.perf_counter())
-            [tree] = super().draft(max_depths, behind)
-            length = min(length, *(max_depths or {}).values(), len(tree) - 1)
-            path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
-            return [_along(tree, path)]
+    def __init__(self, drafter: HSDrafter, accepted: Sequence[int]) -> None:
+        self.config, self.device, self.taps = drafter.config, drafter.device, drafter.taps
+        self.num_draft_steps = drafter.num_draft_steps
+        self.generation_config = copy.deepcopy(drafter.generation_config)
+        self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
+        self.times: list[float] = []
+        self.path: list[int] = []
+        self._drafter, self._accepted = drafter, accepted
 
-    class Texts(DecodedTexts):
-        def _chooser(self, index: int, tree: DraftTree, logits: torch.Tensor) -> ChooseToken:
-            own = super()._chooser(index, tree, logits)
-            children = tree.children()
+    def default_generation_config(self) -> Any:
+        return self._drafter.default_generation_config()
 
-            def choose(node: int, tokens: list[int]) -> int:
-                token = own(node, tokens)
-                if len(tokens) < len(path):
-                    return tree.tokens[path[len(tokens)]]
-                while token in children[node]:
-                    token = (token + 1) % logits.shape[-1]
-                return token
+    def check(self, target: Any) -> None:
+        self._drafter.check(target)
 
-            return choose
+    def session(self, call: DraftCall) -> Session:
+        return _ForcedSession(self._drafter.session(call), self)
 
-    before = decoding.HSCandidateGenerator, decoding.DecodedTexts
-    decoding.HSCandidateGenerator, decoding.DecodedTexts = Generator, Texts  # type: ignore[misc]
-    try:
-        yield times
-    finally:
-        decoding.HSCandidateGenerator, decoding.DecodedTexts = before  # type: ignore[misc]
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return _AlongPath(self.path)
+
+    def next_length(self) -> int:
+        """Number of drafted tokens to accept in the round whose draft begins now."""
+        length = self._accepted[len(self.times) % len(self._accepted)]
+        self.times.append(time.perf_counter())
+        return length
+
+
+class _ForcedSession(Session):
+    """Drafts as another session, and puts a path of the wanted length in the tree."""
+
+    def __init__(self, session: Session, forced: ForcedDrafter) -> None:
+        self.free, self.kind = session.free, session.kind
+        self._session, self._forced = session, forced
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        length = self._forced.next_length()
+        [tree] = self._session.draft(asks)
+        length = min(length, asks[0].depth, len(tree) - 1)
+        self._forced.path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
+        return [_along(tree, self._forced.path)]
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        self._forced.path.clear()
+        self._session.observe(news)
+
+    def end(self) -> None:
+        self._session.end()
+
+
+class _AlongPath(OwnChoice):
+    """Makes the target's own choice at each node, and then goes along a path instead, and leaves the tree behind it.
+
+    Args:
+        path: nodes of the tree of the round that is under way.
+    """
+
+    def __init__(self, path: Sequence[int]) -> None:
+        self._path = path
+
+    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
+        plain = nodes.draw is None and not nodes.processed
+        own = greedy_choice(nodes.logits) if plain else own_choice(nodes.scores, nodes.draw)
+        children = tree.children()
+
+        def choose(node: int, tokens: list[int]) -> int:
+            token = own(node, tokens)
+            if len(tokens) < len(self._path):
+                return tree.tokens[self._path[len(tokens)]]
+            while token in children[node]:
+                token = (token + 1) % nodes.logits.shape[-1]
+            return token
+
+        return walk(tree, choose, nodes.ends)
 
 
 def _along(tree: DraftTree, path: Sequence[int]) -> DraftTree:
