@@ -6,7 +6,7 @@
 Time does not depend on what weights hold. So the share of tau that a trained drafter would turn into speed can be
 measured without one: target and drafter run as ever, only which nodes are accepted is decided here.
 
-- round: from one draft to the next, median; step: from one token of plain `generate()` to the next, median.
+- round: from its begin to the next one's, median; step: from one token of plain `generate()` to the next, median.
 - cost: a round over a step. speed-up: tokens a round over cost, what the pattern gains over plain decoding.
 """
 
@@ -186,7 +186,7 @@ class _Stopwatch(LogitsProcessor):
 def _decode(
     target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None, **kwargs: Any
 ) -> tuple[Any, list[float]]:
-    """What `generate()` returns, and when each step or round began."""
+    """What `generate()` returns, and when each step or round began; also when the last round ended."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, target.config.vocab_size, (1, plan.prompt_length), generator=generator).to(target.device)
     settings = {"do_sample": False, "max_new_tokens": plan.new_tokens, **call, **kwargs}
@@ -201,7 +201,7 @@ def _time(target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter |
     """Milliseconds of a step or a round."""
     _decode(target, plan, call, drafter)  # compiles
     times = _decode(target, plan, call, drafter)[1]
-    # The first ones are not settled yet, and the last draft is cut short by the end of the text.
+    # The first ones are not settled yet, and the last round is cut short by the end of the text.
     return median(1000 * (after - before) for before, after in itertools.pairwise(times[2:-1]))
 
 
@@ -215,7 +215,7 @@ def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any])
             times = _decode(target, plan, call, drafter)[1]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(one.message) for one in caught) / len(times)
+    return sum("synchronizing" in str(one.message) for one in caught) / (len(times) - 1)
 
 
 class ForcedDrafter(Drafter):
@@ -229,7 +229,7 @@ class ForcedDrafter(Drafter):
         accepted: number of drafted tokens to accept, round by round, over and over.
 
     Attributes:
-        times: when each draft began.
+        times: when each round began, and when the last one ended.
         path: nodes to accept in the round that is under way.
     """
 
@@ -254,11 +254,10 @@ class ForcedDrafter(Drafter):
     def verifier(self, options: DraftOptions) -> Verifier:
         return _AlongPath(self.path)
 
-    def next_length(self) -> int:
-        """Number of drafted tokens to accept in the round whose draft begins now."""
-        length = self._accepted[len(self.times) % len(self._accepted)]
-        self.times.append(time.perf_counter())
-        return length
+    @property
+    def length(self) -> int:
+        """Number of drafted tokens to accept in the round that is under way."""
+        return self._accepted[(len(self.times) - 1) % len(self._accepted)]
 
 
 class _ForcedSession(Session):
@@ -269,13 +268,13 @@ class _ForcedSession(Session):
         self._session, self._forced = session, forced
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        length = self._forced.next_length()
         [tree] = self._session.draft(asks)
-        length = min(length, asks[0].depth, len(tree) - 1)
+        length = min(self._forced.length, asks[0].depth, len(tree) - 1)
         self._forced.path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
         return [_along(tree, self._forced.path)]
 
     def observe(self, news: Sequence[Accepted]) -> None:
+        self._forced.times.append(time.perf_counter())
         self._forced.path.clear()
         self._session.observe(news)
 
