@@ -83,8 +83,8 @@ def _load_and_time(
 ) -> float:
     from transformers.utils.logging import disable_progress_bar
 
-    from ..modeling_hsdraft import HSDrafter
-    from ..target_loading import load_target
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..target.target_loading import load_target
 
     disable_progress_bar()
     loaded = HSDrafter.from_pretrained(drafter, dtype=dtype).to(device).eval()
