@@ -4,13 +4,13 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 [`CachebackDrafter`].
 """
 
-from transformers import AutoConfig, AutoModel
-
 from ._version import __version__
+from .drafters.auto_drafter import AutoDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .drafters.ngrams.cacheback import CachebackDrafter
+from .drafters.registry import register_drafter
 from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
 from .generate_hook import install
 from .repository.care import register_care
@@ -19,10 +19,10 @@ from .trees.draft_tree import DraftTree
 
 install()
 register_care(PackageCare())
-AutoConfig.register(HSDraftConfig.model_type, HSDraftConfig)
-AutoModel.register(HSDraftConfig, HSDrafter)
+register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)
 
 __all__ = [
+    "AutoDrafter",
     "CachebackDrafter",
     "DraftStatistics",
     "DraftTree",
@@ -32,4 +32,5 @@ __all__ = [
     "HSDraftGenerateOutput",
     "HSDrafter",
     "__version__",
+    "register_drafter",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +88,6 @@ class DraftOptions:
             ValueError: an option is misspelt or out of range; the message names it and what would be right.
         """
         config = drafter.generation_config
-        limit = drafter.num_draft_steps
         defaults = drafter.default_generation_config()
         _check_names(config, defaults)
         library = GenerationConfig._get_default_generation_params()
@@ -97,63 +97,66 @@ class DraftOptions:
             values = (None if given == library.get(name) else given, getattr(config, name, None))
             return next((value for value in values if value is not None), getattr(defaults, name))
 
-        sizes = dict.fromkeys(("tree_size", "beam_width"), MOST_NODES)
-        for name, most in {"num_assistant_tokens": limit, **sizes}.items():
-            value = option(name)
-            if not is_integer(value) or not 1 <= value <= most:
-                wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
-                wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
-                raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
-        ngram_length = option("ngram_length")
-        if not is_integer(ngram_length) or not 0 <= ngram_length <= MOST_LEADING:
-            raise ValueError(
-                f"ngram_length={ngram_length!r} is invalid: expected an integer from 0 (no n-grams) to {MOST_LEADING}"
-            )
-        threshold, reuse, weight = map(option, ("assistant_confidence_threshold", "reuse", "reuse_weight"))
-        if not is_number(threshold) or not 0.0 <= threshold < 1.0:
-            raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
-        if reuse not in REUSES:
-            raise ValueError(f"reuse={reuse!r} is invalid: expected one of {', '.join(REUSES)}")
-        if not is_number(weight) or not weight >= 0.0:
-            raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
-        builder, verification, sizing = option("tree_builder"), option("verification"), option("tree_sizing")
-        for name, value, allowed in (
-            ("tree_sizing", sizing, TREE_SIZINGS),
-            ("tree_builder", builder, TREE_BUILDERS),
-            ("verification", verification, tuple(VERIFIERS)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is invalid: expected one of {', '.join(allowed)}")
-        if VERIFIERS[verification].drawn_nodes and builder == "beam":
-            raise ValueError(
-                f"verification={verification!r} is invalid with tree_builder='beam': its ratio holds for drawn nodes "
-                "only, the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
-            )
-        packed = option("packed_weights")
-        if packed is not None and not isinstance(packed, bool):
-            raise ValueError(
-                f"packed_weights={packed!r} is invalid: expected True, False, or None for packing where it pays"
-            )
-        if builder != "beam" and reuse != "none":
-            raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")
+        _check_sizes(option, drafter.num_draft_steps)
+        _check_rules(option)
+        builder = option("tree_builder")
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         return cls(
             depth=option("num_assistant_tokens"),
             tree_size=option("tree_size"),
             beam_width=option("beam_width"),
-            threshold=threshold,
-            reuse=reuse,
-            reuse_weight=weight,
+            threshold=option("assistant_confidence_threshold"),
+            reuse=option("reuse"),
+            reuse_weight=option("reuse_weight"),
             tree_builder=builder,
-            verification=verification,
+            verification=option("verification"),
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
-            ngram_length=ngram_length
-            if builder == "beam"
-            else 0,  # of drawn nodes one has to know how likely they were
-            tree_sizing=sizing if builder == "beam" else "fixed",  # leaving some of them out would bias the text
+            # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
+            ngram_length=option("ngram_length") if builder == "beam" else 0,
+            tree_sizing=option("tree_sizing") if builder == "beam" else "fixed",
             costs=_given_costs(option("node_cost"), option("depth_cost")),
-            packed_weights=packed,
+            packed_weights=option("packed_weights"),
         )
+
+
+def _check_sizes(option: Callable[[str], Any], most_depth: int) -> None:
+    """Raises a ValueError for a number that is out of range."""
+    sizes = dict.fromkeys(("tree_size", "beam_width"), MOST_NODES)
+    for name, most in {"num_assistant_tokens": most_depth, **sizes}.items():
+        value = option(name)
+        if not is_integer(value) or not 1 <= value <= most:
+            wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
+            wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
+            raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
+    length, threshold, weight = map(option, ("ngram_length", "assistant_confidence_threshold", "reuse_weight"))
+    if not is_integer(length) or not 0 <= length <= MOST_LEADING:
+        raise ValueError(
+            f"ngram_length={length!r} is invalid: expected an integer from 0 (no n-grams) to {MOST_LEADING}"
+        )
+    if not is_number(threshold) or not 0.0 <= threshold < 1.0:
+        raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
+    if not is_number(weight) or not weight >= 0.0:
+        raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
+
+
+def _check_rules(option: Callable[[str], Any]) -> None:
+    """Raises a ValueError for a rule that is not known, or does not go with another one."""
+    rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": TREE_BUILDERS, "verification": tuple(VERIFIERS)}
+    for name, allowed in {"reuse": REUSES, **rules}.items():
+        if option(name) not in allowed:
+            raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {', '.join(allowed)}")
+    builder, verification, reuse, packed = map(option, ("tree_builder", "verification", "reuse", "packed_weights"))
+    if VERIFIERS[verification].drawn_nodes and builder == "beam":
+        raise ValueError(
+            f"verification={verification!r} is invalid with tree_builder='beam': its ratio holds for drawn nodes "
+            "only, the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
+        )
+    if packed is not None and not isinstance(packed, bool):
+        raise ValueError(
+            f"packed_weights={packed!r} is invalid: expected True, False, or None for packing where it pays"
+        )
+    if builder != "beam" and reuse != "none":
+        raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")
 
 
 def default_options(num_assistant_tokens: int, tree_size: int, beam_width: int) -> GenerationConfig:

@@ -127,18 +127,15 @@ class HSDraftConfig(PreTrainedConfig):
     ) -> None:
         self.format_version = format_version
         self._check_format()  # before anything that a newer format may have changed
-        self.vocab_size = vocab_size
-        self.target_hidden_size = target_hidden_size
-        self.target_num_hidden_layers = target_num_hidden_layers
-        self.num_attention_heads = num_attention_heads
+        self.vocab_size, self.num_attention_heads = vocab_size, num_attention_heads
+        self.target_hidden_size, self.target_num_hidden_layers = target_hidden_size, target_num_hidden_layers
         self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
         for name in ("target_num_hidden_layers", "target_hidden_size", "num_attention_heads", "hidden_size"):
             _check_integer(name, getattr(self, name))  # others are derived from these
         self.target_tap_layers = (
             default_tap_layers(target_num_hidden_layers) if target_tap_layers is None else _as_list(target_tap_layers)
         )
-        self.target_name = target_name
-        self.target_revision = target_revision
+        self.target_name, self.target_revision = target_name, target_revision
         self.target_tokenizer_hash = target_tokenizer_hash
         self.target_reference = dict(target_reference) if isinstance(target_reference, Mapping) else target_reference
         self.weights_digest = dict(weights_digest) if isinstance(weights_digest, Mapping) else weights_digest
@@ -147,19 +144,13 @@ class HSDraftConfig(PreTrainedConfig):
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
-        self.num_draft_steps = num_draft_steps
-        self.sliding_window = sliding_window
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_theta = rope_theta
-        self.injector = injector
-        self.injector_rank = injector_rank
-        self.injector_hidden_size = injector_hidden_size
-        self.head = head
+        self.num_draft_steps, self.sliding_window = num_draft_steps, sliding_window
+        self.rms_norm_eps, self.rope_theta, self.initializer_range = rms_norm_eps, rope_theta, initializer_range
+        self.injector, self.injector_rank = injector, injector_rank
+        self.injector_hidden_size, self.head = injector_hidden_size, head
         self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
         self.draft_vocab_ids = None if draft_vocab_ids is None else _as_list(draft_vocab_ids)
-        self.tree_size = tree_size
-        self.beam_width = beam_width
-        self.initializer_range = initializer_range
+        self.tree_size, self.beam_width = tree_size, beam_width
         self.check()
         super().__init__(**_allowed(kwargs))
 

@@ -1,0 +1,45 @@
+"""The families of drafters, by the `model_type` of their config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoModel
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of drafters that are loaded from files.
+
+    Attributes:
+        config: the class of its configurations.
+        drafter: the class of its drafters; a `Drafter` with `from_pretrained`.
+    """
+
+    config: Any
+    drafter: Any
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
+    """Makes `AutoDrafter` and transformers' `AutoModel` load a family. Idempotent.
+
+    Raises:
+        ValueError: another family has this `model_type`, or the configuration's class says another one.
+    """
+    family = Family(config, drafter)
+    if FAMILIES.get(model_type, family) != family:
+        raise ValueError(
+            f"model_type={model_type!r} is taken by {FAMILIES[model_type].drafter.__name__}: expected a name of its own"
+        )
+    if config.model_type != model_type:
+        raise ValueError(
+            f"{config.__name__}.model_type={config.model_type!r} is invalid: expected {model_type!r}, which is registered"
+        )
+    if model_type not in FAMILIES:
+        AutoConfig.register(model_type, config)
+        AutoModel.register(config, drafter)
+        FAMILIES[model_type] = family

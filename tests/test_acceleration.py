@@ -1,0 +1,81 @@
+"""Without the room `acceleration/` every text is the same: it makes forwards faster, and nothing else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import VOCAB, make_drafter, make_target
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_hsdraft.acceleration.cpu import packed_weights, private_operators
+from hf_hsdraft.acceleration.cpu.products import Product
+from hf_hsdraft.engine import rounds
+from hf_hsdraft.target.target_acceleration import TargetAcceleration
+
+
+class NoPacking:
+    weights = None
+
+    def __init__(self, *args):
+        pass
+
+    def begin(self, room):
+        return False
+
+    def after_round(self):
+        return False
+
+
+@pytest.fixture
+def empty_room(monkeypatch):
+    """Nothing of the room is run: whatever would run instead raises."""
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("something of acceleration/ was run")
+
+    monkeypatch.setattr(TargetAcceleration, "switched_on", False)
+    monkeypatch.setattr(rounds, "Packing", NoPacking)
+    monkeypatch.setattr(Product, "__call__", lambda self, x: F.linear(x, self._weight, self._bias))
+    monkeypatch.setattr(packed_weights.PackedWeight, "__call__", forbidden)
+    for name in ("packed_product", "product_in_8_bits"):
+        monkeypatch.setattr(private_operators, name, forbidden)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample):
+    target = make_target(seed=4)
+    drafter = make_drafter(target)
+    ids = torch.randint(5, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(rows))
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def text(**kwargs):
+        torch.manual_seed(1)
+        return target.generate(ids, max_new_tokens=32, do_sample=do_sample, **kwargs).tolist()
+
+    without = text(assistant_model=drafter)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa
+    monkeypatch.undo()
+    assert text(assistant_model=drafter) == without
+    if rows == 1 or not do_sample:  # rows of a sampled batch draw from generators of their own
+        assert text() == without
+
+
+def test_importing_and_plain_calls_leave_transformers_attention_alone():
+    import subprocess
+    import sys
+
+    code = """
+import torch, hf_hsdraft
+from transformers import LlamaConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from hf_hsdraft import CachebackDrafter
+sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+def decode(attention, **kwargs):
+    target = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), attn_implementation=attention).eval()
+    target.generate(torch.tensor([[5, 6, 5, 6]]), max_new_tokens=12, do_sample=False, pad_token_id=0, **kwargs)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+print(decode("sdpa"), decode("sdpa", assistant_model=CachebackDrafter()))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "False"]
