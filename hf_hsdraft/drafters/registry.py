@@ -37,7 +37,7 @@ def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
         )
     if config.model_type != model_type:
         raise ValueError(
-            f"{config.__name__}.model_type={config.model_type!r} is invalid: expected {model_type!r}, which is registered"
+            f"{config.__name__}.model_type={config.model_type!r} is invalid: expected {model_type!r}, as registered"
         )
     if model_type not in FAMILIES:
         AutoConfig.register(model_type, config)
