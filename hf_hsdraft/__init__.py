@@ -13,9 +13,12 @@ from .drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .drafters.ngrams.cacheback import CachebackDrafter
 from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
 from .generate_hook import install
+from .repository.care import register_care
+from .repository.package_care import PackageCare
 from .trees.draft_tree import DraftTree
 
 install()
+register_care(PackageCare())
 AutoConfig.register(HSDraftConfig.model_type, HSDraftConfig)
 AutoModel.register(HSDraftConfig, HSDrafter)
 

@@ -91,7 +91,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: default, untrained, chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample, "
-            "+skip, +ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
+            "+ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
             "economize-eagle3=FOLDER, economize-hybrid=FOLDER."
         ),
     ] = "default,chain,lookup",
@@ -101,7 +101,10 @@ def bench(
     context_lengths: Annotated[
         str | None, typer.Option(help="Also with prompts padded to so many tokens, as 256,1024,4096.")
     ] = None,
-    batch_sizes: Annotated[str | None, typer.Option(help="Also in batches, as 1,2,4,8.")] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Also in batches, as 2,4,8,16,32.")] = None,
+    new_tokens: Annotated[
+        str | None, typer.Option(help="Also with calls that emit only so many tokens, as 1,4,8,16,32,64,128.")
+    ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Also time the parts of a round.")] = False,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
@@ -142,6 +145,7 @@ def bench(
             profile,
             json_out,
             pictures,
+            whole_numbers(new_tokens, "--new-tokens"),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -183,6 +187,30 @@ def throughput(
     sizes = [int(size) for size in batch_sizes.split(",")]
     texts = [question.turns[0] for question in questions]
     print_throughput(run_throughput(model, tokenizer, loaded, texts, sizes, max_new_tokens, calls), console)
+
+
+@app.command("first-calls")
+def first_calls(
+    lengths: Annotated[str, typer.Option(help="New tokens of the calls, comma-separated.")] = "8,32,128",
+    repeats: Annotated[int, typer.Option(min=1, help="Processes for each length, plain and drafted.")] = 3,
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = (
+        "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
+    ),
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Times the first call of a process, plain and with the drafter, each in a process of its own."""
+    from .bench.first_calls import print_first_calls, run_first_calls
+    from .bench.plan import whole_numbers
+
+    try:
+        counts = whole_numbers(lengths, "--lengths")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    name = _drafter_of(target, drafter)
+    print_first_calls(run_first_calls(target, name, dtype.torch, device, prompt, counts, repeats), console)
 
 
 @app.command()

@@ -11,9 +11,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, WhisperNoSpeechDetection
 from transformers.generation.utils import GenerationMixin
 
-from .drafters.hidden_state.modeling_hsdraft import HSDrafter
-from .drafters.ngrams.cacheback import CachebackDrafter
-from .engine.decoding import check_target, speculative_decoding
+from .drafters.protocol import Drafter
+from .engine.decoding import speculative_decoding
 from .target.capture_hooks import no_hooks_left
 from .target.target_limits import check_inputs
 
@@ -34,7 +33,7 @@ def install() -> None:
 def _is_installed(method: Any) -> bool:
     """Whether this copy's wrapper is among those around a method."""
     while method is not None:
-        if getattr(method, "_hsdraft_drafter", None) is HSDrafter:
+        if getattr(method, "_hsdraft_drafter", None) is Drafter:
             return True
         method = getattr(method, "__wrapped__", None)
     return False
@@ -52,7 +51,7 @@ class _Lent:
             assistant must be able to end a text at once; plain decoding obeys them, so a drafted call does too.
     """
 
-    def __init__(self, drafter: HSDrafter | CachebackDrafter, begin_suppress_tokens: Any) -> None:
+    def __init__(self, drafter: Drafter, begin_suppress_tokens: Any) -> None:
         self.drafter = drafter
         self.generation_config = copy.deepcopy(drafter.generation_config)
         self.begin_suppress_tokens = begin_suppress_tokens
@@ -63,10 +62,10 @@ class _Lent:
         return getattr(self.drafter, name)
 
 
-def _drafter_of(assistant: Any) -> HSDrafter | CachebackDrafter | None:
+def _drafter_of(assistant: Any) -> Drafter | None:
     """The drafter that a call was given; `None` for anybody else's assistant."""
     drafter = assistant.drafter if isinstance(assistant, _Lent) else assistant
-    return drafter if isinstance(drafter, HSDrafter | CachebackDrafter) else None
+    return drafter if isinstance(drafter, Drafter) else None
 
 
 def _hooked_preparation(original: Any) -> Any:
@@ -103,7 +102,7 @@ def _hooked_decoding(original: Any) -> Any:
         with no_hooks_left(self):
             return speculative_decoding(self, drafter, input_ids, *args, **kwargs)
 
-    _assisted_decoding._hsdraft_drafter = HSDrafter  # type: ignore[attr-defined]
+    _assisted_decoding._hsdraft_drafter = Drafter  # type: ignore[attr-defined]
     return _assisted_decoding
 
 
@@ -127,7 +126,7 @@ def _hooked_validation(original: Any) -> Any:
     ) -> Any:
         drafter = _drafter_of(generation_mode_kwargs.get("assistant_model"))
         if drafter is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
-            check_target(self, drafter)
+            drafter.check(self)
             check_inputs(self)  # before a streamer gets the prompt
             # Several sequences, stateful caches and other encoders are no matter of the mode but of the runtime.
             generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH

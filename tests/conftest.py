@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft.bench.scripted import ScriptedDrafter
 
 VOCAB = 97
 TEMPLATE = (
@@ -102,3 +104,9 @@ def write_prompts(path: Path, count: int) -> Path:
     rows = [{"turns": [f"w{index} w{2 * index + 1} w3"], "category": "ab"[index % 2]} for index in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@contextmanager
+def scripted(texts, seed=0):
+    """Gives a function that makes drafters follow `texts`, the new tokens of each row, as far as chance has it."""
+    yield lambda drafter: None if drafter is None else ScriptedDrafter(drafter, texts, seed)

@@ -17,6 +17,7 @@ from hf_hsdraft.acceleration.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
+from hf_hsdraft.bench.first_calls import FirstCalls, run_first_calls
 from hf_hsdraft.bench.machine import PeakMemory
 from hf_hsdraft.bench.measure import Divergence, encode_prompt
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
@@ -25,7 +26,7 @@ from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET, profile
 from hf_hsdraft.bench.report import as_document
 from hf_hsdraft.bench.run import measure, turn_order
 from hf_hsdraft.bench.summary import quantile, summarise
-from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, check_points, padded_batches, padded_prompt
+from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, NEW, check_points, padded_batches, padded_prompt
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
 from hf_hsdraft.cli import app
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
@@ -103,6 +104,18 @@ def test_speed_after_the_first_token_leaves_the_prompt_out():
     row = summarise(own, plain)
     assert row.decode_speed_up == pytest.approx(4.0) and row.speed_up == pytest.approx(10 / 6)
     assert row.first_token_ms == 5000.0
+
+
+def test_time_is_counted_beside_plain_decoding_and_first_calls_apart(monkeypatch, target, inputs):
+    plain = [call(q, 1.0, repeat=r) for r in range(3) for q in range(2)]
+    own = [call(q, s, repeat=r) for r, pair in enumerate([(0.5, 1.0), (2.0, 2.0), (1.0, 1.0)])
+           for q, s in enumerate(pair)]  # fmt: skip
+    assert summarise(own, plain).time_ratio == 1.0 == summarise(plain, plain).time_ratio  # of 0.75, 2 and 1
+    seconds = iter([9.0, 8.0, *[1.0] * 8])
+    monkeypatch.setattr(run, "time_call", lambda *_: ([[5]], Run(1, next(seconds), 1)))
+    measured = measure(target, [System("a")], inputs, Settings(4))
+    assert {name: each.seconds for name, each in measured.first.items()} == {PLAIN: 9.0, "a": 8.0}
+    assert all(each.seconds == 1.0 for runs in measured.runs.values() for each in runs)
 
 
 def test_texts_are_counted_by_prompt():
@@ -220,19 +233,22 @@ def test_the_command_refuses_before_it_loads_anything(tmp_path):
         assert result.exit_code == 2 and message in result.output, result.output
 
 
-def test_parts_of_a_round_add_up_and_nothing_stays_wrapped(target, drafter, inputs):
-    [system] = systems_of("tree", target, drafter)
+@pytest.mark.parametrize("variant", ["tree", "tree+ngrams"])
+def test_parts_of_a_round_add_up_and_nobody_stays_watching(variant, target, drafter, inputs):
+    [system] = systems_of(variant, target, drafter)
     text, plain = time_call(target, inputs[0], system, Settings(12))
-    forward, walk = HSDrafter.forward, system.drafter.generation_config
+    options = system.drafter.generation_config
     found = profile(target, system, inputs[:2], Settings(12), decode_speed_up=0.5)
     assert set(found.parts) == set(PARTS) and sum(found.parts.values()) == pytest.approx(found.round_ms)
-    assert all(milliseconds > 0 for milliseconds in found.parts.values()), found.parts
+    taken = {part for part, milliseconds in found.parts.items() if milliseconds > 0}
+    assert taken == set(PARTS) - (set() if variant == "tree+ngrams" else {"n-grams"}), found.parts
     assert found.parts[TARGET] + found.parts[PYTHON] < found.round_ms
     assert found.rounds >= plain.statistics.rounds and 1.0 <= found.tau <= 5.0 and 1 <= found.nodes <= 17
     assert abs(found.timed_nodes - found.nodes) < 2 and found.forward_one_ms > 0
     assert found.limit == pytest.approx(found.tau * found.forward_one_ms / found.forward_nodes_ms)
     assert found.reached == pytest.approx(0.5 / found.limit)
-    assert HSDrafter.forward is forward and "forward" not in vars(target) and system.drafter.generation_config is walk
+    assert sys.getprofile() is None and not target._forward_hooks and not target._forward_pre_hooks
+    assert "forward" not in vars(target) and system.drafter.generation_config is options
     assert time_call(target, inputs[0], system, Settings(12))[0] == text
 
 
@@ -254,6 +270,8 @@ def test_prompts_are_padded_to_a_length_by_other_text(target, tokenizer):
     ):
         with pytest.raises(ValueError, match=message):
             check_points(target, tokenizer, ["w1", "w2 w3"], lengths, sizes, 10)
+    with pytest.raises(ValueError, match="of 5 tokens, and 252 new tokens are more than the target's 256 positions"):
+        check_points(target, tokenizer, ["w1", "w2 w3"], [], [], 10, [251, 252])
 
 
 def test_peak_memory_is_of_the_time_since_the_start():
@@ -281,7 +299,7 @@ def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     arguments = ["bench", "--prompts", str(prompts), "--target", str(saved / "target"), "--limit", "4"]
     arguments += ["--drafter", str(saved / "drafter"), "--variants", "default,tree8x2+resample,lookup,static,packed"]
     arguments += ["--max-new-tokens", "6", "--repeats", "2", "--temperature", "1.0", "--profile"]
-    arguments += ["--context-lengths", "12,20", "--batch-sizes", "1,2", "--json", str(report)]
+    arguments += ["--context-lengths", "12,20", "--batch-sizes", "1,2", "--new-tokens", "1,3", "--json", str(report)]
     result = CliRunner().invoke(app, arguments, env=CONSOLE_WIDTH, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     document = json.loads(report.read_text(), parse_constant=pytest.fail)  # no NaN, no infinity
@@ -296,14 +314,18 @@ def test_a_whole_comparison_is_a_complete_report_with_pictures(saved):
     assert set(document["profile"]) == {"default", "tree8x2+resample"}
     assert [point["value"] for point in document[CONTEXT]] == [12, 20]
     assert all(point["prompt_tokens"] == point["value"] for point in document[CONTEXT])
+    assert [point["value"] for point in document[NEW]] == [1, 3]
+    assert all(point["summary"]["default"]["identical"] == 4 for point in document[NEW])
+    assert list(document["first_calls"]) == names and document["first_calls"]["default"]["tokens"] > 0
     lone, pairs = document[BATCH]
     assert "prompt lookup (transformers)" in lone["summary"] and "batch_size" in str(pairs["left_out"])
     assert lone["summary"]["default"]["identical"] == 4 and pairs["summary"]["default"]["identical"] is None
     assert document["settings"]["variants"]["tree8x2+resample"]["num_assistant_tokens"] == 2
     assert str(saved) not in json.dumps(document)
+    assert "time_ratio: seconds of all calls" in result.output and "first calls: plain" in result.output
     assert "limit" in result.output and "tokens_per_second: new tokens" in result.output
     pictures = sorted(path.name for path in saved.glob("*.png"))
-    found = {f"report_{name}.png" for name in ("speed_up", "round", "context_lengths", "batch_sizes")}
+    found = {f"report_{name}.png" for name in ("speed_up", "round", "context_lengths", "batch_sizes", "new_tokens")}
     assert found <= set(pictures) and not list(saved.glob("*partial*"))
     assert all((saved / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for name in pictures)
     enter_benchmarks(saved / "drafter", [report])
@@ -358,4 +380,17 @@ def test_calls_at_once_are_measured_together(target, inputs):
     with pytest.raises(ValueError, match="calls=0 is invalid"):
         run_concurrent(None, "none", torch.float32, ["a prompt"], [2, 0], 8, None)
     outcome = CliRunner().invoke(app, ["concurrent", "--calls", "one", "--drafter", "none"])
+    assert outcome.exit_code == 2 and "1,2,4" in outcome.output
+
+
+def test_first_calls_are_made_in_processes_of_their_own(saved):
+    arguments = ["first-calls", "--target", str(saved / "target"), "--drafter", str(saved / "drafter")]
+    arguments += ["--lengths", "2", "--repeats", "1", "--prompt", "w1 w2"]
+    outcome = CliRunner().invoke(app, arguments, env=CONSOLE_WIDTH, catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    assert "drafted s" in outcome.output and "the first generate() of a process" in outcome.output
+    assert FirstCalls(8, [1.0, 5.0, 2.0], [3.0, 1.0, 9.0]).time_ratio == 1.5
+    with pytest.raises(ValueError, match=r"lengths=\[8, 0\] is invalid"):
+        run_first_calls(None, "none", torch.float32, "cpu", "a prompt", [8, 0], 1)
+    outcome = CliRunner().invoke(app, ["first-calls", "--lengths", "one", "--drafter", "none"])
     assert outcome.exit_code == 2 and "1,2,4" in outcome.output

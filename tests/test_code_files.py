@@ -1,13 +1,17 @@
 """The code that travels with a drafter: which files, and how they are flattened."""
 
 import ast
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 from conftest import make_drafter, make_target
+from transformers import AutoModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import hf_hsdraft
+from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.repository.code_files import closure, flattened, relative_imports, write_flat
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
@@ -99,5 +103,41 @@ def test_a_saved_drafter_names_entry_and_code(tmp_path):
         "AutoModel": "hub_entry.HSDrafter",
     }
     assert config["code_files"] == sorted(path.name for path in tmp_path.glob("*.py"))
+    drafter.register_for_auto_class(AutoModel)  # as transformers does for code of a repository
+    HSDraftConfig.register_for_auto_class()
+    drafter.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == config["auto_map"]
     with pytest.raises(ValueError, match="auto_class='AutoModelForCausalLM' is invalid"):
         drafter.register_for_auto_class("AutoModelForCausalLM")
+
+
+def test_a_class_that_somebody_derived_brings_its_code_once_it_is_registered(tmp_path, monkeypatch):
+    (tmp_path / "own_drafter.py").write_text(
+        "from hf_hsdraft import HSDrafter\n\n\nclass OwnDrafter(HSDrafter):\n    mine = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_drafter").OwnDrafter
+    drafter = own(make_drafter(make_target()).config)
+    drafter.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "own_drafter.py").exists()
+    assert type(HSDrafter.from_pretrained(tmp_path / "plain")) is HSDrafter
+    own.register_for_auto_class()
+    drafter.save_pretrained(tmp_path / "registered")
+    config = json.loads((tmp_path / "registered" / "config.json").read_text())
+    assert config["auto_map"]["AutoModel"] == "own_drafter.OwnDrafter"
+    assert {"own_drafter.py", "hub_entry.py"} <= set(config["code_files"])
+    # As `AutoModel` does where the package was not imported before; else it takes what the package registered.
+    remote = get_class_from_dynamic_module(config["auto_map"]["AutoModel"], tmp_path / "registered")
+    remote.register_for_auto_class(AutoModel)
+    loaded = remote.from_pretrained(tmp_path / "registered")
+    assert loaded.mine and isinstance(loaded, HSDrafter) and not isinstance(loaded, own)
+    loaded.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == config["auto_map"]
+    assert (tmp_path / "again" / "own_drafter.py").exists()
+    HSDrafter.register_for_auto_class()
+    assert HSDrafter._auto_class is None  # whose code always travels
+
+
+def test_the_card_and_the_sending_do_not_travel():
+    stems = {path.stem for path in closure(ENTRIES)}
+    assert "care" in stems and not {"package_care", "model_card", "code_files"} & stems

@@ -9,11 +9,10 @@ import io
 import itertools
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -37,11 +36,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.demo import DraftColourStreamer
-from hf_hsdraft.bench.scripted import scripted
-from hf_hsdraft.engine import decoded_texts, decoding
-from hf_hsdraft.pace.pacing import Pace
+from hf_hsdraft.engine import local_target
+from hf_hsdraft.engine.drafting import Drafting
+from hf_hsdraft.pace.pacing import CostPace
 from hf_hsdraft.target.ended_rows import EndedRows
 from hf_hsdraft.target.target_limits import cache_layers
+from hf_hsdraft.verifiers import own_choice, rejection
 
 NEW = 24
 OUTPUTS = {
@@ -69,8 +69,8 @@ def compare(target, drafter, inputs, seed: int = 0, script=None, **kwargs):
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "return_dict_in_generate": True, **kwargs}
     plain = target.generate(**inputs, **kwargs)
     length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
-    with scripted(script or plain.sequences[:, length:].tolist(), seed=seed):
-        drafted = target.generate(**inputs, **kwargs, assistant_model=drafter)
+    with scripted(script or plain.sequences[:, length:].tolist(), seed=seed) as along:
+        drafted = target.generate(**inputs, **kwargs, assistant_model=along(drafter))
     return plain, drafted
 
 
@@ -228,8 +228,8 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
     outputs, seen = [], []
     for rule in (None, curious):
         if rule is not None:
-            for name in ("own_choice", "rejection_choice"):
-                monkeypatch.setattr(f"hf_hsdraft.engine.decoded_texts.{name}", rule(getattr(decoded_texts, name)))
+            for module, name in ((own_choice, "own_choice"), (rejection, "rejection_choice")):
+                monkeypatch.setattr(module, name, rule(getattr(module, name)))
         steps = []
         torch.manual_seed(0)
         given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}
@@ -422,12 +422,12 @@ def test_processors_of_the_library_are_asked_about_single_rows(target, drafter, 
         return of_list(self, input_ids, scores, **kwargs)
 
     monkeypatch.setattr(LogitsProcessorList, "__call__", noting)
-    with scripted(plain[:, 12:].tolist(), seed=1):
+    with scripted(plain[:, 12:].tolist(), seed=1) as along:
         drafted = target.generate(
             **batch_of(4),
             pad_token_id=0,
             **{"do_sample": False, "max_new_tokens": NEW, **call},
-            assistant_model=drafter,
+            assistant_model=along(drafter),
         )
     assert drafted.tolist() == plain.tolist()
     rows = len(plain)
@@ -470,8 +470,8 @@ def test_streamers_of_a_batch_get_steps_in_order(target, drafter):
     seen = []
     for assistant in (None, drafter):
         streamer = Steps()
-        with scripted(free[:, 12:].tolist()):
-            target.generate(**inputs, **kwargs, assistant_model=assistant, streamer=streamer)
+        with scripted(free[:, 12:].tolist()) as along:
+            target.generate(**inputs, **kwargs, assistant_model=along(assistant), streamer=streamer)
         assert streamer.ended == 1
         seen.append(streamer.steps)
     assert seen[0] == seen[1]
@@ -506,8 +506,8 @@ def test_streamers_of_one_text_get_flat_tensors(target, drafter, tokenizer):
         texts = {}
         for name, streamer in streamers.items():
             said.clear()
-            with scripted(free[:, 12:].tolist(), seed=1):
-                target.generate(**inputs, **call, assistant_model=assistant, streamer=streamer)
+            with scripted(free[:, 12:].tolist(), seed=1) as along:
+                target.generate(**inputs, **call, assistant_model=along(assistant), streamer=streamer)
             texts[name] = "".join(said)
         await asyncio.sleep(0)
         texts["server"] = "".join(filter(None, [served.get_nowait() for _ in range(served.qsize())]))
@@ -622,8 +622,8 @@ def test_windows_of_a_batch_hold_what_the_slowest_row_sees():
     inputs = batch_of(2)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=60)
     wrong = [random.Random(0).randrange(5, VOCAB) for _ in range(60)]
-    with scripted([plain[0, 12:].tolist(), wrong], seed=4):
-        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=drafter)
+    with scripted([plain[0, 12:].tolist(), wrong], seed=4) as along:
+        drafted = target.generate(**inputs, do_sample=False, max_new_tokens=60, assistant_model=along(drafter))
     assert drafted.tolist() == plain.tolist()
 
 
@@ -642,12 +642,12 @@ def test_synced_processes_wait_for_each_other(target, drafter, monkeypatch, rows
         return idle >= 0
 
     monkeypatch.setattr(type(target), "_has_unfinished_sequences", unfinished)
-    with scripted(plain.sequences[:, 12:].tolist()):
+    with scripted(plain.sequences[:, 12:].tolist()) as along:
         drafted = target.generate(
             **inputs,
             do_sample=False,
             max_new_tokens=NEW,
-            assistant_model=drafter,
+            assistant_model=along(drafter),
             synced_gpus=True,
             return_dict_in_generate=True,
         )
@@ -675,8 +675,10 @@ def test_an_error_in_a_batch_leaves_windows_as_they_were():
         cache = DynamicCache(config=target.config)
         kwargs = {"do_sample": False, "past_key_values": cache}
         script = [plain[0, 12:].tolist(), [5] * NEW][:rows]  # the second row accepts hardly anything
-        with scripted(script), pytest.raises(RuntimeError, match="from a criterion"):
-            target.generate(**inputs, **kwargs, max_new_tokens=NEW, assistant_model=drafter, stopping_criteria=criteria)
+        with scripted(script) as along, pytest.raises(RuntimeError, match="from a criterion"):
+            target.generate(
+                **inputs, **kwargs, max_new_tokens=NEW, assistant_model=along(drafter), stopping_criteria=criteria
+            )
         windowed = [layer for layer in cache.layers if layer.is_sliding]
         assert windowed and all(layer.sliding_window == 8 and not layer.record_past for layer in windowed)
         assert all(layer.keys.shape[-2] == 7 for layer in windowed)
@@ -712,8 +714,8 @@ def test_time_may_run_out_in_the_middle_of_a_path(target, drafter):
     for assistant in (None, drafter):
         clock = Clock()
         free = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
-        with scripted(free[:, 12:].tolist(), seed=3):
-            kwargs = {"stopping_criteria": StoppingCriteriaList([clock]), "assistant_model": assistant}
+        with scripted(free[:, 12:].tolist(), seed=3) as along:
+            kwargs = {"stopping_criteria": StoppingCriteriaList([clock]), "assistant_model": along(assistant)}
             texts.append(target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW, **kwargs).tolist())
         assert clock.asked == 10
     assert texts[0] == texts[1] and len(texts[0][0]) == 22
@@ -761,7 +763,7 @@ def test_criteria_with_a_state_of_all_rows(make, answer, ends):
         outputs, seen = [], []
         for assistant in (None, drafter):
             criterion = MultiToken(sequences, 12, 3, ANSWERS[answer])
-            with scripted(free, seed=seed):
+            with scripted(free, seed=seed) as along:
                 outputs.append(
                     target.generate(
                         **inputs,
@@ -771,7 +773,7 @@ def test_criteria_with_a_state_of_all_rows(make, answer, ends):
                         pad_token_id=0,
                         return_dict_in_generate=True,
                         stopping_criteria=StoppingCriteriaList([criterion]),
-                        assistant_model=assistant,
+                        assistant_model=along(assistant),
                     )
                 )
             seen.append((criterion.asked, criterion.done))
@@ -799,9 +801,9 @@ def test_a_streamer_gets_no_token_beyond_an_end_that_was_found_later(target, dra
     for assistant in (None, drafter):
         steps: list[list[int]] = []
         criterion = MultiToken([tuple(free[1][7:9])], 12, 3, lambda done: done[1])
-        with scripted(free, seed=2):
+        with scripted(free, seed=2) as along:
             given = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": Steps()}
-            target.generate(**inputs, **given, do_sample=False, max_new_tokens=NEW, assistant_model=assistant)
+            target.generate(**inputs, **given, do_sample=False, max_new_tokens=NEW, assistant_model=along(assistant))
         seen.append(steps)
     assert seen[0] == seen[1] and len(seen[0]) <= 1 + 9
 
@@ -958,33 +960,31 @@ def test_the_cache_holds_the_end_of_every_row(make):
 
 
 def test_the_rows_that_a_batch_waits_for_are_the_last_ones():
-    lengths = {0: 30, 2: 12, 3: 16, 5: 17}
-    call = SimpleNamespace(texts=SimpleNamespace(new_tokens=lengths.__getitem__))
-    assert decoding._Call._behind(call, [0, 2, 3, 5]) == [2, 3]
-    assert decoding._Call._behind(call, [0]) == [0] and decoding._Call._behind(call, []) == []
+    assert local_target.waited_for({0: 30, 2: 12, 3: 13, 5: 14}) == [2, 3]
+    assert local_target.waited_for({0: 30}) == [0] and local_target.waited_for({}) == []
 
 
 def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(target, monkeypatch):
     """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
     inputs, ends = ending_apart(target)
     drafter = make_drafter(target, tree_size=24)
-    asked, sizes, size, draft = [], [], Pace.size, decoding.HSCandidateGenerator.draft
+    asked, sizes, size, draft = [], [], CostPace.most_nodes, Drafting.draft
 
     def noting_trees(self, trees):
         asked.append([tree.tokens[0] for tree in trees])
         return size(self, trees)
 
-    def noting_sizes(self, max_depths, behind):
-        sizes.append((len(max_depths), self.options.tree_size))
-        trees = draft(self, max_depths, behind)
+    def noting_sizes(self, asks):
+        sizes.append((len(asks), asks[0].size))
+        trees = draft(self, asks)
         if len(asked[-1]) == 1 and len(trees) > 1:  # the last row alone was asked, and the others verify as much
-            last = trees[list(max_depths).index(behind[0])]
+            [last] = [tree for ask, tree in zip(asks, trees, strict=True) if ask.decides]
             assert asked[-1] == [last.tokens[0]] and max(map(len, trees)) >= len(last)
         return trees
 
-    monkeypatch.setattr(decoding._Call, "_behind", lambda self, active: active[-1:])
-    monkeypatch.setattr(Pace, "size", noting_trees)
-    monkeypatch.setattr(decoding.HSCandidateGenerator, "draft", noting_sizes)
+    monkeypatch.setattr(local_target, "waited_for", lambda lengths: list(lengths)[-1:])
+    monkeypatch.setattr(CostPace, "most_nodes", noting_trees)
+    monkeypatch.setattr(Drafting, "draft", noting_sizes)
     call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
     target.generate(**inputs, **call, assistant_model=drafter)
     assert {len(trees) for trees in asked} == {1} and len(asked) > 5

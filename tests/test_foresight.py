@@ -157,7 +157,7 @@ def test_a_drafter_that_is_right_foresees_every_draw(temperature):
     for others, among in (([], 1), ([TopKLogitsWarper(20), TopPLogitsWarper(0.9)], 5)):
         for _ in range(50):
             logits = 2 * torch.randn(1, 1, VOCAB)
-            log_probs = Foresight([draws], [warm, *others]).race([0], 1, vocab_ids)(1, logits[..., vocab_ids])
+            log_probs = Foresight([draws], [warm, *others], VOCAB).race([0], 1, vocab_ids)(1, logits[..., vocab_ids])
             scores = logits[0]
             for warper in (warm, *others):
                 scores = warper(None, scores)
@@ -181,7 +181,7 @@ def test_counted_probabilities_follow_the_times():
     half = math.log(0.5)
     tree = DraftTree((1, 2, 3, 4), (-1, 0, 0, 1), (0, 1, 1, 2), (0.0, half, math.log(0.2), 2 * half))
     draws = Draws(torch.Generator().manual_seed(3), VOCAB)
-    foresight, total = Foresight([draws], []), torch.zeros(4)
+    foresight, total = Foresight([draws], [], VOCAB), torch.zeros(4)
     for p in probabilities(400):
         first, second = draws.ahead(2)
         scored = foresight.scored({0: tree})[0]
@@ -229,7 +229,7 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
     torch.manual_seed(0)
     hidden = torch.randn(rows, 3, drafter.config.hidden_size)
     draws = [Draws(torch.Generator().manual_seed(row), VOCAB) for row in range(rows)]
-    race = Foresight(draws, [TopKLogitsWarper(8)]).race(range(rows), 3, weights.vocab_ids)
+    race = Foresight(draws, [TopKLogitsWarper(8)], VOCAB).race(range(rows), 3, weights.vocab_ids)
     with torch.no_grad():
         parts = Expansion.of(working, weights, hidden, race=race)
         tokens, states = torch.randint(VOCAB, (rows, 1)), None
@@ -253,7 +253,7 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
             tokens, scores = tokens_, scores_
 
 
-@pytest.mark.parametrize("method", ["hidden states", "chain", "ensemble", "resample", "skip"])
+@pytest.mark.parametrize("method", ["hidden states", "chain", "ensemble", "resample"])
 def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
     """Of a drafter that knows nothing; `VOCAB` tokens are few enough for it to meet the target's draws by the race."""
     ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(5))
@@ -262,7 +262,7 @@ def test_foresight_accepts_more_of_the_same_text(method, target, monkeypatch):
     options.ngram_length = 0
     if method == "chain":
         options.beam_width = 1
-    if method in ("ensemble", "resample", "skip"):
+    if method in ("ensemble", "resample"):
         options.reuse = method
     settings = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "assistant_model": drafter}
     plain = seeded(target, settings["inputs"]).sequences

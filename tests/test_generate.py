@@ -73,7 +73,7 @@ def overfitted(target) -> HSDrafter:
     return drafter.eval()
 
 
-@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample", "skip"])
+@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_greedy_text_is_the_targets_own(attention, width, reuse, prompt):
@@ -84,7 +84,7 @@ def test_greedy_text_is_the_targets_own(attention, width, reuse, prompt):
     assert drafted.tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample", "skip"])
+@pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_good_drafter_saves_forwards_and_changes_nothing(trained, prompt, attention, width, reuse):
@@ -352,13 +352,13 @@ def test_statistics_add_up(target, trained, prompt):
 
 
 def test_statistics_are_not_kept_unless_asked_for(target, trained, prompt, monkeypatch):
-    from hf_hsdraft.engine import decoding
+    from hf_hsdraft.engine import call_output, decoding
 
     def forbidden(*args, **kwargs):
         raise AssertionError("read a clock or kept statistics in a call that did not ask for them")
 
     monkeypatch.setattr(decoding, "DraftStatistics", forbidden)
-    monkeypatch.setattr(decoding.time, "perf_counter", forbidden)
+    monkeypatch.setattr(call_output.time, "perf_counter", forbidden)
     target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=trained)
 
 
@@ -508,24 +508,3 @@ def test_generation_config_objects_work(target, trained, prompt):
     config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
     plain = target.generate(prompt, generation_config=config)
     assert target.generate(prompt, generation_config=config, assistant_model=trained).tolist() == plain.tolist()
-
-
-def test_left_over_states_save_roll_outs(target, trained, prompt, monkeypatch):
-    """A draft that was right in part goes on from what is left of it, where that is as good as a new one."""
-    from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
-
-    rolled = []
-    original = RollOut.__call__
-    monkeypatch.setattr(RollOut, "__call__", lambda self, *args: rolled.append(args[-1]) or original(self, *args))
-    plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    counts = {}
-    for reuse in ("none", "skip"):
-        # Too dear to verify more than the first drafted token: the others are left over, and right.
-        options(trained, reuse=reuse, node_cost=0.2, depth_cost=0.02, ngram_length=0)
-        rolled.clear()
-        output = target.generate(
-            prompt, max_new_tokens=NEW, do_sample=False, assistant_model=trained, return_dict_in_generate=True
-        )
-        assert output.sequences.tolist() == plain.tolist()
-        counts[reuse] = len(rolled) / output.statistics.rounds
-    assert counts["skip"] < counts["none"]

@@ -14,6 +14,7 @@ import torch
 from conftest import make_drafter, make_target
 from hub_server import HubServer
 
+from hf_hsdraft import HSDrafter
 from hf_hsdraft.repository.drafter_files import digests
 from hf_hsdraft.target.target_loading import embedded_gguf
 
@@ -21,51 +22,85 @@ TOKEN = "hf_NeverToBeSeenAnywhere"
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
-    "cacheback.py",
+    "attention.py",
+    "cache_marks.py",
+    "cache_slots.py",
+    "calibration.py",
+    "call_checks.py",
+    "call_output.py",
     "candidate_generator.py",
     "capture_hooks.py",
+    "care.py",
+    "chain_reading.py",
     "checks.py",
-    "code_files.py",
+    "compiled_calls.py",
     "configuration_hsdraft.py",
+    "contexts.py",
     "decoded_texts.py",
     "decoding.py",
-    "call_output.py",
+    "draft_limits.py",
+    "draft_memory.py",
     "draft_options.py",
     "draft_tree.py",
     "drafter_files.py",
+    "drafting.py",
     "ended_rows.py",
     "expansion.py",
     "foresight.py",
     "generate_hook.py",
     "generate_recipe.py",
-    "model_card.py",
-    "growing_cache.py",
     "grouped_attention.py",
+    "growing_cache.py",
     "hub_entry.py",
+    "injectors.py",
+    "local_target.py",
+    "misreading.py",
     "modeling_hsdraft.py",
+    "network.py",
     "ngram_cache.py",
+    "ngram_session.py",
+    "norms.py",
+    "observers.py",
+    "own_choice.py",
+    "pacing.py",
     "packed_weights.py",
     "packing.py",
-    "pacing.py",
     "pretrained_drafter.py",
+    "private_operators.py",
+    "products.py",
+    "protocol.py",
     "publication.py",
+    "recorder.py",
+    "registry.py",
+    "rejection.py",
+    "reuse.py",
     "roll_out.py",
     "round_costs.py",
+    "round_loop.py",
+    "rounds.py",
     "row_processors.py",
     "sampled_trees.py",
     "special_tokens.py",
     "static_cache.py",
     "static_roll_out.py",
+    "static_text.py",
+    "target_ability.py",
+    "target_acceleration.py",
+    "target_call.py",
     "target_limits.py",
     "target_match.py",
-    "target_ability.py",
-    "misreading.py",
+    "target_outputs.py",
     "target_probe.py",
     "target_runtime.py",
     "target_weights.py",
     "tensors.py",
+    "text_positions.py",
+    "text_rows.py",
     "tree_masks.py",
-    "verification.py",
+    "tree_reading.py",
+    "trunk.py",
+    "trunk_sight.py",
+    "verdict.py",
     "working_weights.py",
 }
 REPOSITORY = CODE | {
@@ -227,6 +262,80 @@ answer([*before, *after, tokens()])
 
 def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_without_the_package_a_repository_stays_complete(bench, pushed):
+    """Saved and sent by the code that came with it: all files, and documents as they were."""
+    bench.hub.put("user/taken", {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"somebody's"})
+    bench.hub.put("user/cared-for", {"README.md": b"my own words", "figures.json": b"{}", "app.py": b"print()"})
+    found = bench.child(
+        f"""
+remote = AutoModel.from_pretrained("{pushed}", trust_remote_code=True)
+remote.save_pretrained("remote/same")
+remote.push_to_hub("user/remote")
+remote.push_to_hub("user/cared-for")
+refused = outcome(lambda: remote.push_to_hub("user/taken"))
+public = outcome(lambda: remote.push_to_hub("user/remote", private=True))
+with torch.no_grad():
+    remote.fuse.weight.add_(1.0)
+remote.save_pretrained("remote/changed")
+remote.save_pretrained("remote/same", push_to_hub=True, repo_id="user/remote", revision="changed")
+again = AutoModel.from_pretrained("remote/changed", trust_remote_code=True)
+answer([refused, public, tokens(assistant_model=again), "hf_hsdraft" in sys.modules])
+""",
+        home="no_package",
+        token=TOKEN,
+    )
+    assert found[0][0] == found[1][0] == "ValueError"
+    assert "'llama', not a drafter" in found[0][1] and "is public" in found[1][1]
+    assert found[2:] == [bench.plain, False]
+    sent = bench.hub.files("user/remote")
+    before = bench.hub.files(pushed)
+    same = set(before) - {"config.json"}  # which names the repository it was loaded from
+    assert set(sent) == REPOSITORY and {name: sent[name] for name in same} == {name: before[name] for name in same}
+    theirs = bench.hub.files("user/cared-for")
+    assert set(theirs) == REPOSITORY | {"figures.json", "app.py"} and theirs["README.md"] == b"my own words"
+    # The card and the figures of other weights are not those of these.
+    for name in ("changed", "same"):
+        assert _files(bench.folder / "remote" / name) == REPOSITORY - {".gitattributes", "README.md"}
+        HSDrafter.from_pretrained(bench.folder / "remote" / name)
+
+
+def as_before_the_rooms(folder: Path) -> set[str]:
+    """Turns a saved drafter into one of the flat layout, whose modeling file was the entry too; returns its code."""
+    former = {"modeling_hsdraft.py": "former_model.py", "hub_entry.py": "modeling_hsdraft.py"}
+    code = {path.name: path.read_text() for path in folder.glob("*.py")}
+    for name, text in code.items():
+        (folder / name).unlink()
+        code[name] = text.replace("from .modeling_hsdraft import", "from .former_model import")
+    code = {former.get(name, name): text for name, text in code.items()}
+    for name, text in code.items():
+        (folder / name).write_text(text)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"]["AutoModel"] = "modeling_hsdraft.HSDrafter"
+    (folder / "config.json").write_text(json.dumps({**config, "code_files": sorted(code)}))
+    return set(code)
+
+
+def test_a_drafter_of_the_flat_layout_works_on_all_routes_and_is_brought_up_to_date(bench):
+    bench.drafter.save_pretrained(bench.folder / "flat")
+    assert "former_model.py" in as_before_the_rooms(bench.folder / "flat")
+    found = bench.child(
+        """
+remote = AutoModel.from_pretrained("flat", trust_remote_code=True)
+before = [tokens(assistant_model=remote), tokens(custom_generate="flat", trust_remote_code=True)]
+assert "hf_hsdraft" not in sys.modules and type(remote).__module__.endswith(".former_model")
+from hf_hsdraft import HSDrafter
+own = HSDrafter.from_pretrained("flat")
+own.save_pretrained("flat")
+answer([*before, tokens(assistant_model=own), tokens(custom_generate="flat", trust_remote_code=True)])
+""",
+        home="for_flat",
+    )
+    assert found == [bench.plain] * 4
+    assert _files(bench.folder / "flat") == REPOSITORY - {".gitattributes"}
+    config = json.loads((bench.folder / "flat" / "config.json").read_text())
+    assert config["auto_map"]["AutoModel"] == "hub_entry.HSDrafter" and set(config["code_files"]) == CODE
 
 
 def test_offline_every_route_works_from_the_cache(bench, pushed):

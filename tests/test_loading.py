@@ -293,7 +293,7 @@ def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, p
     assert set(json.loads((folder / "config.json").read_text())["code_files"]) == current
     (folder / "former_module.py").write_text("raise RuntimeError")
     (folder / "app.py").write_text("print()")
-    monkeypatch.setattr("hf_hsdraft.repository.publication._BEFORE_CODE_FILES", ["former_module"])
+    monkeypatch.setattr("hf_hsdraft.repository.package_care._BEFORE_CODE_FILES", ["former_module"])
     edit(folder, code_files=[*current, "former_module.py"] if listed else None)
     loaded = HSDrafter.from_pretrained(folder)
     (folder / "modeling_hsdraft.py").unlink()  # whatever is missing comes anew

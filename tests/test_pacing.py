@@ -11,9 +11,10 @@ from conftest import make_drafter, make_target
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.engine import decoding
+from hf_hsdraft.engine import observers
 from hf_hsdraft.pace import pacing
-from hf_hsdraft.pace.pacing import Calibration, Habits, KindOfCall, Pace
+from hf_hsdraft.pace.calibration import Calibration
+from hf_hsdraft.pace.pacing import CostPace, Habits, KindOfCall
 from hf_hsdraft.pace.round_costs import Costs, MeasuredCosts
 from hf_hsdraft.trees.draft_tree import DraftTree
 
@@ -33,12 +34,13 @@ def run(pace, rounds, right, drafted=0.6):
     draw = random.Random(0)
     time = tokens = 0.0
     for _ in range(rounds):
-        depth = pace.depth()
+        depth = pace.plan()
         tree = chain(*[drafted] * depth)
-        weighed = pace.weighed(tree, depth) if depth else tree
-        cut = weighed.first(pace.size([weighed]))
+        weighed = pace.weighed([tree], depth)[0] if depth else tree
+        cut = weighed.first(pace.most_nodes([weighed]))
         length = next((n for n in range(depth) if draw.random() >= right), depth)
-        pace.learn(tree if depth else None, [*range(1, length + 1), 99])
+        if depth:
+            pace.learn(tree, [*range(1, length + 1), 99])
         emitted = 1 + min(length, len(cut) - 1)
         pace.timed(len(cut) - 1, emitted, 1.0, depth, 0.0)
         time += 1 + COSTS.verifying(len(cut) - 1) + COSTS.drafting(depth)
@@ -47,17 +49,17 @@ def run(pace, rounds, right, drafted=0.6):
 
 
 def test_a_useless_drafter_is_hardly_asked():
-    time, tokens = run(Pace(6, COSTS), 400, right=0.0)
+    time, tokens = run(CostPace(6, COSTS), 400, right=0.0)
     assert tokens == 400 and time < 1.015 * tokens
 
 
 def test_so_is_one_of_an_unpredictable_text_of_some_hundred_tokens():
-    time, tokens = run(Pace(6, COSTS), 128, right=0.02)
+    time, tokens = run(CostPace(6, COSTS), 128, right=0.02)
     assert tokens / time > 0.97
 
 
 def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
-    time, tokens = run(Pace(6, COSTS), 400, right=0.9)
+    time, tokens = run(CostPace(6, COSTS), 400, right=0.9)
     best = max(
         sum(0.9**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
         for depth in range(1, 7)
@@ -67,7 +69,7 @@ def test_a_good_drafter_is_asked_every_time_and_to_the_depth_that_pays():
 
 @pytest.mark.parametrize("right", [0.1, 0.3, 0.5, 0.7])
 def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
-    time, tokens = run(Pace(6, COSTS), 2000, right)
+    time, tokens = run(CostPace(6, COSTS), 2000, right)
     best = max(
         sum(right**d for d in range(depth + 1)) / (1 + COSTS.verifying(depth) + COSTS.drafting(depth))
         for depth in range(7)
@@ -76,24 +78,24 @@ def test_it_is_never_slower_and_close_to_the_best_fixed_depth(right):
 
 
 def test_it_notices_that_a_text_became_predictable():
-    pace = Pace(6, COSTS)
+    pace = CostPace(6, COSTS)
     run(pace, 300, right=0.0)
     time, tokens = run(pace, 300, right=0.9)
     assert tokens / time > 1.8
 
 
 def test_what_is_proposed_for_nothing_is_not_drafted_again():
-    pace = Pace(6, COSTS)
+    pace = CostPace(6, COSTS)
     run(pace, 100, right=0.5)
-    assert pace.depth(certain=0.0) > 0 and pace.depth(certain=0.97) == 0
+    assert pace.plan(certain=0.0) > 0 and pace.plan(certain=0.97) == 0
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.0, 0.2))
 @settings(max_examples=50, deadline=None)
 def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
-    pace = Pace(8, Costs(0.0, node, 0.0, 0.0))
+    pace = CostPace(8, Costs(0.0, node, 0.0, 0.0))
     tree = chain(*probabilities)
-    size = pace.size([tree])
+    size = pace.most_nodes([tree])
     least = pace.rate * node
     paths = [math.exp(score) for score in tree.scores[1:]]
     assume(all(abs(path - least) > 1e-6 for path in paths))
@@ -106,14 +108,42 @@ def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
 @settings(max_examples=100, deadline=None)
 def test_a_batch_is_cut_where_a_further_column_does_not_pay(rows, node):
     """Of all widths the one that gains most, by brute force: each costs a node of every row, whatever is in it."""
-    pace = Pace(8, Costs(0.02, node, 0.0, 0.0))
+    pace = CostPace(8, Costs(0.02, node, 0.0, 0.0))
     trees = [chain(*row) for row in rows]
     paths = [sorted((math.exp(score) for score in tree.scores[1:]), reverse=True) for tree in trees]
     worth = [
         sum(sum(path[:size]) for path in paths) / len(rows) - pace.rate * (0.02 + node * size if size else 0.0)
         for size in range(max(map(len, rows)) + 1)
     ]
-    assert worth[pace.size(trees)] == pytest.approx(max(worth), abs=1e-9)
+    assert worth[pace.most_nodes(trees)] == pytest.approx(max(worth), abs=1e-9)
+
+
+def batch_rounds(rows, costs, rounds=60):
+    """Rounds over a batch, with for each row how probable its next token is; drafts made, and those not verified."""
+    pace, drafts, unused = CostPace(1, costs), 0, 0
+    for _ in range(rounds):
+        depth = pace.plan()
+        trees = pace.weighed([chain(each) for each in rows], depth) if depth else [chain() for _ in rows]
+        size = pace.most_nodes(trees)
+        drafts, unused = drafts + (depth > 0), unused + (depth > 0 and size == 0)
+        pace.timed(size, 1.0 + (sum(rows) / len(rows) if size else 0.0), None, depth, 0.0)
+    return drafts, unused
+
+
+@pytest.mark.parametrize(
+    ("rows", "costs"),
+    [
+        ([0.05] * 5 + [0.95] * 3, Costs(0.0, 0.45, 0.05, 0.05)),  # a column is one of every row
+        ([0.5] * 8, Costs(0.4, 0.15, 0.05, 0.05)),  # a tree costs something beside its nodes
+    ],
+)
+def test_a_batch_is_not_drafted_for_where_no_tree_is_worth_verifying(rows, costs):
+    drafts, unused = batch_rounds(rows, costs)
+    assert drafts <= 5 and unused == drafts
+
+
+def test_a_batch_is_drafted_for_where_that_pays():
+    assert batch_rounds([0.7] * 8, Costs(0.03, 0.1, 0.05, 0.05)) == (60, 0)
 
 
 def test_calibration_finds_how_often_an_overconfident_drafter_is_right():
@@ -170,11 +200,11 @@ def test_costs_are_found_within_the_rounds_of_a_short_call():
 
 def test_no_dear_tree_is_verified_unawares():
     """Where a node costs nearly half a forward, no round takes as long as 24 of them would."""
-    pace, seconds, tokens = Pace(6, MeasuredCosts()), 0.0, 0
+    pace, seconds, tokens = CostPace(6, MeasuredCosts()), 0.0, 0
     for _ in range(32):
-        depth = pace.depth()
-        weighed = pace.weighed(chain(*[0.4] * depth), depth) if depth else chain()
-        size = len(weighed.first(pace.size([weighed]))) - 1
+        depth = pace.plan()
+        weighed = pace.weighed([chain(*[0.4] * depth)], depth)[0] if depth else chain()
+        size = len(weighed.first(pace.most_nodes([weighed]))) - 1
         assert size <= 8
         forward = 0.040 * (1.0 + 0.4 * size)
         pace.timed(size, 1.0, forward, depth, 0.002 * depth)
@@ -243,7 +273,7 @@ def test_given_costs_draft_the_same_in_every_run(target, prompt, monkeypatch):
     drafter.generation_config.node_cost, drafter.generation_config.depth_cost = 0.01, 0.02
     call = {"max_new_tokens": 40, "assistant_model": drafter, "return_dict_in_generate": True}
     nodes = [target.generate(prompt, **call).statistics.drafted_nodes]
-    monkeypatch.setattr(decoding.time, "perf_counter", iter(range(10**6)).__next__)
+    monkeypatch.setattr(observers.time, "perf_counter", iter(range(10**6)).__next__)
     nodes.append(target.generate(prompt, **call).statistics.drafted_nodes)
     assert nodes[0] == nodes[1] and 0 in nodes[0]  # an untrained drafter is soon left alone
 
@@ -332,14 +362,15 @@ def test_costs_stay_where_a_longer_text_makes_every_round_longer():
 def test_nothing_is_drafted_once_rounds_take_longer_than_they_earn(right):
     """A trial found drafts and nodes cheap, and then they are dear: not slower than without a drafter for long."""
     draw, seconds, tokens = random.Random(1), 0.0, 0
-    pace = Pace(6, found())
+    pace = CostPace(6, found())
     for _ in range(600):
-        depth = pace.depth()
+        depth = pace.plan()
         tree = chain(*[right] * depth)
-        weighed = pace.weighed(tree, depth) if depth else tree
-        size = len(weighed.first(pace.size([weighed]))) - 1
+        weighed = pace.weighed([tree], depth)[0] if depth else tree
+        size = len(weighed.first(pace.most_nodes([weighed]))) - 1
         length = next((n for n in range(depth) if draw.random() >= right), depth)
-        pace.learn(tree if depth else None, [*range(1, length + 1), 99])
+        if depth:
+            pace.learn(tree, [*range(1, length + 1), 99])
         emitted = 1 + min(length, size)
         forward, draft = 0.040 * (1.0 + 0.1 * size), 0.040 * 0.15 * depth
         pace.timed(size, emitted, forward, depth, draft)
@@ -358,7 +389,7 @@ def test_rows_that_have_ended_make_nodes_cheaper():
     left = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)
     assert left.costs.node == pytest.approx(whole.costs.node / 2)
     assert left.costs.depth == pytest.approx(whole.costs.depth)
-    assert left.depth() == 0 and left.size([chain(0.9)]) == 0  # the first round says what a plain one takes now
+    assert left.plan() == 0 and left.most_nodes([chain(0.9)]) == 0  # the first round says what a plain one takes now
     left.timed(0, 1.0, 0.030, 0, 0.0)
     assert left.measured.plain == 0.030
     again = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)

@@ -270,6 +270,43 @@ def test_calls_share_copies(copies):
     assert len(copies(target)) == layers
 
 
+@pytest.mark.parametrize("first", [True, None])
+def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first):
+    """And what the default has packed is not packed again where more is asked for."""
+    monkeypatch.setattr(module, "_LEAST_NUMBERS", 2000)
+    monkeypatch.setattr("hf_hsdraft.packing._PACKING", 0.3)  # the default packs in the second round
+    monkeypatch.setattr("hf_hsdraft.decoding.slower_packed", lambda *kind: False)
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    drafter, expected = make_drafter(target), texts(target, ids)
+    every, some = (len(linears_to_pack(target.model, asked_for)) for asked_for in (True, None))
+    assert 0 < some < every
+    packed = []
+    for asked_for in (first, not first or None, True, None, True, None):
+        drafter.generation_config.packed_weights = asked_for
+        gc.collect()  # copies that only a call of before would keep
+        output = texts(target, ids, drafter, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected) and output.statistics.packed_weights
+        packed.append(len(copies(target)))
+    assert packed == [every if first else some, *[every] * 5]
+    with torch.no_grad():  # of a layer that the default would leave alone
+        target.model.layers[0].self_attn.k_proj.weight.data[:] *= -1
+    assert torch.equal(texts(target, ids, drafter), texts(target, ids))
+
+
+def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(copies, monkeypatch):
+    target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(module, "_MOST_BYTES", 0)
+    monkeypatch.setattr(module, "_LEAST_NUMBERS", 0)
+    monkeypatch.setattr("hf_hsdraft.packing._PACKING", 0.3)  # the default would pack in the second round
+    drafter, expected = make_drafter(target), texts(target, ids)
+    for asked_for in (True, None, True):
+        drafter.generation_config.packed_weights = asked_for
+        gc.collect()
+        output = texts(target, ids, drafter, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected) and output.statistics.packed_weights == bool(asked_for)
+    assert len(copies(target)) == len(linears_to_pack(target.model, True))
+
+
 def test_calls_that_pack_at_the_same_moment_make_one_copy(copies):
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     packed, together, found = [PackedWeights(linears_to_pack(target, True)) for _ in range(2)], Barrier(2), []
@@ -545,7 +582,7 @@ def test_the_round_that_packs_is_not_timed(asked_for, monkeypatch):
     monkeypatch.setattr(module._Forward, "__call__", running)
     monkeypatch.setattr(MeasuredCosts, "add", timing)
     monkeypatch.setattr(
-        "hf_hsdraft.engine.decoding.slower_packed", lambda *kind: False
+        "hf_hsdraft.engine.rounds.slower_packed", lambda *kind: False
     )  # so small, a layout may not gain
     for _ in range(10):
         output = texts(target, ids, echo, max_new_tokens=60, return_dict_in_generate=True)
@@ -585,7 +622,7 @@ def test_a_call_does_not_pack_where_that_slowed_others(packings, monkeypatch):
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     drafter = make_drafter(target)
     drafter.generation_config.packed_weights = None
-    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda *kind: True)
+    monkeypatch.setattr("hf_hsdraft.engine.rounds.slower_packed", lambda *kind: True)
     texts(target, ids, drafter, max_new_tokens=200)
     assert not packings
     monkeypatch.undo()

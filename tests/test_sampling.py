@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_hsdraft.bench.exactness import DRAFTED, Table, check, chi_square, grow
 from hf_hsdraft.bench.exactness import settings as all_settings
 from hf_hsdraft.trees.sampled_trees import branching_for
-from hf_hsdraft.verifiers.verification import rejection_choice
+from hf_hsdraft.verifiers.rejection import Rejection
 
 SMALL = 6  # tokens of the target
 SETTINGS = [s for s in all_settings(("none", "top_p", "repetition"), (0.5, 1.5)) if s[2] != "none" or s[3] == 1.5]
@@ -34,11 +34,12 @@ def test_rejection_accepts_more_than_the_walk_at_high_temperature():
 def test_a_biased_verifier_is_found():
     """Ratios with a distribution that the nodes were not drawn from, as with a beam's."""
 
-    def biased(scores_at, tree, ids):
-        flat = torch.full((DRAFTED,), 1 / DRAFTED).log()
-        return rejection_choice(scores_at, replace(tree, log_probs=(flat,) * len(tree)), ids)
+    class Biased(Rejection):
+        def judge(self, tree, nodes):
+            flat = torch.full((DRAFTED,), 1 / DRAFTED).log()
+            return super().judge(replace(tree, log_probs=(flat,) * len(tree), vocab_ids=torch.arange(DRAFTED)), nodes)
 
-    assert check(biased, "beam", "none", 1.0, samples=4000).p_value < 1e-6
+    assert check(Biased(), "beam", "none", 1.0, samples=4000).p_value < 1e-6
 
 
 def test_the_chi_square_is_the_textbook_one():

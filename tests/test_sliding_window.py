@@ -52,7 +52,7 @@ def test_decoding_sees_what_training_sees(windowed, prompt):
     with torch.no_grad():
         for accepted in (1, 4, 2, 3, 1, 5):
             part = slice(read, end)
-            drafted = roll_out(taps[part], embeds[part], positions[part], STEPS)
+            [drafted] = roll_out(taps[part], embeds[part], positions[part], STEPS)
             expected = states_of(windowed, taps[:end], embeds[:end], positions[:end], num_draft_steps=STEPS)[:, 0]
             torch.testing.assert_close(drafted, expected, atol=1e-3, rtol=1e-3)
             resumed = RollOut(WorkingWeights.of(windowed, weights.head), config, taps.device, taps.dtype)

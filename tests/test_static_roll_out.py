@@ -50,7 +50,7 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
     of = working, drafter.config, torch.device("cpu"), torch.float32
     growing, static = RollOut(*of), StaticRollOut(*of, ROOM, STEPS)
     inputs, read, end = pieces(drafter, 60, first=3), 0, prompt
-    rooms = [layer.keys.data_ptr() for layer in static._layers]
+    rooms = [keys.data_ptr() for keys in static._text.keys]
     for accepted, steps in ((1, STEPS), (5, STEPS), (2, 2), (8, STEPS), (1, 1), (3, STEPS)):
         part = [column[read:end] for column in inputs]
         torch.testing.assert_close(static(*part, steps), growing(*part, steps), atol=1e-3, rtol=1e-3)
@@ -60,7 +60,7 @@ def test_it_is_the_roll_out_that_grows(window, prompt):
             static.forget()
             static.resume(context)
     torch.testing.assert_close(static.context.layers, growing.context.layers, atol=1e-3, rtol=1e-3)
-    assert rooms == [layer.keys.data_ptr() for layer in static._layers]
+    assert rooms == [keys.data_ptr() for keys in static._text.keys]
 
 
 def test_what_an_earlier_text_left_does_not_show():

@@ -7,7 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target, scripted
 from test_contract import NEW, batch_of, compare, make_windowed
 from transformers import (
     AutoConfig,
@@ -129,10 +129,9 @@ def test_encoder_decoders(model_type, rows):
     target = AutoModelForSeq2SeqLM.from_config(config).eval()
     kwargs = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True, "output_hidden_states": True}
     plain = target.generate(**batch_of(rows), **kwargs)
-    from hf_hsdraft.bench.scripted import scripted
 
-    with scripted(plain.sequences[:, 1:].tolist()):
-        drafted = target.generate(**batch_of(rows), **kwargs, assistant_model=make_drafter(target))
+    with scripted(plain.sequences[:, 1:].tolist()) as along:
+        drafted = target.generate(**batch_of(rows), **kwargs, assistant_model=along(make_drafter(target)))
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
     for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):

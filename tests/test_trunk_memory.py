@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hsdraft.drafters.hidden_state import modeling_hsdraft as modeling
+from hf_hsdraft.drafters.hidden_state import contexts, trunk_sight
+from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
+from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 
 
 def read(drafter, lengths, context=None):
@@ -29,32 +32,82 @@ def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window):
     drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window)
     first, context = read(drafter, [20, 20, 20])
     expected, _ = read(drafter, [5, 1, 9], context)
-    sizes, mix = [], modeling.HSDraftAttention._mix
+    sizes, attention = [], contexts.shared_attention
 
-    def noting(self, queries, context, mask, own=None):
-        sizes.append(0 if mask is None or own is not None else mask.numel())
-        return mix(self, queries, context, mask, own)
+    def noting(queries, keys, values, seen):
+        sizes.append(seen.numel())
+        return attention(queries, keys, values, seen)
 
-    monkeypatch.setattr(modeling.HSDraftAttention, "_mix", noting)
-    monkeypatch.setattr(modeling, "_LARGE_MASK", 0)
-    monkeypatch.setattr(modeling, "_BLOCK", 4)
+    monkeypatch.setattr(contexts, "shared_attention", noting)
+    monkeypatch.setattr(trunk_sight, "_LARGE_MASK", 0)
+    monkeypatch.setattr(trunk_sight, "_BLOCK", 4)
     torch.testing.assert_close(read(drafter, [20, 20, 20])[0], first, rtol=1e-4, atol=1e-3)
-    assert max(sizes) <= 3 * 60, "the last layer's three rows; before it four rows of one text and what they see"
+    assert max(sizes) <= 4 * 20, "four rows of one text and what they see"
     torch.testing.assert_close(read(drafter, [5, 1, 9], context)[0], expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("new_tokens", [30])
 def test_a_batch_keeps_what_its_window_shows(monkeypatch, new_tokens):
-    target, contexts = make_target(), []
-    drafter, forward = make_drafter(target, sliding_window=8), modeling.HSDrafter.forward
+    target, lengths = make_target(), []
+    drafter, packed = make_drafter(target, sliding_window=8), RollOut._packed
 
-    def noting(self, *args, context=None, **kwargs):
-        contexts.append(0 if context is None else context.length)
-        return forward(self, *args, context=context, **kwargs)
+    def noting(self, *args):
+        lengths.append(self._batch.length)
+        return packed(self, *args)
 
-    monkeypatch.setattr(modeling.HSDrafter, "forward", noting)
+    monkeypatch.setattr(RollOut, "_packed", noting)
     ids = torch.randint(2, VOCAB, (3, 25), generator=torch.Generator().manual_seed(0))
     call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False}
     expected = target.generate(ids, **call)
     assert target.generate(ids, **call, assistant_model=drafter).tolist() == expected.tolist()
-    assert len(contexts) > 3 and 0 < max(contexts) <= 3 * 8
+    assert len(lengths) > 3 and max(lengths) == 3 * 7
+
+
+class _Largest(TorchDispatchMode):
+    """The greatest second-largest axis of all tensors made inside: of a mask `[T, T]` it is T."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                self.size = max(self.size, sorted(tensor.shape)[-2])
+        return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 40])
+def test_no_tensor_is_as_large_as_the_square_of_a_batch(window):
+    drafter = make_drafter(make_target(), num_hidden_layers=3, sliding_window=window)
+    with _Largest() as made:
+        read(drafter, [600, 500, 7])
+    assert made.size <= 600, "a mask of all texts has 1107 rows and columns"
+    with _Largest() as made:
+        read(drafter, [1500])
+    assert made.size <= 2 * 256, "a block's rows for each of a group's heads"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("before", [0, 300])
+@pytest.mark.parametrize("window", [None, 40, 300])
+def test_a_long_text_is_read_in_blocks(monkeypatch, window, before):
+    drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window, head="trained")
+    weights = WorkingWeights.of(drafter, None)
+    embeds = torch.randn(900, 32)
+    taps = torch.randn(900, drafter.config.target_hidden_size * len(drafter.config.target_tap_layers))
+
+    def states(block):
+        monkeypatch.setattr(contexts, "_BLOCK", block)
+        rolled = RollOut(weights, drafter.config, drafter.device, drafter.dtype)
+        for part in (slice(0, before), slice(before, 900)):
+            if part.stop:
+                with _Largest() as made:
+                    hidden = rolled(taps[part], embeds[part], torch.arange(900)[part], 4)
+        return hidden, made.size
+
+    expected, _ = states(1000)
+    hidden, largest = states(256)
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-3)
+    blocks = 2 * 256  # a block's rows for each of a group's heads
+    assert largest <= blocks or (window is None and not before), "without a mask the kernel takes all rows"

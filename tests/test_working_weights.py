@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from conftest import make_drafter, make_target
 from torch import nn
 
+from hf_hsdraft.acceleration.cpu.products import Product, in_full_precision
 from hf_hsdraft.common.target_weights import TargetWeights
-from hf_hsdraft.drafters.hidden_state.working_weights import Product, WorkingWeights, in_full_precision, working_weights
+from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights, working_weights
 
 
 def drafter_of(target, injector: str = "path", **fields):
@@ -115,7 +116,7 @@ def test_what_is_not_packed(monkeypatch):
         assert product(x).dtype == torch.bfloat16
     with in_full_precision():
         assert torch.equal(Product(weight)(x), F.linear(x, weight))
-    monkeypatch.setattr("hf_hsdraft.drafters.hidden_state.working_weights._MOST_BYTES", 40 * 24 * 4 - 1)
+    monkeypatch.setattr("hf_hsdraft.acceleration.cpu.products._MOST_BYTES", 40 * 24 * 4 - 1)
     assert torch.equal(Product(weight)(x), F.linear(x, weight))  # copies are kept
 
 

@@ -25,7 +25,8 @@ from transformers import (
 
 from ..trees.draft_tree import DraftTree, best_children, build_beam_trees
 from ..trees.sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
-from ..verifiers.verification import ChooseToken, ScoresAt, draw_token, own_choice, rejection_choice, walk
+from ..verifiers.registry import VERIFIERS
+from ..verifiers.verdict import Nodes, Verifier, draw_token
 
 LENGTH = 3  # tokens compared
 VOCABULARY = 6
@@ -41,12 +42,6 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
 BUILDERS = ("beam", "gumbel", "stochastic_beam")
-
-Choice = Callable[[ScoresAt, DraftTree, torch.Tensor], ChooseToken]
-VERIFIERS: dict[str, Choice] = {
-    "walk": lambda scores_at, tree, ids: own_choice(scores_at, draw_token),
-    "rejection": rejection_choice,
-}
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
 
 
 def check(
-    verifier: str | Choice, builder: str, processor: str, temperature: float, samples: int, seed: int = 0
+    verifier: str | Verifier, builder: str, processor: str, temperature: float, samples: int, seed: int = 0
 ) -> Outcome:
     """Draws texts by rounds of one setting and tests them.
 
@@ -117,9 +112,9 @@ def check(
         verifier: a name of `VERIFIERS`, or a rule of one's own.
     """
     torch.manual_seed(seed)
-    choice = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
+    rule = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
     name = verifier if isinstance(verifier, str) else "other"
-    table, ids = Table(processor, temperature), torch.arange(DRAFTED)
+    table = Table(processor, temperature)
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for start in range(0, samples, 2000):
@@ -128,7 +123,7 @@ def check(
             def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
                 return table.scores[tuple(tokens)]
 
-            verdict = walk(tree, choice(scores_at, tree, ids), lambda path, tokens: False)
+            verdict = rule.judge(tree, Nodes(torch.empty(0), scores_at, lambda path, tokens: False, draw_token))
             text = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
             accepted += len(verdict.path)
             while len(text) < LENGTH:
@@ -164,7 +159,7 @@ def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
 def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
-    """All settings; rejection is for drawn nodes only."""
-    for verifier, builder in itertools.product(VERIFIERS, BUILDERS):
-        if verifier == "walk" or builder != "beam":
+    """All settings; some rules are for drawn nodes only."""
+    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), BUILDERS):
+        if builder != "beam" or not rule.drawn_nodes:
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

@@ -22,7 +22,7 @@ from .measure import encode_prompt
 from .profile import profile
 from .report import BenchResult, write_report
 from .run import Measured, measure, spread
-from .sweeps import BATCH, CONTEXT, check_points, sweep
+from .sweeps import BATCH, CONTEXT, NEW, check_points, sweep
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
 
 PROFILED = 8  # prompts at most
@@ -37,7 +37,8 @@ class BenchPlan:
         variants: comma-separated names, see `systems.Variant`.
         temperature: 0 is greedy; seed: of the first prompt, for `temperature` above 0.
         repeats: how often all prompts are decoded by every system.
-        context_lengths, batch_sizes: points of the sweeps, tokens and prompts a call; none: no sweep.
+        context_lengths, batch_sizes, new_tokens: points of the sweeps: tokens of a prompt, prompts a call, and tokens
+            that a call may emit; none: no sweep.
         profile: time the parts of a round too, for each variant of ours.
         json_out: file of the report; pictures: folder of the pictures, by default the report's.
     """
@@ -54,6 +55,7 @@ class BenchPlan:
     profile: bool = False
     json_out: Path | None = None
     pictures: Path | None = None
+    new_tokens: Sequence[int] = ()
     parsed: list[Variant] = field(init=False)
     questions: list[Prompt] = field(init=False)
 
@@ -71,7 +73,8 @@ class BenchPlan:
             raise ValueError(f"--temperature {self.temperature} is invalid: expected 0 (greedy) or more")
         if self.profile and not self.takes_drafter:
             raise ValueError("--profile times the rounds of our decoding: name a variant such as tree or default too")
-        for name, values in (("--context-lengths", self.context_lengths), ("--batch-sizes", self.batch_sizes)):
+        for kind, values in self.points.items():
+            name = "--" + kind.replace("_", "-")
             if any(value < 1 for value in values) or len(set(values)) < len(values):
                 raise ValueError(f"{name}: expected different whole numbers of 1 or more, found {list(values)}")
         if self.pictures is not None and importlib.util.find_spec("matplotlib") is None:
@@ -91,6 +94,11 @@ class BenchPlan:
         """The first turn of each prompt."""
         return [question.turns[0] for question in self.questions]
 
+    @property
+    def points(self) -> dict[str, Sequence[int]]:
+        """Points of each sweep, by kind."""
+        return {CONTEXT: self.context_lengths, BATCH: self.batch_sizes, NEW: self.new_tokens}
+
     def settings(self) -> Settings:
         return Settings(self.max_new_tokens, self.temperature, self.seed)
 
@@ -102,8 +110,8 @@ class BenchPlan:
         parts += [f"--variants {','.join(_without_folder(variant) for variant in self.parsed)}"]
         parts += [f"--temperature {self.temperature} --seed {self.seed}"] if self.temperature else []
         parts += [f"--repeats {self.repeats}"] if self.repeats > 1 else []
-        for name, values in (("context-lengths", self.context_lengths), ("batch-sizes", self.batch_sizes)):
-            parts += [f"--{name} {','.join(map(str, values))}"] if values else []
+        for kind, values in self.points.items():
+            parts += [f"--{kind.replace('_', '-')} {','.join(map(str, values))}"] if values else []
         parts += ["--profile"] if self.profile else []
         return " ".join(["hsdraft bench", *parts])
 
@@ -137,7 +145,7 @@ def run_plan(
     """
     systems = make_systems(plan.parsed, target, drafters)
     texts = plan.texts
-    check_points(target, tokenizer, texts, plan.context_lengths, plan.batch_sizes, plan.max_new_tokens)
+    check_points(target, tokenizer, texts, plan.context_lengths, plan.batch_sizes, plan.max_new_tokens, plan.new_tokens)
     result = BenchResult(
         settings=_settings(plan, target, systems),
         weights={
@@ -153,7 +161,7 @@ def run_plan(
             write_report(result, plan.json_out)
 
     inputs = [encode_prompt(tokenizer, text, target.device) for text in texts]
-    points = len(plan.context_lengths) + len(plan.batch_sizes)
+    points = sum(map(len, plan.points.values()))
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("bench", total=len(inputs) * plan.repeats)
 
@@ -169,7 +177,7 @@ def run_plan(
             _add_profiles(result, able, target, inputs[:PROFILED], plan.settings(), lambda: progress.advance(task))
         if points:
             task = progress.add_task("sweeps", total=points)
-        for kind, values in ((CONTEXT, plan.context_lengths), (BATCH, plan.batch_sizes)):
+        for kind, values in plan.points.items():
             for point in sweep(target, tokenizer, able, texts, kind, values, plan.settings(), plan.repeats):
                 result.sweeps.setdefault(kind, []).append(point)
                 progress.advance(task)

@@ -10,13 +10,18 @@ from ..training.pictures import COLOURS, GREY, new_figure, save_figure, style
 from .profile import PARTS
 from .report import BenchResult
 from .summary import by_category, summarise
-from .sweeps import CONTEXT, SweepPoint
+from .sweeps import BATCH, CONTEXT, NEW, SweepPoint
 from .systems import PLAIN
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COSTS = ("draft", "verify", "commit", "other")
+_SWEEPS = {
+    CONTEXT: ("Speed-up by context length", "prompt tokens at most"),
+    BATCH: ("Speed-up by batch size", "prompts a call"),
+    NEW: ("Speed-up by length of the answer", "new tokens at most"),
+}
 
 
 def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[Path]:
@@ -133,11 +138,7 @@ def _sweep(kind: str, points: Sequence[SweepPoint]) -> Figure:
         ]
         axes.plot(*zip(*found, strict=True), color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name)
     axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
-    title, label = (
-        ("Speed-up by context length", "prompt tokens at most")
-        if kind == CONTEXT
-        else ("Speed-up by batch size", "prompts a call")
-    )
+    title, label = _SWEEPS[kind]
     axes.set_xscale("log", base=2)
     axes.set_xticks([point.value for point in points], [str(point.value) for point in points])
     style(axes, title, label, "tokens/s over plain generate()")

@@ -1,17 +1,15 @@
 """Where the time of a round goes, and what the same tau would give if everything but the target's forward were free.
 
-Methods are wrapped with timers for as long as a profile runs; decoding itself knows nothing of it.
+The interpreter tells which functions run for as long as a profile does; decoding itself knows nothing of it.
 """
 
 from __future__ import annotations
 
 import contextvars
 import copy
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,44 +17,38 @@ import torch
 from torch import nn
 
 from ..acceleration.cpu.packed_weights import PackedWeights, packed_now
-from ..drafters.hidden_state import (
-    candidate_generator,
-    expansion,
-    modeling_hsdraft,
-    roll_out,
-    static_roll_out,
-    working_weights,
-)
-from ..engine import decoded_texts, decoding
-from ..target import target_runtime, tree_reading
+from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ..drafters.hidden_state.expansion import Expansion
+from ..drafters.hidden_state.roll_out import RollOut
+from ..drafters.hidden_state.static_roll_out import StaticRollOut
+from ..drafters.hidden_state.working_weights import WorkingWeights
+from ..drafters.ngrams.ngram_session import NgramSession
+from ..engine.decoded_texts import DecodedTexts
+from ..engine.drafting import Drafting
+from ..engine.round_loop import decode
 from ..target.growing_cache import give_room_back
+from ..target.target_runtime import TargetRuntime
+from ..trees.tree_masks import TreeBatch, as_attention_takes_it, tree_mask
+from .attribution import Attribution
 from .calls import Settings, time_call
 from .machine import synchronise
 from .run import Inputs
 from .systems import System
-from .timers import Timers, replaced
 
 TARGET, PYTHON = "target forward", "Python"
-# What is timed: the part, and where its functions are. A function's time is its own: what another part takes inside it
-# is that part's. What is left of a round is Python.
-TIMED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("context update", modeling_hsdraft.HSDrafter, ("fuse_inputs",)),
-    ("context update", modeling_hsdraft.HSDraftLayer, ("read",)),
-    ("context update", candidate_generator.HSCandidateGenerator, ("read",)),
-    ("context update", roll_out.RollOut, ("read",)),
-    ("roll-out", roll_out.RollOut, ("__call__",)),
-    ("roll-out", static_roll_out.StaticRollOut, ("__call__",)),
-    ("roll-out", modeling_hsdraft.HSDrafter, ("forward",)),
-    ("head", working_weights.WorkingWeights, ("logits",)),
-    ("injector", expansion.Expansion, ("__call__", "best")),
-    ("n-grams", candidate_generator.HSCandidateGenerator, ("_from_ngrams", "remember")),
-    ("tree building", candidate_generator.HSCandidateGenerator, ("draft",)),
-    ("mask", tree_reading, ("tree_mask", "as_attention_takes_it")),
-    ("mask", tree_reading.TreeBatch, ("of",)),
-    ("verification", decoded_texts.DecodedTexts, ("walk",)),
-    ("commit", target_runtime.TargetRuntime, ("commit",)),
-    (PYTHON, decoding._Call, ("_round",)),
-)
+# What is timed: the functions of each part. A function's time is its own: what another part takes inside it is that
+# part's. What is left of a round is Python.
+TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
+    "context update": (HSCandidateGenerator.read, RollOut.read),
+    "roll-out": (RollOut.__call__, StaticRollOut.__call__),
+    "head": (WorkingWeights.logits,),
+    "injector": (Expansion.__call__, Expansion.best),
+    "n-grams": (NgramSession.draft, NgramSession.observe),
+    "tree building": (Drafting.draft,),
+    "mask": (tree_mask, as_attention_takes_it, TreeBatch.of),
+    "verification": (DecodedTexts.judge,),
+    "commit": (TargetRuntime.commit,),
+}
 PARTS = (
     "context update",
     "roll-out",
@@ -71,8 +63,8 @@ PARTS = (
     PYTHON,
 )
 DEFINITIONS = {
-    "profile": "milliseconds a round by part, the parts adding up to the round; timers and, on a GPU, waiting for it "
-    "after each part make these rounds slower than those of the table",
+    "profile": "milliseconds a round by part, the parts adding up to the round; the interpreter telling of "
+    "each function and, on a GPU, waiting for it after each part make these rounds slower than those of the table",
     "limit": "tau x t(1) / t(n): the speed-up of the same tau if all but the target's forward were free. tau: tokens a "
     "round, the prompt's forward left out; t(1): a forward over one token; t(n): the forward that verifies n nodes, "
     "the root included, n as in the mean round; both over copies of one cache as each keeps it, medians",
@@ -86,7 +78,7 @@ class Profile:
     """The rounds of one system; times in milliseconds.
 
     Attributes:
-        rounds: how many were timed; round_ms: one of them, by a clock around all; parts: by part, adding up to it.
+        rounds: how many were timed; round_ms: one of them, all parts together; parts: by part, adding up to it.
         tau: tokens a round; nodes: verified a round, the root included.
         forward_one_ms, forward_nodes_ms: t(1), and t(n) of `timed_nodes`; `None` if no round could be repeated.
         decode_speed_up: measured without timers; `None` if it was not.
@@ -115,20 +107,10 @@ class Profile:
         return None if limit is None or self.decode_speed_up is None else self.decode_speed_up / limit
 
 
-@contextmanager
-def _timing(target: Any) -> Iterator[Timers]:
-    timers = Timers(target.device, PARTS, outermost=PYTHON)
-    with ExitStack() as stack:
-        for part, owner, names in (*TIMED, (TARGET, target, ("forward",))):
-            for name in names:
-                stack.enter_context(replaced(owner, name, functools.partial(timers.wrap, part)))
-        yield timers
-
-
 def profile(
     target: Any, system: System, inputs: Sequence[Inputs], settings: Settings, decode_speed_up: float | None = None
 ) -> Profile | None:
-    """Times the parts of every round of decoding these prompts. No other thread should decode meanwhile.
+    """Times the parts of every round of decoding these prompts. No other thread should use the target meanwhile.
 
     Args:
         system: one of ours, warmed up.
@@ -137,22 +119,23 @@ def profile(
     Returns:
         `None` if no round was decoded, as for prompts that end with their first token.
     """
-    tokens = nodes = 0
-    with _timing(target) as timers:
+    tokens = nodes = rounds = 0
+    spent = Attribution(target.device, TIMED, (TARGET, target), (PYTHON, decode))
+    with spent.counting():
         for each in inputs:
             _, run = time_call(target, each, system, settings)
             assert run.statistics is not None
             tokens += run.tokens - run.first_tokens
             nodes += sum(size + 1 for size in run.statistics.drafted_nodes)
-    if not timers.rounds:
+            rounds += run.statistics.rounds
+    if not rounds:
         return None
-    rounds = timers.rounds
     call = _verifying_call(target, system, inputs[0], settings, round(nodes / rounds))
     one, many = (None, None) if call is None else _forward_times(target, call)
     return Profile(
         rounds=rounds,
-        round_ms=1e3 * timers.total / rounds,
-        parts={part: 1e3 * seconds / rounds for part, seconds in timers.seconds.items()},
+        round_ms=1e3 * spent.total / rounds,
+        parts={part: 1e3 * spent.seconds[part] / rounds for part in PARTS},
         tau=tokens / rounds,
         nodes=nodes / rounds,
         timed_nodes=None if call is None else call.nodes,
@@ -188,22 +171,20 @@ def _verifying_call(
     """
     best: _VerifyingCall | None = None
 
-    def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def watching(*args: Any, **kwargs: Any) -> Any:
-            nonlocal best
-            cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-            if not args and ids is not None and cache is not None and cache.get_seq_length():
-                distance = abs(ids.shape[1] - nodes)
-                if best is None or distance <= abs(best.nodes - nodes):
-                    kept = {**kwargs, "past_key_values": copy.deepcopy(cache)}
-                    best = _VerifyingCall(kept, contextvars.copy_context(), packed_now(target))
-            return forward(*args, **kwargs)
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal best
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if not args and ids is not None and cache is not None and cache.get_seq_length():
+            distance = abs(ids.shape[1] - nodes)
+            if best is None or distance <= abs(best.nodes - nodes):
+                kept = {**kwargs, "past_key_values": copy.deepcopy(cache)}
+                best = _VerifyingCall(kept, contextvars.copy_context(), packed_now(target))
 
-        return watching
-
-    with replaced(target, "forward", watched):
+    hook = target.register_forward_pre_hook(look, with_kwargs=True)
+    try:
         time_call(target, inputs, system, settings)
+    finally:
+        hook.remove()
     return best
 
 

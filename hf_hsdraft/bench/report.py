@@ -16,12 +16,13 @@ from . import profile as profiling
 from .profile import Profile
 from .run import Measured
 from .summary import DEFINITIONS, Summary, by_category, round_costs, summarise
-from .sweeps import CONTEXT, MEANING, SweepPoint
+from .sweeps import BATCH, CONTEXT, MEANING, NEW, SweepPoint
 from .systems import PLAIN
 
 _SHOWN_DEPTHS = 8
 _COSTS = ("draft", "verify", "commit", "other")
 _EMPTY = "-"
+_TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
 
 
 @dataclass
@@ -75,6 +76,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
             name: {**asdict(each), "limit": each.limit, "reached": each.reached}
             for name, each in result.profiles.items()
         },
+        "first_calls": {name: asdict(run) for name, run in measured.first.items()},
         "left_out": measured.left_out,
         **{
             kind: [
@@ -102,6 +104,7 @@ def print_report(result: BenchResult, console: Console) -> None:
     """Prints all tables, what was left out and why, every divergence, and the definitions."""
     _note(console, [", ".join(f"{name}={value}" for name, value in result.settings.items() if name != "variants")])
     console.print(_main_table(result))
+    _note(console, _first_calls(result.measured))
     _note(console, (f"left out: {name}: {reason}" for name, reason in result.measured.left_out.items()))
     for table in (_cost_table(result), _category_table(result)):
         if table is not None:
@@ -209,20 +212,27 @@ def _limit_line(name: str, found: Profile) -> str:
 
 def _sweep_table(kind: str, points: Sequence[SweepPoint]) -> Table:
     names = list(dict.fromkeys(name for point in points for name in point.measured.runs if name != PLAIN))
-    title = "context" if kind == CONTEXT else "batch"
-    table = Table(title, "prompt tokens", "plain tokens/s", *(f"{escape(name)}: speed-up, tau, same" for name in names))
+    what = "time, speed-up, tau, same" if kind == NEW else "speed-up, tau, same"
+    table = Table(_TITLES[kind], "prompt tokens", "plain tokens/s", *(f"{escape(name)}: {what}" for name in names))
     for point in points:
         rows = _summaries(point.measured)
         total = sum(run.rows for run in point.measured.plain if run.repeat == 0)
-        cells = [_EMPTY if name not in rows else _sweep_cell(rows[name], total) for name in names]
+        cells = [_EMPTY if name not in rows else _sweep_cell(kind, rows[name], total) for name in names]
         speed = f"{rows[PLAIN].tokens_per_second:.1f}"
         table.add_row(str(point.value), f"{point.prompt_tokens:.0f}", speed, *cells)
     return table
 
 
-def _sweep_cell(row: Summary, total: int) -> str:
+def _sweep_cell(kind: str, row: Summary, total: int) -> str:
     same = _EMPTY if row.identical is None else f"{row.identical}/{total}"
-    return f"{row.speed_up:.2f}, {_number(row.tau)}, {same}"
+    time = f"{row.time_ratio:.2f}, " if kind == NEW else ""
+    return f"{time}{row.speed_up:.2f}, {_number(row.tau)}, {same}"
+
+
+def _first_calls(measured: Measured) -> list[str]:
+    """A line of the first call of each system, if there was one."""
+    found = [f"{name} {run.seconds:.2f} s ({run.tokens} new tokens)" for name, run in measured.first.items()]
+    return [f"first calls: {', '.join(found)}"] if found else []
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -6,18 +6,18 @@
 Time does not depend on what weights hold. So the share of tau that a trained drafter would turn into speed can be
 measured without one: target and drafter run as ever, only which nodes are accepted is decided here.
 
-- round: from one draft to the next, median; step: from one token of plain `generate()` to the next, median.
+- round: from its begin to the next one's, median; step: from one token of plain `generate()` to the next, median.
 - cost: a round over a step. speed-up: tokens a round over cost, what the pattern gains over plain decoding.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -27,13 +27,13 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LogitsProcessor, LogitsProcessorList
 
-from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ..drafters.draft_options import DraftOptions
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..engine import decoding
-from ..engine.decoded_texts import DecodedTexts
+from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..trees.draft_tree import DraftTree
-from ..verifiers.verification import ChooseToken
+from ..verifiers.own_choice import OwnChoice, greedy_choice, own_choice
+from ..verifiers.verdict import Nodes, Verdict, Verifier, walk
 
 
 @dataclass(frozen=True)
@@ -186,22 +186,22 @@ class _Stopwatch(LogitsProcessor):
 def _decode(
     target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None, **kwargs: Any
 ) -> tuple[Any, list[float]]:
-    """What `generate()` returns, and when each step or round began."""
+    """What `generate()` returns, and when each step or round began; also when the last round ended."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, target.config.vocab_size, (1, plan.prompt_length), generator=generator).to(target.device)
     settings = {"do_sample": False, "max_new_tokens": plan.new_tokens, **call, **kwargs}
     if drafter is None:
         watch = _Stopwatch()
         return target.generate(ids, logits_processor=LogitsProcessorList([watch]), **settings), watch.times
-    with forced(plan.accepted) as times:
-        return target.generate(ids, assistant_model=drafter, **settings), times
+    forced = ForcedDrafter(drafter, plan.accepted)
+    return target.generate(ids, assistant_model=forced, **settings), forced.times
 
 
 def _time(target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None) -> float:
     """Milliseconds of a step or a round."""
     _decode(target, plan, call, drafter)  # compiles
     times = _decode(target, plan, call, drafter)[1]
-    # The first ones are not settled yet, and the last draft is cut short by the end of the text.
+    # The first ones are not settled yet, and the last round is cut short by the end of the text.
     return median(1000 * (after - before) for before, after in itertools.pairwise(times[2:-1]))
 
 
@@ -215,51 +215,97 @@ def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any])
             times = _decode(target, plan, call, drafter)[1]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(one.message) for one in caught) / len(times)
+    return sum("synchronizing" in str(one.message) for one in caught) / (len(times) - 1)
 
 
-@contextmanager
-def forced(accepted: Sequence[int]) -> Iterator[list[float]]:
-    """Within, the rounds of this process accept as many drafted tokens as given; yields when each of them began.
+class ForcedDrafter(Drafter):
+    """A drafter for one call of one text, whose rounds accept as many drafted tokens as given.
 
     Drafter, target and the rules of the text do all their work; then a path of that length takes the place of the
-    tree's own nodes, and the text follows it. For the time being no other thread should decode.
+    tree's own nodes, and the text follows it.
+
+    Args:
+        drafter: that drafts. All its trees are of one size, without n-grams.
+        accepted: number of drafted tokens to accept, round by round, over and over.
+
+    Attributes:
+        times: when each round began, and when the last one ended.
+        path: nodes to accept in the round that is under way.
     """
-    times: list[float] = []
-    path: list[int] = []  # nodes to accept in the round that is under way
 
-    class Generator(HSCandidateGenerator):
-        def draft(
-            self, max_depths: Mapping[int, int] | None = None, behind: Collection[int] | None = None
-        ) -> list[DraftTree]:
-            length = accepted[len(times) % len(accepted)]
-            times.append(time.perf_counter())
-            [tree] = super().draft(max_depths, behind)
-            length = min(length, *(max_depths or {}).values(), len(tree) - 1)
-            path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
-            return [_along(tree, path)]
+    def __init__(self, drafter: HSDrafter, accepted: Sequence[int]) -> None:
+        self.config, self.device, self.taps = drafter.config, drafter.device, drafter.taps
+        self.num_draft_steps = drafter.num_draft_steps
+        self.generation_config = copy.deepcopy(drafter.generation_config)
+        self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
+        self.times: list[float] = []
+        self.path: list[int] = []
+        self._drafter, self._accepted = drafter, accepted
 
-    class Texts(DecodedTexts):
-        def _chooser(self, index: int, tree: DraftTree, logits: torch.Tensor) -> ChooseToken:
-            own = super()._chooser(index, tree, logits)
-            children = tree.children()
+    def default_generation_config(self) -> Any:
+        return self._drafter.default_generation_config()
 
-            def choose(node: int, tokens: list[int]) -> int:
-                token = own(node, tokens)
-                if len(tokens) < len(path):
-                    return tree.tokens[path[len(tokens)]]
-                while token in children[node]:
-                    token = (token + 1) % logits.shape[-1]
-                return token
+    def check(self, target: Any) -> None:
+        self._drafter.check(target)
 
-            return choose
+    def session(self, call: DraftCall) -> Session:
+        return _ForcedSession(self._drafter.session(call), self)
 
-    before = decoding.HSCandidateGenerator, decoding.DecodedTexts
-    decoding.HSCandidateGenerator, decoding.DecodedTexts = Generator, Texts  # type: ignore[misc]
-    try:
-        yield times
-    finally:
-        decoding.HSCandidateGenerator, decoding.DecodedTexts = before  # type: ignore[misc]
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return _AlongPath(self.path)
+
+    @property
+    def length(self) -> int:
+        """Number of drafted tokens to accept in the round that is under way."""
+        return self._accepted[(len(self.times) - 1) % len(self._accepted)]
+
+
+class _ForcedSession(Session):
+    """Drafts as another session, and puts a path of the wanted length in the tree."""
+
+    def __init__(self, session: Session, forced: ForcedDrafter) -> None:
+        self.free, self.kind = session.free, session.kind
+        self._session, self._forced = session, forced
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        [tree] = self._session.draft(asks)
+        length = min(self._forced.length, asks[0].depth, len(tree) - 1)
+        self._forced.path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
+        return [_along(tree, self._forced.path)]
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        self._forced.times.append(time.perf_counter())
+        self._forced.path.clear()
+        self._session.observe(news)
+
+    def end(self) -> None:
+        self._session.end()
+
+
+class _AlongPath(OwnChoice):
+    """Makes the target's own choice at each node, and then goes along a path instead, and leaves the tree behind it.
+
+    Args:
+        path: nodes of the tree of the round that is under way.
+    """
+
+    def __init__(self, path: Sequence[int]) -> None:
+        self._path = path
+
+    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
+        plain = nodes.draw is None and not nodes.processed
+        own = greedy_choice(nodes.logits) if plain else own_choice(nodes.scores, nodes.draw)
+        children = tree.children()
+
+        def choose(node: int, tokens: list[int]) -> int:
+            token = own(node, tokens)
+            if len(tokens) < len(self._path):
+                return tree.tokens[self._path[len(tokens)]]
+            while token in children[node]:
+                token = (token + 1) % nodes.logits.shape[-1]
+            return token
+
+        return walk(tree, choose, nodes.ends)
 
 
 def _along(tree: DraftTree, path: Sequence[int]) -> DraftTree:

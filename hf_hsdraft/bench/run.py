@@ -26,10 +26,12 @@ class Measured:
     Attributes:
         runs: by system, plain decoding first; each list goes repeat by repeat, and prompt by prompt within.
         left_out: systems that could not decode, with the reason.
+        first: by system, the call before all others here; not among `runs`.
     """
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    first: dict[str, Run] = field(default_factory=dict)
 
     @property
     def plain(self) -> list[Run]:
@@ -94,8 +96,9 @@ def measure(
     short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
     for system in list(going):
         for _ in range(2 if system.static else 1):  # compiled at the first, recorded at the second
-            if system in going:
-                call(system, inputs[0], short)
+            found = call(system, inputs[0], short) if system in going else None
+            if found is not None:
+                measured.first.setdefault(system.name, found[1])
     for repeat in range(repeats):
         for question, each in enumerate(inputs):
             texts: dict[str, list[list[int]]] = {}

@@ -6,15 +6,15 @@ branches. For checks of targets, whose text must not depend on any of it.
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from transformers import GenerationConfig
 
-from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
-from ..engine import decoding
+from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ..target.target_limits import text_config
 from ..trees.draft_tree import DraftTree
 
 
@@ -57,46 +57,68 @@ def chain_of(tree: DraftTree, truth: Sequence[int]) -> DraftTree:
     return DraftTree(tokens, tuple(range(-1, size - 1)), tuple(range(size)), tuple(-float(d) for d in range(size)))
 
 
-@contextmanager
-def scripted(texts: Sequence[Sequence[int]], seed: int = 0) -> Iterator[None]:
-    """Within, all drafts of this process follow `texts`, the new tokens of each row, as far as chance has it.
+class ScriptedDrafter(Drafter):
+    """Drafts along `texts` as far as chance has it.
 
-    For the time being no other thread should decode.
+    Args:
+        drafter: whose options, hidden states and checks these are; its own drafts are not made.
+        texts: the new tokens of each row.
+        seed: of the chance.
+
+    Attributes:
+        last: the session of the last call.
     """
-    rng = random.Random(seed)
 
-    class Scripted(HSCandidateGenerator):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._emitted = [0] * len(self._rows)
+    def __init__(self, drafter: Any, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
+        self.config, self.device = drafter.config, getattr(drafter, "device", None)
+        self.taps, self.num_draft_steps = drafter.taps, drafter.num_draft_steps
+        self.generation_config = copy.deepcopy(drafter.generation_config)
+        self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
+        self._drafter, self._texts, self._rng = drafter, texts, random.Random(seed)
+        self.last: ScriptedSession | None = None
 
-        def read(
-            self,
-            taps: torch.Tensor,
-            next_tokens: torch.Tensor,
-            position_ids: torch.Tensor,
-            row: int = 0,
-            embeds: torch.Tensor | None = None,
-        ) -> None:
-            assert len(taps) == len(position_ids)
-            self._rows[row].root = int(next_tokens[-1])
-            self._emitted[row] += len(next_tokens) if self._emitted[row] else 1
+    def default_generation_config(self) -> GenerationConfig:
+        return self._drafter.default_generation_config()
 
-        def draft(
-            self, max_depths: Mapping[int, int] | None = None, behind: Collection[int] | None = None
-        ) -> list[DraftTree]:
-            trees = []
-            for row, limit in (max_depths or {}).items():
-                truth = list(texts[row][self._emitted[row] :])
-                size = self.drafter.config.vocab_size
-                tree = random_tree(self._rows[row].root, truth, min(limit, self.options.depth), size, rng)
-                tree = tree.first(self._of_a_call.tree_size)
-                trees.append(tree if self.options.beam_width > 1 else chain_of(tree, truth))
-            return trees
+    def check(self, target: Any) -> None:
+        self._drafter.check(target)
 
-    before = decoding.HSCandidateGenerator
-    decoding.HSCandidateGenerator = Scripted  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        decoding.HSCandidateGenerator = before  # type: ignore[misc]
+    def session(self, call: DraftCall) -> Session:
+        self.last = ScriptedSession(call, self._texts, self._rng)
+        return self.last
+
+
+class ScriptedSession(Session):
+    """The drafts of one call.
+
+    Attributes:
+        forwards: number of forwards that it was told of; tokens: number of tokens emitted, of all texts.
+        chains: whether chains were asked for.
+    """
+
+    def __init__(self, call: DraftCall, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
+        self._options, self._texts, self._rng = call.options, texts, rng
+        self._vocab_size = text_config(call.target).vocab_size
+        self._emitted = [0] * call.rows
+        self.forwards, self.chains = 0, False
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._emitted)
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        self.forwards += 1
+        for each in news:
+            assert len(each.taps) == len(each.positions)
+            self._emitted[each.row] += len(each.tokens)
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        trees = []
+        for ask in asks:
+            most = self._options.shared_by(ask.sharing).depth
+            truth = list(self._texts[ask.row][self._emitted[ask.row] :])
+            tree = random_tree(ask.root, truth, min(ask.depth, most), self._vocab_size, self._rng)
+            tree = tree.first(self._options.tree_size)
+            self.chains = self.chains or ask.chain
+            trees.append(chain_of(tree, truth) if ask.chain else tree)
+        return trees

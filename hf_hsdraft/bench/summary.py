@@ -17,6 +17,10 @@ DEFINITIONS = {
     "median over repeats",
     "speed_up": "tokens/s over plain generate(), same settings, process and repeat, in changing order; median over "
     "repeats",
+    "time_ratio": "seconds of all calls over those of plain generate(), same settings, process and repeat, in changing "
+    "order; median over repeats; below 1 is quicker",
+    "first_calls": "seconds of the first call of each system in this process, which are in no other figure; plain "
+    "generate() comes first, so what the process does once for all is in its call",
     "speed_up_repeats": "least and greatest of the repeats' speed-ups",
     "speed_up_prompts": "10th percentile, median and 90th percentile over the prompts' own speed-ups, each from its "
     "median seconds per token over repeats",
@@ -41,6 +45,7 @@ class Summary:
     tau: float | None
     tokens_per_second: float
     speed_up: float
+    time_ratio: float
     speed_up_repeats: tuple[float, float]
     speed_up_prompts: tuple[float, float, float]
     decode_speed_up: float | None
@@ -63,6 +68,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
     """Figures of one system's runs beside plain decoding's of the same prompts and repeats."""
+    times = [_seconds(own) / _seconds(other) for own, other in _side_by_side(runs, plain, lambda run: run.repeat)]
     ratios = [_speed(own) / _speed(other) for own, other in _side_by_side(runs, plain, lambda run: run.repeat)]
     prompts = [
         _seconds_per_token(other) / _seconds_per_token(own)
@@ -84,6 +90,7 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
         tau=_tau(runs),
         tokens_per_second=statistics.median(_speed(group) for group in _grouped(runs, lambda run: run.repeat).values()),
         speed_up=statistics.median(ratios),
+        time_ratio=statistics.median(times),
         speed_up_repeats=(min(ratios), max(ratios)),
         speed_up_prompts=(quantile(prompts, 0.1), quantile(prompts, 0.5), quantile(prompts, 0.9)),
         decode_speed_up=statistics.median(decode_ratios) if decode_ratios else None,
@@ -161,7 +168,11 @@ def _side_by_side(
 
 
 def _speed(runs: Sequence[Run]) -> float:
-    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+    return sum(run.tokens for run in runs) / _seconds(runs)
+
+
+def _seconds(runs: Sequence[Run]) -> float:
+    return sum(run.seconds for run in runs)
 
 
 def _seconds_per_token(runs: Sequence[Run]) -> float:

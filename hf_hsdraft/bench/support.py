@@ -5,7 +5,6 @@ No type is on a list of ours: they come from transformers' own mappings.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -18,11 +17,11 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig, decoder_layers
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..target.target_limits import text_config, windows
-from .scripted import scripted
+from .scripted import ScriptedDrafter
 from .tiny import tiny_config, tiny_model
 
 MAPPINGS = {
@@ -101,9 +100,8 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
         trials = [_compared(model, 1, make, beyond) for make in (_scripted_drafter, _ngrams)]
         long = next((each for each in trials if each not in ("equal", "-")), trials[0])
     try:
-        drafter = _scripted_drafter(model, [])
-        with scripted(_new(plain), seed=1):
-            drafted = _decode(model, 1, drafter)
+        drafter = _scripted_drafter(model, _new(plain), seed=1)
+        drafted = _decode(model, 1, drafter)
     except ValueError as error:
         if "cannot be drafted for" not in str(error):
             return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
@@ -111,11 +109,15 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
         return Support(task, model_type, "refused", None, "-", ngrams, long, reason=reason)
     except Exception as error:
         return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
-    statistics = drafted.statistics
+    session, statistics = drafter.last, drafted.statistics
+    if statistics is None:  # Whisper's `generate` leaves out of its output what it does not know
+        assert session is not None
+        kind, reason, tau = "chain" if session.chains else "tree", "", session.tokens / session.forwards
+    else:
+        kind, reason, tau = statistics.draft_kind, statistics.reason, statistics.tau
     equal = torch.equal(plain.sequences, drafted.sequences)
     batch = _compared(model, 3, _scripted_drafter)
-    tau = round(statistics.tau, 2)
-    return Support(task, model_type, statistics.draft_kind, equal, batch, ngrams, long, tau, statistics.reason)
+    return Support(task, model_type, kind, equal, batch, ngrams, long, round(tau, 2), reason)
 
 
 def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -> str:
@@ -125,9 +127,7 @@ def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -
     except Exception:  # not ours
         return "-"
     try:
-        drafter = make_drafter(model, _new(plain))
-        with contextlib.nullcontext() if make_drafter is _ngrams else scripted(_new(plain), seed=2):
-            drafted = _decode(model, rows, drafter, prompt)
+        drafted = _decode(model, rows, make_drafter(model, _new(plain)), prompt)
     except Exception as error:
         refused = isinstance(error, ValueError) and "cannot be drafted for" in str(error)
         return "refused" if refused else _brief(error)
@@ -169,15 +169,15 @@ def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]]) -> HSDrafter:
-    """Any drafter that fits: what it would draft is not used."""
+def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2) -> ScriptedDrafter:
+    """A drafter that reads hidden states as any that fits, and drafts along `texts`."""
     config = text_config(model)
     torch.manual_seed(1)
-    return HSDrafter(
+    drafter = HSDrafter(
         HSDraftConfig(
             config.vocab_size,
             config.hidden_size,
-            config.num_hidden_layers,
+            decoder_layers(config),
             [1, 2],
             num_attention_heads=1,
             head_dim=8,
@@ -190,6 +190,7 @@ def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]]) -> HSDrafter:
             injector_hidden_size=8,
         )
     ).eval()
+    return ScriptedDrafter(drafter, texts, seed)
 
 
 def _brief(error: BaseException) -> str:

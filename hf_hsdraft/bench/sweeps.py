@@ -1,9 +1,9 @@
-"""The same comparison at several context lengths, and at several batch sizes."""
+"""The same comparison at several context lengths, at several batch sizes, and of calls that emit only so much."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..target.target_limits import text_config
@@ -12,19 +12,21 @@ from .measure import encode_prompt
 from .run import Inputs, Measured, measure
 from .systems import System
 
-CONTEXT, BATCH = "context_lengths", "batch_sizes"
+CONTEXT, BATCH, NEW = "context_lengths", "batch_sizes", "new_tokens"
 MEANING = {
     CONTEXT: "prompts padded to so many tokens at most, by text of other prompts in front of them in the user's turn",
     BATCH: "so many prompts a call, neighbours in length, padded at the left; tokens/s and texts are of all rows",
+    NEW: "tokens emitted by a call at most; all calls here are later ones, after a warm-up",
 }
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One context length or batch size.
+    """One context length, batch size or number of new tokens.
 
     Attributes:
-        value: tokens, or prompts a call; prompt_tokens: mean length of the prompts, padding of batches not counted.
+        value: tokens of the prompt, prompts a call, or new tokens.
+        prompt_tokens: mean length of the prompts, padding of batches not counted.
         measured: all calls.
     """
 
@@ -40,6 +42,7 @@ def check_points(
     context_lengths: Sequence[int],
     batch_sizes: Sequence[int],
     max_new_tokens: int,
+    new_tokens: Sequence[int] = (),
 ) -> None:
     """Raises a ValueError if a point cannot be measured with these prompts and this target."""
     window = getattr(text_config(target), "max_position_embeddings", None)
@@ -51,6 +54,13 @@ def check_points(
             )
         if length < shortest:
             raise ValueError(f"no prompt is as short as context length {length}: the shortest has {shortest} tokens")
+    longest = max(_length(tokenizer, prompt) for prompt in prompts)
+    for count in new_tokens:
+        if window is not None and longest + count > window:
+            raise ValueError(
+                f"the longest prompt, of {longest} tokens, and {count} new tokens are more than the target's {window} "
+                "positions"
+            )
     for size in batch_sizes:
         if size > len(prompts):
             raise ValueError(f"a batch of {size} needs as many prompts; there are {len(prompts)}")
@@ -115,20 +125,23 @@ def sweep(
     """Measures plain decoding and all systems at each value, in the order given.
 
     Args:
-        kind: `CONTEXT` or `BATCH`.
+        kind: `CONTEXT`, `BATCH` or `NEW`.
     """
     for value in values:
+        how = replace(settings, max_new_tokens=value) if kind == NEW else settings
         if kind == CONTEXT:
             texts = [
                 padded_prompt(tokenizer, prompt, [*prompts[index + 1 :], *prompts[:index]], value)
                 for index, prompt in enumerate(prompts)
             ]
             inputs = [encode_prompt(tokenizer, text, target.device) for text in texts if text is not None]
+        elif kind == NEW:
+            inputs = [encode_prompt(tokenizer, text, target.device) for text in prompts]
         else:
             inputs = padded_batches(tokenizer, prompts, value, target.device)
         tokens = sum(int(each["attention_mask"].sum()) for each in inputs)
         mean = tokens / sum(len(each["input_ids"]) for each in inputs)
-        yield SweepPoint(value, mean, measure(target, systems, inputs, settings, repeats, tell))
+        yield SweepPoint(value, mean, measure(target, systems, inputs, how, repeats, tell))
 
 
 def _length(tokenizer: Any, prompt: str) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -20,3 +22,8 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
 def is_unhooked(module: nn.Module) -> bool:
     """Whether calling a module runs its class's forward alone, on weights that are where it is."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def side_by_side(*modules: nn.Module) -> Transform:
+    """What modules make of the same input, joined in the last axis."""
+    return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..common.checks import few, is_integer, is_number, printable
 from ..pace.round_costs import Costs
-from ..verifiers.verification import VERIFICATIONS
+from ..verifiers.registry import VERIFIERS
 from .ngrams.ngram_cache import MOST_LEADING
 
 logger = logging.get_logger(__name__)
@@ -21,7 +21,7 @@ _ALIKE = 0.85  # of two names; see `difflib.SequenceMatcher.ratio`
 
 MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
 TREE_SIZINGS = ("cost", "fixed")
-REUSES = ("none", "ensemble", "resample", "skip")
+REUSES = ("none", "ensemble", "resample")
 TREE_BUILDERS = ("beam", "gumbel", "stochastic_beam")
 
 
@@ -33,7 +33,7 @@ class DraftOptions:
         depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
         tree_size, beam_width: see `build_beam_trees`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
-        reuse: `"none"`, `"ensemble"`, `"resample"` or `"skip"`.
+        reuse: `"none"`, `"ensemble"` or `"resample"`.
         reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
         tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
         verification: `"walk"` or `"rejection"`.
@@ -79,7 +79,7 @@ class DraftOptions:
         """Reads and checks the options.
 
         Args:
-            drafter: an [`HSDrafter`] or a [`CachebackDrafter`].
+            drafter: a `Drafter`.
             call: generation configuration of the call. What it sets goes before what the drafter says; transformers has
                 filled in its own defaults by then, and those count as not set.
 
@@ -87,7 +87,7 @@ class DraftOptions:
             ValueError: an option is misspelt or out of range; the message names it and what would be right.
         """
         config = drafter.generation_config
-        limit = drafter.config.num_draft_steps
+        limit = drafter.num_draft_steps
         defaults = drafter.default_generation_config()
         _check_names(config, defaults)
         library = GenerationConfig._get_default_generation_params()
@@ -120,18 +120,14 @@ class DraftOptions:
         for name, value, allowed in (
             ("tree_sizing", sizing, TREE_SIZINGS),
             ("tree_builder", builder, TREE_BUILDERS),
-            ("verification", verification, VERIFICATIONS),
+            ("verification", verification, tuple(VERIFIERS)),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is invalid: expected one of {', '.join(allowed)}")
-        if verification == "rejection" and builder == "beam":
+        if VERIFIERS[verification].drawn_nodes and builder == "beam":
             raise ValueError(
-                "verification='rejection' is invalid with tree_builder='beam': its ratio holds for drawn nodes only, "
-                "the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
-            )
-        if reuse == "skip" and sizing == "fixed":
-            raise ValueError(
-                "reuse='skip' is invalid with tree_sizing='fixed': what a roll-out is worth is not known then"
+                f"verification={verification!r} is invalid with tree_builder='beam': its ratio holds for drawn nodes "
+                "only, the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
             )
         packed = option("packed_weights")
         if packed is not None and not isinstance(packed, bool):

@@ -24,12 +24,11 @@ ANY = _Any()
 class AnySpecialTokens:
     """The configuration of a drafter, as a pipeline compares it with that of a target.
 
-    A pipeline takes an assistant without a tokenizer of its own only if the special tokens of both configurations are
-    equal. A drafter writes no such tokens: it proposes token ids, and the target alone decides what ends a text. So it
-    fits whatever a target calls its special tokens, now and later.
+    A pipeline takes an assistant without a tokenizer only if both configurations have the same special tokens. A
+    drafter writes no such tokens, and the target alone decides what ends a text. So it fits any special tokens.
 
     Args:
-        config: that all other fields are read from.
+        config: The configuration that all other fields are read from.
     """
 
     bos_token_id = eos_token_id = pad_token_id = ANY

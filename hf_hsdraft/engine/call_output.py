@@ -26,6 +26,7 @@ class DraftStatistics:
         drafted_nodes: nodes verified in each round, the root not counted, for each row.
         draft_kind: `"tree"` or `"chain"`, what was drafted.
         reason: why chains were, if they were not asked for.
+        exact: whether the text has the target's own distribution; only a lossy rule of verification has not.
         packed_weights: whether rounds multiplied by packed copies of the target's weights, from some round on.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
             the total is Python between the parts, and finding out what a target can do.
@@ -38,6 +39,7 @@ class DraftStatistics:
     drafted_nodes: list[int] = field(default_factory=list)
     draft_kind: str = "tree"
     reason: str = ""
+    exact: bool = True
     packed_weights: bool = False
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import (
 from ..common.tensors import on_device
 from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Draws, Foresight
-from ..verifiers.verification import ChooseToken, Verdict, draw_token, greedy_choice, own_choice, rejection_choice, walk
+from ..verifiers.verdict import Nodes, Verdict, Verifier, draw_token
 from .row_processors import RowProcessors
 
 # Processors of the library that can be asked about a drafter's scores: they look at nothing else, wherever those are.
@@ -69,8 +69,10 @@ class DecodedTexts:
     Args:
         input_ids: `[B, length]`, the prompts.
         generation_config, logits_processor, stopping_criteria, streamer: as `generate()` prepared them.
-        reject: choose tokens by rejection without replacement instead of the target's own draws.
-        vocab_ids: `[V']`, the draft vocabulary, for `reject`.
+        verifier: the rule that accepts drafts.
+
+    Attributes:
+        foresight: what drafts may know of the draws to come; `None` where nothing is drawn.
     """
 
     def __init__(
@@ -80,8 +82,7 @@ class DecodedTexts:
         logits_processor: LogitsProcessorList,
         stopping_criteria: Any,
         streamer: Any,
-        reject: bool,
-        vocab_ids: torch.Tensor,
+        verifier: Verifier,
     ) -> None:
         self.rows = [_Row(row[None]) for row in input_ids]
         self.prompt_length = input_ids.shape[1]
@@ -89,8 +90,8 @@ class DecodedTexts:
         self._process = logits_processor
         self._streamer = streamer
         self._streamed = 0
-        self._vocab_ids = vocab_ids
-        self._reject = reject and generation_config.do_sample
+        self._verifier = verifier
+        self.foresight: Foresight | None = None
         wanted = generation_config.return_dict_in_generate
         self.keeps_scores = bool(wanted and generation_config.output_scores)
         self.keeps_logits = bool(wanted and generation_config.output_logits)
@@ -146,21 +147,18 @@ class DecodedTexts:
         length = max(row.ids.shape[1] for row in self.rows)
         return torch.cat([torch.nn.functional.pad(row.ids, (length - row.ids.shape[1], 0)) for row in self.rows])
 
-    def foresee(self, vocab_size: int) -> Foresight | None:
-        """Lets drafts know of the draws to come; of no use, and `None`, where nothing is drawn or not by the target.
-
-        Called before the first draw.
+    def foresee(self, vocab_size: int) -> None:
+        """Lets drafts know of the draws to come, where tokens are the target's own draws. Called before the first draw.
 
         Args:
             vocab_size: of the target's logits.
         """
-        if not self._config.do_sample or self._reject:
-            return None
-        if self._vocab_ids.numel() == 0 or int(self._vocab_ids.max()) < vocab_size:
-            self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
-        if self._draws is None:
-            return None
-        return Foresight(self._draws, [one for one in self._process if type(one) in _WARPERS])
+        if not self._config.do_sample or not self._verifier.own_draws:
+            return
+        self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
+        if self._draws is not None:
+            warpers = [one for one in self._process if type(one) in _WARPERS]
+            self.foresight = Foresight(self._draws, warpers, vocab_size)
 
     def start(self, logits: torch.Tensor) -> None:
         """Processes the scores of every row's first new token, `[B, V]`, at once, as plain decoding does."""
@@ -172,10 +170,28 @@ class DecodedTexts:
         for row, *judged in zip(self.rows, raw.split(1), scores.to(ids.device).split(1), strict=True):
             row.judged[0] = judged[0], judged[1]
 
-    def walk(self, index: int, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        """What of a row's tree is accepted, by the target's `logits` `[nodes, V]`."""
-        chooser = self._chooser(index, tree, logits)
-        return walk(tree, chooser, lambda path, tokens: self._ends(index, path, tokens))
+    def judge(self, index: int, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor | None = None) -> Verdict:
+        """What of a row's tree is accepted, by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`."""
+        row = self.rows[index]
+
+        def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
+            if node not in row.judged:  # processors are asked once, as some of them count
+                drafted = row.ids.new_tensor([tokens])
+                raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
+                ids = torch.cat([row.ids, drafted], dim=-1)
+                scores = self._processed(index, ids, raw.clone() if self.keeps_logits else raw)
+                row.judged[node] = raw, scores.to(ids.device)
+            return row.judged[node][1]
+
+        draw = None
+        if self._config.do_sample:
+            draw = draw_token if self._draws is None else self._draws[index]
+        processed = self.keeps_scores or self.keeps_logits or len(self._process) > 0
+
+        def ends(path: list[int], tokens: list[int]) -> bool:
+            return self._ends(index, path, tokens)
+
+        return self._verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
 
     def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
         """Appends what was accepted, and the token after it."""
@@ -266,27 +282,6 @@ class DecodedTexts:
             )
             for step in range(count)
         )
-
-    def _chooser(self, index: int, tree: DraftTree, logits: torch.Tensor) -> ChooseToken:
-        keep = self.keeps_scores or self.keeps_logits
-        if not self._config.do_sample and not keep and len(self._process) == 0:
-            return greedy_choice(logits)
-        row = self.rows[index]
-
-        def scores_at(node: int, tokens: list[int]) -> torch.Tensor:
-            if node not in row.judged:  # processors are asked once, as some of them count
-                drafted = row.ids.new_tensor([tokens])
-                raw = logits[node : node + 1].to(row.ids.device, torch.float32, copy=True)
-                ids = torch.cat([row.ids, drafted], dim=-1)
-                scores = self._processed(index, ids, raw.clone() if self.keeps_logits else raw)
-                row.judged[node] = raw, scores.to(ids.device)
-            return row.judged[node][1]
-
-        if self._reject:
-            return rejection_choice(scores_at, tree, self._vocab_ids)
-        if not self._config.do_sample:
-            return own_choice(scores_at, None)
-        return own_choice(scores_at, draw_token if self._draws is None else self._draws[index])
 
     def _ends(self, index: int, path: list[int], tokens: list[int]) -> bool:
         """Whether a row ends after these tokens, chosen at root and `path`. Criteria are asked once for each token."""

@@ -44,16 +44,19 @@ def pull(
     from huggingface_hub import HfApi
 
     from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..repository.care import care
     from ..repository.drafter_files import CODE, find_folder
 
     if to is not None and to.is_dir() and any(to.iterdir()):
         raise typer.BadParameter(f"{to} is not empty: name a new folder", param_hint="--to")
     if Path(name).exists():
         raise typer.BadParameter(f"{name} is a folder here: pull from another place", param_hint="name")
-    find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
+    with care().loading(name):
+        find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
     commit = HfApi().model_info(name, revision=revision).sha  # not what the cache takes for the latest
     HSDrafter.from_pretrained(name, revision=commit, force_download=force)
-    folder = find_folder(name, CODE, revision=commit, force_download=force)
+    with care().loading(name):
+        folder = find_folder(name, CODE, revision=commit, force_download=force)
     if to is not None:
         shutil.copytree(folder, to, dirs_exist_ok=True)
     console.print(str(to or folder), highlight=False, soft_wrap=True)
@@ -84,12 +87,11 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
 
     from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ..drafters.hidden_state.target_match import explain_mismatch
-    from ..engine.decoding import check_target
     from ..target.target_loading import load_target
 
     drafter = HSDrafter.from_pretrained(name, dtype=torch.float32, **hub)
     model, tokenizer = load_target(target, torch.float32)
-    check_target(model, drafter)
+    drafter.check(model)
     fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
     if drafter.config.target_reference is None:
         fits = "this drafter does not record what its target writes; `hsdraft card --target` does"
@@ -130,8 +132,9 @@ def card(
 ) -> None:
     """Enters measurements into a drafter's figures, records its target, and writes its card anew."""
     from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-    from ..repository.drafter_files import read_json
-    from ..repository.model_card import RECIPE, is_generated, write_card
+    from ..repository.drafter_files import CARD, RECIPE, read_json
+    from ..repository.model_card import write_card
+    from ..repository.publication import is_generated
     from ..training.files import write_json
     from .measured import enter_benchmarks
 
@@ -150,7 +153,7 @@ def card(
     if stated:
         recipe = read_json(folder / RECIPE) if (folder / RECIPE).is_file() else {}
         write_json(folder / RECIPE, {**recipe, **stated})
-    readme = folder / "README.md"
+    readme = folder / CARD
     if readme.is_file() and not is_generated(readme):
         console.print(f"{readme} is somebody's own and was left as it is", highlight=False, soft_wrap=True)
         return

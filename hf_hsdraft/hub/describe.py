@@ -12,6 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from ..common.checks import printable
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..repository.care import care
 from ..repository.drafter_files import (
     CONFIG,
     DESCRIBED,
@@ -31,9 +32,13 @@ class CachedDrafter:
     """A drafter in the Hub's cache: one commit of one repository.
 
     Attributes:
-        name, commit, refs: of the repository, of this state of it, and what branches and tags point to it.
-        target: it was made for, by name; format_version: of its files; bytes: of its weights, 0 if not fetched yet.
-        problem: why it cannot be loaded, empty if nothing is known.
+        name: Name of the repository.
+        commit: Commit that is cached.
+        refs: Branches and tags that point to it.
+        target: Name of the target it was made for.
+        format_version: Format of its files.
+        bytes: Size of its weights, 0 if they are not fetched yet.
+        problem: Why it cannot be loaded; empty if nothing is known.
     """
 
     name: str
@@ -46,7 +51,7 @@ class CachedDrafter:
 
 
 def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
-    """Drafters in the cache, by name; models of other types are passed over."""
+    """Yields the drafters in the cache, by name, and no models of other types."""
     try:
         repositories = scan_cache_dir(cache_dir).repos
     except CacheNotFound:
@@ -69,21 +74,23 @@ def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
 
 
 def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dict[str, str]]:
-    """What is known of a drafter, as sections of lines.
+    """Returns what is known of a drafter, as sections of lines.
 
     Args:
-        name: folder or Hub name.
-        with_weights: fetch the weights too, and compare them with their digests.
-        hub: see `find_folder`.
+        name: Folder or Hub name.
+        with_weights: Whether to fetch the weights too, and compare them with their digests.
+        hub: What to ask the Hub with, see `find_folder`.
 
     Raises:
-        OSError, ValueError: it cannot be found, or is no drafter that this version reads.
+        OSError: It cannot be found.
+        ValueError: It is no drafter that this version reads.
     """
-    if with_weights:
-        folder = fetch(name, HSDraftConfig.model_type, **hub)
-    else:
-        folder = find_folder(name, DESCRIBED, **hub)
-        check_is_drafter(folder, HSDraftConfig.model_type)
+    with care().loading(name, bool(hub.get("local_files_only"))):
+        if with_weights:
+            folder = fetch(name, HSDraftConfig.model_type, **hub)
+        else:
+            folder = find_folder(name, DESCRIBED, **hub)
+            check_is_drafter(folder, HSDraftConfig.model_type)
     config = HSDraftConfig.from_dict(read_json(folder / CONFIG))
     options = {"num_assistant_tokens": config.num_draft_steps, "tree_size": config.tree_size}
     options |= read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from ..common.checks import printable
-from ..repository.drafter_files import digests, read_json
-from ..repository.model_card import FIGURES, is_benchmark, read_figures
+from ..repository.drafter_files import FIGURES, digests, read_json
+from ..repository.model_card import is_benchmark, read_figures
 from ..training.files import write_json
 from ..training.pictures import draw_speed_up
 
 
 def enter_benchmarks(folder: Path, reports: Sequence[Path]) -> list[dict[str, Any]]:
-    """Puts what `hsdraft bench --json` wrote into a drafter's figures; those entered before are replaced.
+    """Puts what `hsdraft bench --json` wrote into a drafter's figures, in place of what was entered before.
+
+    Returns:
+        The entries, one a report.
 
     Raises:
-        ValueError: a report is none, or is about other weights.
+        ValueError: A report is none, or is about other weights.
     """
     weights = digests(folder)
     entered = [_entry(path, read_json(path), weights) for path in reports]

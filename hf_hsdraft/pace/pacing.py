@@ -9,91 +9,23 @@ emitted. Whoever gives the costs gets the same trees in every run: then nothing 
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from ..trees.draft_tree import DraftTree
+from .calibration import Calibration
 from .round_costs import Costs, MeasuredCosts
 
-# Lower ends of the bins of an edge's log-probability.
-_BINS = (-0.05, -0.15, -0.35, -0.7, -1.1, -1.6, -2.3, -3.0, -4.0, -5.0, -6.5, -8.0)
-_PRIOR_TRIALS = 64.0  # tokens that what is assumed of a bin counts for: drafters know well how sure they are
 _PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, beside what came of them
-_PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
-_MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
 _FADING = 0.85  # of the weight of earlier rounds, with each further one
 _SLOWER = 1.1  # than without packed weights, and more than noise: there nothing is packed
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
-_KEPT_TRIALS = 24.0  # tokens that each bin of an earlier text counts for in the next one
 _KEPT_DRAFTS = 2  # drafts that the gains of an earlier text count for
 _KEPT_TRUST = 0.3  # of what was accepted and expected in an earlier text
-
-
-@dataclass
-class Calibration:
-    """How often a drafted token is right, by the probability that the drafter gives it after its parent.
-
-    Attributes:
-        trials, hits: tokens that were compared and that were right, by bins of that probability.
-        expected, right: the same over all bins, with the probabilities summed instead of the tokens counted: what is
-            assumed of a bin as long as little of it was seen.
-    """
-
-    trials: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
-    hits: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
-    expected: float = _PRIOR_EXPECTED
-    right: float = _PRIOR_EXPECTED
-
-    def probability(self, log_prob: float) -> float:
-        place = _bin(log_prob)
-        assumed = min(math.exp(log_prob) * self.right / self.expected, 1.0)
-        return (self.hits[place] + _PRIOR_TRIALS * assumed) / (self.trials[place] + _PRIOR_TRIALS)
-
-    def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        """Compares a tree with the tokens that were emitted after its root."""
-        children, node = tree.children(), 0
-        for token in tokens:
-            for child in children[node].values():
-                log_prob = tree.scores[child] - tree.scores[node]
-                place = _bin(log_prob)
-                self.expected += math.exp(log_prob)
-                self.right += tree.tokens[child] == token
-                if self.trials[place] >= _MOST_TRIALS:  # texts change
-                    self.trials[place], self.hits[place] = self.trials[place] / 2, self.hits[place] / 2
-                self.trials[place] += 1.0
-                self.hits[place] += tree.tokens[child] == token
-            if token not in children[node]:
-                break
-            node = children[node][token]
-        if self.expected > _MOST_TRIALS:
-            self.expected, self.right = self.expected / 2, self.right / 2
-
-    def applied(self, tree: DraftTree) -> DraftTree:
-        """The same tree, scored by how probable it is that its nodes are accepted."""
-        scores = [0.0]
-        for node in range(1, len(tree)):
-            parent = tree.parents[node]
-            right = self.probability(tree.scores[node] - tree.scores[parent])
-            scores.append(scores[parent] + math.log(max(right, 1e-9)))
-        return DraftTree(tree.tokens, tree.parents, tree.depths, tuple(scores))
-
-    def softened(self) -> Calibration:
-        """The same for another text: what was counted weighs less."""
-        shares = [min(_KEPT_TRIALS / trials, 1.0) if trials else 0.0 for trials in self.trials]
-        share = min(_KEPT_TRIALS / self.expected, 1.0)
-        return Calibration(
-            [share * trials for share, trials in zip(shares, self.trials, strict=True)],
-            [share * hits for share, hits in zip(shares, self.hits, strict=True)],
-            share * self.expected,
-            share * self.right,
-        )
-
-
-def _bin(log_prob: float) -> int:
-    return next((place for place, low in enumerate(_BINS) if log_prob >= low), len(_BINS))
 
 
 @dataclass
@@ -148,11 +80,89 @@ class Habits:
         return max(self.tokens / self.time, 1.0)
 
 
-class Pace:
+class Pace(Protocol):
+    """How much to draft and to verify, round by round.
+
+    Attributes:
+        measures: whether rounds have to be timed.
+    """
+
+    @property
+    def measures(self) -> bool: ...
+
+    def plan(self, certain: float = 0.0) -> int:
+        """How deep to draft in this round. Called once a round, as waiting rounds are counted.
+
+        Args:
+            certain: probability that the next token is among those that are proposed without a draft.
+        """
+        ...
+
+    def scored(self, tree: DraftTree) -> DraftTree:
+        """A drafted tree, scored by how probable its nodes are to be accepted."""
+        ...
+
+    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
+        """The same of trees drafted to some depth just now, of the texts that decide; what each depth adds is noted."""
+        ...
+
+    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
+        """The trees with as many nodes as are worth verifying in one forward, by those of the rows that decide.
+
+        Called once a round.
+        """
+        ...
+
+    def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
+        """Takes what was emitted after the root of an uncut draft, as the drafter scored it."""
+        ...
+
+    def timed(
+        self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
+    ) -> None:
+        """Takes how a round went.
+
+        Args:
+            nodes: number of nodes verified in the largest tree.
+            emitted: number of tokens emitted a row that decides, on average.
+            forward_seconds: `None` of a round that did something else too, whose time says nothing.
+            depth: that was drafted.
+            draft_seconds: time the draft took.
+        """
+        ...
+
+
+class FixedPace:
+    """Drafts and verifies all there is, in every round."""
+
+    measures = False
+
+    def plan(self, certain: float = 0.0) -> int:
+        return sys.maxsize
+
+    def scored(self, tree: DraftTree) -> DraftTree:
+        return tree
+
+    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
+        return list(trees)
+
+    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
+        return list(trees)
+
+    def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
+        pass
+
+    def timed(
+        self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
+    ) -> None:
+        pass
+
+
+class CostPace:
     """Decides round by round how deep to draft and which nodes to verify. One for a call, all its rows together.
 
-    A batch is done when its last row is, so the rows that are furthest behind decide: `weighed`, `size` and `timed` are
-    told of theirs alone. The other rows draft and verify as much.
+    A batch is done when its last row is, so the rows that are furthest behind decide: `weighed`, `most_nodes` and
+    `timed` are told of theirs alone. The other rows draft and verify as much.
 
     Args:
         depth: the most there may be.
@@ -169,8 +179,8 @@ class Pace:
         self._steps_plainly = False  # in this round, to see how long that takes
         self._promised = 0.0  # tokens that this round's tree was expected to gain
 
-    def take_over(self, before: Pace) -> None:
-        """Goes on with what another pace has learnt of the text."""
+    def take_over(self, before: CostPace) -> None:
+        """Goes on with what another pace of the call has learnt of the text."""
         self.habits = before.habits.of_depth(self._depth)
         self._pause, self._waited = before._pause, before._waited
 
@@ -190,16 +200,11 @@ class Pace:
     def rate(self) -> float:
         return self.habits.rate
 
-    def depth(self, certain: float = 0.0) -> int:
-        """How deep to draft.
-
-        Args:
-            certain: probability that the next token is among those that are proposed without a draft.
-        """
+    def plan(self, certain: float = 0.0) -> int:
         self._steps_plainly = self.measured is not None and self.measured.wants_plain(self.rate)
         if self._steps_plainly:
             return 0
-        chosen, _ = self._best_depth(certain)
+        chosen = self._best_depth(certain)
         if chosen or certain > 0.5:
             return chosen
         self._waited += 1
@@ -209,33 +214,24 @@ class Pace:
         self._waited, self._pause = 0, min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
         return min(1, self._depth)
 
-    def worth(self) -> float:
-        """Tokens that a draft of the best depth gains of late, less what it costs."""
-        return self._best_depth()[1]
-
-    def _best_depth(self, certain: float = 0.0) -> tuple[int, float]:
-        """The depth that gains most, and how much; 0 where none gains."""
+    def _best_depth(self, certain: float) -> int:
+        """The depth that gains most; 0 where none gains."""
         costs, gain, best, chosen = self.costs, 0.0, 0.0, 0
         for depth, more in enumerate(self.habits.gains, 1):
             gain += (1.0 - certain) * more * self.habits.trust
             worth = gain - self.rate * costs.drafting(depth)
             if worth > best:
                 best, chosen = worth, depth
-        return chosen, best
+        return chosen
 
     def scored(self, tree: DraftTree) -> DraftTree:
-        """A drafted tree, scored by how probable its nodes are to be accepted."""
         return self.habits.calibration.applied(tree)
 
-    def weighed(self, tree: DraftTree, depth: int) -> DraftTree:
-        """The same of a tree drafted to some depth just now; what each depth adds is noted."""
-        tree, costs, habits = self.scored(tree), self.costs, self.habits
-        least = self.rate * costs.node
-        gains = [0.0] * depth
-        for level, score in zip(tree.depths[1:], tree.scores[1:], strict=True):
-            gains[level - 1] += max(math.exp(score) - least, 0.0)
-        habits.drafts += 1
-        weight = max(1.0 - _FADING, 1.0 / (habits.drafts + 1))  # of the first few their mean
+    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
+        trees, costs, habits, count = [self.scored(tree) for tree in trees], self.costs, self.habits, len(trees)
+        gains = self._gains(trees, depth)
+        habits.drafts += count
+        weight = max(1.0 - _FADING**count, count / (habits.drafts + 1))  # of the first few their mean
         known = habits.gains
         for level in range(len(known)):
             if level < depth:
@@ -245,10 +241,29 @@ class Pace:
                 known[level] = known[level - 1] * min(ratio, 0.95)
         if sum(gains) > self.rate * costs.drafting(depth):
             self._pause = 0
-        return tree
+        return trees
 
-    def size(self, trees: Sequence[DraftTree]) -> int:
-        """How many nodes of each tree are worth verifying in one forward, best first.
+    def _gains(self, trees: Sequence[DraftTree], depth: int) -> list[float]:
+        """What each depth of scored trees adds for a text on average, where all are cut to one width.
+
+        See `most_nodes`.
+        """
+        costs, rate = self.costs, self.rate
+        least = rate * costs.node
+        ranked = [sorted(range(1, len(tree)), key=[-score for score in tree.scores].__getitem__) for tree in trees]
+        paths = [[math.exp(tree.scores[node]) for node in nodes] for tree, nodes in zip(trees, ranked, strict=True)]
+        width = sum(sum(column) > least * len(trees) for column in zip_longest(*paths, fillvalue=0.0))
+        gains = [0.0] * depth
+        for tree, nodes, path in zip(trees, ranked, paths, strict=True):
+            for node, probability in zip(nodes[:width], path, strict=False):
+                gains[tree.depths[node] - 1] += (probability - least) / len(trees)
+        gains = [max(gain, 0.0) for gain in gains]
+        total = sum(gains)
+        share = max(1.0 - rate * costs.tree / total, 0.0) if total else 0.0  # where no tree is verified, none gains
+        return [share * gain for gain in gains]
+
+    def most_nodes(self, trees: Sequence[DraftTree]) -> int:
+        """How many nodes of each tree are worth verifying in one forward, best first. Called once a round.
 
         A forward over a batch is as wide as its largest tree, so a further node is one of every tree.
         """
@@ -268,22 +283,16 @@ class Pace:
         self._promised = expected
         return size
 
-    def learn(self, tree: DraftTree | None, tokens: Sequence[int]) -> None:
-        """Takes what was emitted after the root of an uncut draft, as the drafter scored it."""
-        if tree is not None:
-            self.habits.calibration.learn(tree, tokens)
+    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
+        size = self.most_nodes(deciding)
+        return [tree.first(size) for tree in trees]
+
+    def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
+        self.habits.calibration.learn(tree, tokens)
 
     def timed(
         self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
     ) -> None:
-        """Takes how a round went.
-
-        Args:
-            nodes: verified in the largest tree.
-            emitted: tokens a row that decides, on average.
-            forward_seconds: `None` of a round that did something else too, whose time says nothing.
-            depth: that was drafted.
-        """
         costs, habits = self.costs, self.habits
         if self.measured is not None and forward_seconds is not None:
             self.measured.add(nodes, forward_seconds, depth, draft_seconds)
@@ -326,8 +335,8 @@ class KindOfCall:
 
 
 def pace_for(
-    target: Any, drafter: Any, kind: KindOfCall, given: Costs | None, before: Pace | None = None, share: float = 1.0
-) -> Pace:
+    target: Any, drafter: Any, kind: KindOfCall, given: Costs | None, before: CostPace | None = None, share: float = 1.0
+) -> CostPace:
     """The pace of a call, with what is known of calls of its kind.
 
     Args:
@@ -336,7 +345,7 @@ def pace_for(
         share: what part of the rows that were read until now is read from here on.
     """
     if given is not None:
-        pace = Pace(kind.depth, given)
+        pace = CostPace(kind.depth, given)
     else:
         known = _known.setdefault(target, {})
         measured = known.get(kind.key())
@@ -344,7 +353,7 @@ def pace_for(
             like = before.measured if before is not None and share < 1.0 else None
             measured = like.of_fewer(share) if like is not None else MeasuredCosts.of_rows(kind.rows)
             known[kind.key()] = measured
-        pace = Pace(kind.depth, measured)
+        pace = CostPace(kind.depth, measured)
     if before is not None:
         pace.take_over(before)
     if given is None:

@@ -1,1 +1,1 @@
-"""A drafter as files: loading, saving, what travels to the Hub, its card."""
+"""A drafter as files. `package_care`, `model_card` and `code_files` stay with the package, the rest travels."""

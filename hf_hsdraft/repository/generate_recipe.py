@@ -1,6 +1,6 @@
 """What `model.generate(..., custom_generate="user/drafter", trust_remote_code=True)` runs.
 
-It decodes with the drafter of its repository, where it lies at `custom_generate/generate.py`.
+It lies at `custom_generate/generate.py` in the repository of a drafter, and decodes with that drafter.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def generate(model: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
     """Loads the drafter, once for a repository, a dtype and a device, and decodes with it as `assistant_model`.
 
     Args:
-        model: the target.
-        kwargs: what `generate()` was given, and arguments for loading such as `revision`.
+        model: The target.
+        kwargs: What `generate()` was given, and arguments for loading such as `revision`.
 
     Raises:
-        ValueError: there is an `assistant_model` too.
+        ValueError: There is an `assistant_model` too.
     """
     if assistant_model is not None:
         raise ValueError("custom_generate loads its own drafter: leave assistant_model out, or custom_generate")
@@ -52,6 +52,6 @@ def _drafter(
 
 
 def _state(repository: str | os.PathLike[str]) -> float:
-    """Of a folder, when it was last saved to: a commit of the Hub never changes."""
+    """Returns when a folder was last saved to; 0 for a repository of the Hub, whose commits never change."""
     config = Path(repository) / "config.json"
     return config.stat().st_mtime if config.is_file() else 0.0

@@ -14,24 +14,16 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import safe_open
 
 from ..common.checks import public_name
-from .drafter_files import CONFIG, OPTIONS, PICTURES, read_json, weight_files
+from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
+from .publication import MARK, is_generated
 
-RECIPE, FIGURES = "training_recipe.json", "figures.json"
 GAP = "not measured"
-_MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
-_OLD_MARK = "<!-- written by hsdraft train -->"
 _CAPTIONS = {
     "speed_up.png": "Speed-up and tau by category",
     "learning_curves.png": "Loss and tau over the steps of training",
     "acceptance.png": "Training accuracy and acceptance while decoding, by depth",
     "calibration.png": "How often a first choice is right, by how sure the drafter is of it",
 }
-
-
-def is_generated(path: Path) -> bool:
-    """Whether a card was written by this module, and may be written anew: what it says is in the files beside it."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return _MARK in text or (_OLD_MARK in text and (path.parent / RECIPE).is_file())
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
@@ -101,9 +93,9 @@ def write_card(folder: Path, name: str) -> None:
     """Writes `README.md` into a drafter's folder (or an adapter's), unless there is one that somebody wrote.
 
     Args:
-        name: of the drafter, as the card's examples shall load it.
+        name: Name of the drafter, as the card's examples load it.
     """
-    path = folder / "README.md"
+    path = folder / CARD
     if path.is_file() and not is_generated(path):
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -120,7 +112,7 @@ def render_card(folder: Path, name: str) -> str:
     target = config.get("target_name") or recipe.get("target") or ""
     parts = [
         f"---\n{_metadata(name, target, recipe, benchmarks).to_yaml()}\n---",
-        _MARK,
+        MARK,
         f"# {name.rsplit('/', 1)[-1]}",
         _what_it_is(folder, config, target, adapts),
         _use(name, target, adapts),
@@ -336,7 +328,7 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
     """Parameters and bytes of the weights in a folder.
 
     Raises:
-        OSError: there are none.
+        OSError: There are none.
     """
     files, parameters = weight_files(folder), 0
     for path in files:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from .care import care
 from .drafter_files import (
     CONFIG,
     DESCRIBED,
@@ -22,11 +23,10 @@ from .drafter_files import (
     check_weights,
     fetch,
     find_folder,
-    forgetting_damaged,
     read_json,
     tensors,
 )
-from .publication import complete, complete_folder, push, push_adapter
+from .publication import complete, complete_folder
 
 _OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
 _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
@@ -36,30 +36,37 @@ class PretrainedDrafter(PreTrainedModel):
     """A model whose folder is a repository of the Hub.
 
     Attributes:
-        loaded_from: the folder that it was loaded from, whose recipe and figures come along when it is saved.
+        auto_map: Where its family's classes lie in the code that travels, by the names of the auto classes.
+        loaded_from: The folder that it was loaded from, whose documents come along when it is saved.
     """
 
-    auto_map: ClassVar[dict[str, str]] = {}  # of the files that travel: see `transformers.AutoConfig`, `AutoModel`
+    auto_map: ClassVar[dict[str, str]] = {}
     loaded_from: Path | None = None
 
     @classmethod
+    def family(cls) -> type:
+        """Returns the class whose code travels: this one, or the one that it was derived from."""
+        return next(each for each in cls.__mro__ if "auto_map" in vars(each))
+
+    @classmethod
+    def code_map(cls) -> dict[str, str]:
+        """Returns the `auto_map` to save: the family's, and a derived class where it was registered."""
+        if cls._auto_class is None or cls.__module__ == "__main__":  # transformers warns of the latter
+            return dict(cls.auto_map)
+        return {**cls.auto_map, cls._auto_class: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """Nothing has to be registered: a saved drafter always brings its code, and is loaded by `AutoModel`.
+        """Makes the code of a class derived from a drafter travel with it; that of a drafter itself always does.
 
         Raises:
-            ValueError: another auto class is asked for.
+            ValueError: Another auto class is asked for.
         """
         name = auto_class if isinstance(auto_class, str) else auto_class.__name__  # transformers passes the class
         if name != "AutoModel":
             raise ValueError(f"auto_class={name!r} is invalid: a drafter is loaded by 'AutoModel'")
-
-    @classmethod
-    def _code_entries(cls) -> list[Path]:
-        """The files that `auto_map` names: those of this family, and the entry, which lies at the package's root."""
-        own = Path(inspect.getfile(cls)).resolve()
-        places = (own.parent, *own.parents[1:3])
-        stems = sorted({name.partition(".")[0] for name in cls.auto_map.values()})
-        return [next(place / f"{stem}.py" for place in places if (place / f"{stem}.py").is_file()) for stem in stems]
+        if cls is not cls.family():
+            super().register_for_auto_class(name)
 
     def check_options(self) -> None:
         """Raises a ValueError for a drafting option that is out of range; a drafter is not saved with such."""
@@ -73,18 +80,16 @@ class PretrainedDrafter(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Loads a drafter as every model of transformers is loaded, from safetensors only, checked before it is built.
+        """Loads a drafter as every model of transformers, from safetensors only, checked before it is built.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub name of a drafter.
-            kwargs: as in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
-                from; without it, the configuration beside the weights is read. Fields of the configuration may be
-                given by name too, and go before what it says.
+            pretrained_model_name_or_path: Folder or Hub name of a drafter.
+            kwargs: As in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
+                from. Fields of the configuration may be given by name too, and go before what it says.
 
         Raises:
-            OSError: there is no such folder or repository, or it holds no configuration or no weights.
-            ValueError: it is something else than a drafter, of a newer format, damaged, or its weights do not cover the
-                configuration. Or `config` is no configuration of a drafter.
+            OSError: There is no such folder or repository, or it holds no configuration or no weights.
+            ValueError: It is no drafter, of a newer format, or damaged; or weights and configuration do not match.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *args, **kwargs)
@@ -93,14 +98,12 @@ class PretrainedDrafter(PreTrainedModel):
                 raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
-        name = os.fspath(pretrained_model_name_or_path)
-        config = kwargs.pop("config", None)
+        name, subfolder = os.fspath(pretrained_model_name_or_path), kwargs.pop("subfolder", None) or ""
         fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
         overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
-        with forgetting_damaged(name, offline=bool(hub.get("local_files_only"))):
-            subfolder = kwargs.pop("subfolder", None) or ""
+        with care().loading(name, bool(hub.get("local_files_only"))):
             folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
-            config = _configuration(cls.config_class, config, folder, subfolder, hub, overrides)
+            config = cls._configuration(kwargs.pop("config", None), folder, subfolder, hub, overrides)
             with torch.device("meta"):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
             check_weights(folder, shapes, config.weights_digest)
@@ -115,6 +118,32 @@ class PretrainedDrafter(PreTrainedModel):
             for option, value in {**_drafting_options(options), **shape}.items():
                 setattr(model.generation_config, option, value)
         return loaded
+
+    @classmethod
+    def _configuration(
+        cls, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
+    ) -> Any:
+        """Returns the configuration to build a drafter by: `given`, or read from there, or from the weights' folder."""
+        kind = cls.config_class
+        if given is None:
+            return kind.from_dict(read_json(folder / CONFIG), **overrides)
+        if isinstance(given, str | os.PathLike):
+            with care().loading(given, bool(hub.get("local_files_only"))):
+                source = find_folder(given, DESCRIBED, subfolder, **hub)
+                check_is_drafter(source, kind.model_type)
+                config = kind.from_dict(read_json(source / CONFIG), **overrides)
+            # The digests are of the weights beside a configuration, and other weights are loaded here.
+            config.weights_digest = kind.from_dict(read_json(folder / CONFIG)).weights_digest
+            return config
+        if not isinstance(given, PreTrainedConfig) or given.model_type != kind.model_type:
+            raise ValueError(
+                f"config={type(given).__name__} is invalid: expected an {kind.__name__}, or the folder or Hub name "
+                "of a drafter to read one from"
+            )
+        config = copy.deepcopy(given)
+        for field, value in overrides.items():
+            setattr(config, field, value)
+        return config
 
     def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
         """Takes drafting options that were given to `from_pretrained`; those beside the weights are read there."""
@@ -132,12 +161,11 @@ class PretrainedDrafter(PreTrainedModel):
         """Writes the whole repository of a drafter: see `publication`. With an adapter loaded, the adapter only.
 
         Args:
-            save_directory: created if missing. Its files are replaced when all are written; a card that somebody
-                wrote stays.
-            push_to_hub: send it to the Hub too, as `repo_id` or by the folder's name; see `push_to_hub`.
+            save_directory: Created if missing. Its files are replaced when all are written.
+            push_to_hub: Whether to send it to the Hub too, as `repo_id` or by the folder's name.
 
         Raises:
-            ValueError: a drafting option is out of range.
+            ValueError: A drafting option is out of range.
         """
         if kwargs.get("variant"):
             raise ValueError("a drafter's weights have no variants: leave `variant` out")
@@ -146,24 +174,22 @@ class PretrainedDrafter(PreTrainedModel):
         folder = Path(save_directory)
         name = hub.pop("repo_id", None) or folder.resolve().name
         saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
-        if not self.should_save_on_this_rank(is_main_process):
+        if self._adapted or not self.should_save_on_this_rank(is_main_process):
             super().save_pretrained(folder, **saving)
-        elif self._adapted:
-            super().save_pretrained(folder, **saving)
-            if push_to_hub:
-                push_adapter(folder, name, **hub)
-        else:
-            with tempfile.TemporaryDirectory() as stage:
-                with complete_folder(folder) as partial:
-                    super().save_pretrained(partial, **saving)
-                    complete(self.config, partial, folder, self.loaded_from, self.auto_map, self._code_entries())
-                    if push_to_hub:
-                        shutil.copytree(partial, stage, dirs_exist_ok=True)
+            if push_to_hub and self.should_save_on_this_rank(is_main_process):
+                care().push(folder, name, **hub)
+            return
+        with tempfile.TemporaryDirectory() as stage:  # the folder may hold what is not to be sent
+            with complete_folder(folder) as partial:
+                super().save_pretrained(partial, **saving)
+                complete(self, partial, folder)
                 if push_to_hub:
-                    push(Path(stage), name, **hub)
+                    shutil.copytree(partial, stage, dirs_exist_ok=True)
+            if push_to_hub:
+                care().push(Path(stage), name, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded.
+        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded; see [`RepositoryCare`].
 
         Args:
             repo_id: `"user/name"`, created if there is none.
@@ -171,57 +197,22 @@ class PretrainedDrafter(PreTrainedModel):
                 `commit_description`; `max_shard_size` as in `save_pretrained`.
 
         Returns:
-            what the Hub says of the commit, a `huggingface_hub.CommitInfo`.
+            The commit, a `huggingface_hub.CommitInfo`.
 
         Raises:
-            OSError: the Hub refuses or cannot be reached.
-            ValueError: a private repository was asked for, and there is a public one.
+            OSError: The Hub refuses or cannot be reached.
+            ValueError: A private repository was asked for, and there is a public one; or it holds something else.
         """
         saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
-        unknown = sorted(kwargs.keys() - _OF_A_PUSH)
-        if unknown:
+        if unknown := sorted(kwargs.keys() - _OF_A_PUSH):
             raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, **saving)
-            return (push_adapter if self._adapted else push)(Path(folder), repo_id, **kwargs)
+            return care().push(Path(folder), repo_id, **kwargs)
 
     @property
     def _adapted(self) -> bool:
         return bool(getattr(self, "_hf_peft_config_loaded", False))
-
-
-def _configuration(
-    config_class: Any, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
-) -> Any:
-    """The configuration to build a drafter by.
-
-    Args:
-        given: what the caller passed as `config`: `None`, a configuration, or the name of a folder or repository.
-        folder: of the weights; subfolder, hub: where in a repository to look, and what to ask the Hub with.
-        overrides: fields to set otherwise.
-
-    Raises:
-        ValueError: `given` is of another type, or of another model.
-    """
-    if given is None:
-        return config_class.from_dict(read_json(folder / CONFIG), **overrides)
-    if isinstance(given, str | os.PathLike):
-        with forgetting_damaged(given, offline=bool(hub.get("local_files_only"))):
-            source = find_folder(given, DESCRIBED, subfolder, **hub)
-            check_is_drafter(source, config_class.model_type)
-            config = config_class.from_dict(read_json(source / CONFIG), **overrides)
-        # The digests are of the weights beside a configuration, and other weights are loaded here.
-        config.weights_digest = config_class.from_dict(read_json(folder / CONFIG)).weights_digest
-        return config
-    if not isinstance(given, PreTrainedConfig) or given.model_type != config_class.model_type:
-        raise ValueError(
-            f"config={type(given).__name__} is invalid: expected an {config_class.__name__}, or the folder or Hub name "
-            "of a drafter to read one from"
-        )
-    config = copy.deepcopy(given)
-    for field, value in overrides.items():
-        setattr(config, field, value)
-    return config
 
 
 def _drafting_options(stored: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class TargetRuntime:
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
         self.target, self.trees = target, True
         self.num_texts = self.cached_before = 0
-        self._names, self._tap_layers = Names(target), list(tap_layers)
+        self._names = Names(target)
+        self._tap_layers = self.tap_layers = list(tap_layers)
         self._kwargs = dict(model_kwargs)  # of the prompts' forward
         if self._tap_layers and not self._kwargs.get("output_hidden_states"):
             # transformers drops an index that the encoder has no layer for, so of a decoder all states are asked for.

@@ -18,7 +18,6 @@ from transformers.utils import logging
 from ..common.checks import public_name
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.hidden_state.target_match import explain_mismatch, tokenizer_hash
-from ..engine.decoding import check_target
 from ..repository.model_card import RECIPE, read_recipe, write_card
 from ..repository.publication import complete_folder
 from .files import write_json
@@ -130,7 +129,7 @@ def _check_alike(first: HSDrafter, other: HSDrafter) -> None:
 
 def _check_target(name: str, drafter: HSDrafter, target: Any, tokenizer: Any) -> None:
     """What is recorded of the target would be wrong with any other one."""
-    check_target(target, drafter)
+    drafter.check(target)
     recorded = drafter.config.target_tokenizer_hash
     problem = explain_mismatch(target, drafter, tokenizer)
     if not problem and recorded and recorded != tokenizer_hash(tokenizer):

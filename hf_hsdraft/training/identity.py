@@ -12,7 +12,6 @@ from ..bench.measure import encode_prompt
 from ..common.checks import public_name
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.hidden_state.target_match import can_measure, measure_match, tokenizer_hash
-from ..engine.decoding import check_target
 from ..target.target_limits import furthest_position
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
@@ -30,7 +29,7 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
     Raises:
         ValueError: the target has other sizes than the drafter's.
     """
-    check_target(target, drafter)
+    drafter.check(target)
     config = drafter.config
     own_name = getattr(target, "name_or_path", "") or ""
     config.target_name = public_name(name or own_name)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..acceleration.cpu.products import in_full_precision
+from ..drafters.draft_options import DraftOptions
 from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ..drafters.hidden_state.expansion import Expansion
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..drafters.hidden_state.working_weights import in_full_precision
-from ..engine import decoding
-from ..target.target_outputs import TargetOutput
-from ..target.target_runtime import TargetRuntime
+from ..drafters.protocol import Ask, DraftCall, Drafter
 from ..trees.draft_tree import DraftTree
+from ..verifiers.verdict import Nodes, Verdict, Verifier
 from .conversations import TokenizedConversation
 from .features import read_features
 from .loss import ChainLabels, Chains, Pack, chain_states, draft_logits, true_labels, unroll
@@ -137,17 +136,13 @@ def _compare_text(
     drafter: HSDrafter, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
 ) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
     """Per prediction its depth index, then TV of drafter and target, first choice right in training and decoding."""
-    drafts: dict[int, Expansion] = {}
-    verified: dict[int, torch.Tensor] = {}
-    plain = copy.copy(drafter)  # shares the weights; the options are its own
-    plain.generation_config = copy.deepcopy(drafter.generation_config)
-    plain.generation_config.reuse, plain.generation_config.ngram_length = "none", 0
-    plain.generation_config.tree_sizing = "fixed"
-    with in_full_precision(), _observed(drafts, verified):  # what training computes, not what is close to it
+    observed = _ObservedDrafter(drafter, prompt.shape[1])
+    drafts, verified = observed.drafts, observed.verified
+    with in_full_precision():  # what training computes, not what is close to it
         text = target.generate(
             prompt.to(target.device),
             attention_mask=torch.ones_like(prompt).to(target.device),
-            assistant_model=plain,
+            assistant_model=observed,
             do_sample=False,
             max_new_tokens=max_new_tokens,
         )[0]
@@ -205,44 +200,74 @@ def _replayed(expansion: Expansion, tokens: Sequence[int]) -> torch.Tensor:
     return log_probs[0, 0]
 
 
-@contextmanager
-def _observed(drafts: dict[int, Expansion], verified: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Notes every draft by the position it starts from, and the target's logits by position.
+class _ObservedDrafter(Drafter):
+    """A drafter for one call, which notes what decoding meets: every draft, and what the target makes of the text.
 
-    For the time being all decoding of the process is observed; no other thread should decode.
+    Args:
+        drafter: whose drafts these are, without reuse and n-grams.
+        length: number of tokens of the prompt.
+
+    Attributes:
+        drafts: by the position that each starts from.
+        verified: the target's logits `[V]` by position.
     """
 
-    class Generator(HSCandidateGenerator):
-        def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
-            self._start = int(self._rows[0].pending[-1][2][-1])
-            return super()._rolled(rows, depth)
+    def __init__(self, drafter: HSDrafter, length: int) -> None:
+        self.config, self.device, self.taps = drafter.config, drafter.device, drafter.taps
+        self.num_draft_steps = drafter.num_draft_steps
+        self.generation_config = copy.deepcopy(drafter.generation_config)
+        self.generation_config.reuse, self.generation_config.ngram_length = "none", 0
+        self.generation_config.tree_sizing = "fixed"
+        self.drafts: dict[int, Expansion] = {}
+        self.verified: dict[int, torch.Tensor] = {}
+        self._drafter, self._length = drafter, length
 
-        def _grow(self, roots: Sequence[int], expansion: Expansion, depths: Sequence[int]) -> list[DraftTree]:
-            drafts[self._start] = expansion
-            return super()._grow(roots, expansion, depths)
+    def default_generation_config(self) -> Any:
+        return self._drafter.default_generation_config()
 
-    class Runtime(TargetRuntime):
-        _position = 0  # of the root
+    def check(self, target: Any) -> None:
+        self._drafter.check(target)
 
-        def prefill(self, *args: Any, **kwargs: Any) -> TargetOutput:
-            output = super().prefill(*args, **kwargs)
-            self._position = self.cache.get_seq_length()
-            verified[self._position - 1] = output.logits[0, -1]
-            return output
+    def session(self, call: DraftCall) -> HSCandidateGenerator:
+        return _NotingSession(self._drafter.session(call), self.drafts)
 
-        def verify(self, *args: Any, **kwargs: Any) -> TargetOutput:
-            self._verified = super().verify(*args, **kwargs)
-            return self._verified
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return _NotingVerifier(self._drafter.verifier(options), self.verified, self._length - 1)
 
-        def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int] | None]) -> None:
-            for node in (0, *(paths[0] or ())):
-                verified[self._position] = self._verified.logits[0, node]
-                self._position += 1
-            super().commit(trees, paths)
 
-    before = decoding.HSCandidateGenerator, decoding.TargetRuntime
-    decoding.HSCandidateGenerator, decoding.TargetRuntime = Generator, Runtime  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        decoding.HSCandidateGenerator, decoding.TargetRuntime = before  # type: ignore[misc]
+class _NotingSession(HSCandidateGenerator):
+    """Goes on in the place of a session that has not drafted yet, and notes every draft by its start."""
+
+    def __init__(self, session: HSCandidateGenerator, drafts: dict[int, Expansion]) -> None:
+        self.__dict__.update(session.__dict__)
+        self._noted, self._start = drafts, 0
+
+    def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
+        self._start = int(self._rows[0].pending[-1][2][-1])
+        return super()._rolled(rows, depth)
+
+    def _grown(
+        self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
+    ) -> list[DraftTree]:
+        self._noted[self._start] = expansion
+        return super()._grown(asks, expansion, depths, options)
+
+
+class _NotingVerifier:
+    """Decides as another rule, and notes the target's logits at the root and at each accepted node.
+
+    Args:
+        position: of the first token that is judged, the prompt's last.
+    """
+
+    def __init__(self, rule: Verifier, verified: dict[int, torch.Tensor], position: int) -> None:
+        self.exact, self.taps = rule.exact, rule.taps
+        self.own_draws, self.drawn_nodes = rule.own_draws, rule.drawn_nodes
+        self._rule, self._verified, self._position = rule, verified, position
+
+    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
+        verdict = self._rule.judge(tree, nodes)
+        for node in (0, *verdict.path):
+            self._verified[self._position] = nodes.logits[node]
+            self._position += 1
+        return verdict

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..repository.publication import push_adapter
+from ..repository.care import care
 
 
 def prepare_repository(name: str, token: str | None, private: bool | None) -> str:
@@ -19,6 +19,6 @@ def publish(folder: Path, repo_id: str, token: str | None) -> None:
     """Uploads drafter (or adapter), card, figures and pictures of a finished run; not its data and checkpoints."""
     commit = {"token": token, "commit_message": "Drafter trained by hsdraft"}
     if (folder / "adapter_config.json").is_file():
-        push_adapter(folder, repo_id, **commit)
+        care().push(folder, repo_id, **commit)
     else:
         HSDrafter.from_pretrained(folder).push_to_hub(repo_id, **commit)

@@ -10,7 +10,6 @@ import torch
 
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..engine.decoding import check_target
 from .plan import Report, TrainingPlan
 from .vocabulary import choose_draft_vocabulary
 
@@ -29,7 +28,7 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     if (Path(plan.init_from) / "adapter_config.json").is_file():
         raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
     drafter: HSDrafter = HSDrafter.from_pretrained(plan.init_from, dtype=torch.float32)
-    check_target(target, drafter)
+    drafter.check(target)
     fixed = sorted(plan.drafter.keys() - {"target_name"})
     if plan.lora is not None and fixed:
         raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")

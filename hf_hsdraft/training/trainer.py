@@ -288,8 +288,7 @@ class DrafterTrainer(Trainer):
 def _recompute_layers(drafter: HSDrafter) -> None:
     """Keeps nothing of the trunk's attention for the backward; for long packs that is most of a step's memory."""
     for layer in drafter.layers:
-        for name in ("read", "roll"):
-            setattr(layer, name, functools.partial(checkpoint, getattr(layer, name), use_reentrant=False))
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 @contextlib.contextmanager

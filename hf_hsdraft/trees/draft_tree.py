@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,7 @@ class DraftTree:
         scores: log-probability, by the drafter, that the path will be the text; 0 for the root.
         log_probs: only where nodes were sampled: for each node the distribution its children were drawn from without
             replacement, in their order, `[V']`; `None` for nodes without children.
+        vocab_ids: only there, `[V']`, int64: the token id of each column of `log_probs`.
     """
 
     tokens: tuple[int, ...]
@@ -30,6 +31,7 @@ class DraftTree:
     depths: tuple[int, ...]
     scores: tuple[float, ...]
     log_probs: tuple[torch.Tensor | None, ...] = ()
+    vocab_ids: torch.Tensor | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,6 +63,10 @@ class DraftTree:
             nodes.append(node)
             node = self.parents[node]
         return nodes[::-1]
+
+    def first_probability(self) -> float:
+        """That the next token is in the tree, as far as the scores are the probabilities of that."""
+        return min(sum(math.exp(s) for s, depth in zip(self.scores, self.depths, strict=True) if depth == 1), 1.0)
 
     def expected_length(self) -> float:
         """Drafted tokens that are accepted on average, as far as the scores are the probabilities of that."""

@@ -171,4 +171,4 @@ class _Growth:
                 log_probs.append(self._log_probs[depth][row, place] if expanded else None)
             above = here
         node_tokens, node_parents, depths, node_scores = zip(*nodes, strict=True)
-        return DraftTree(node_tokens, node_parents, depths, node_scores, tuple(log_probs))
+        return DraftTree(node_tokens, node_parents, depths, node_scores, tuple(log_probs), self._vocab_ids)

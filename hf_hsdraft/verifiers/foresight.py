@@ -172,10 +172,12 @@ class Foresight:
         draws: of each row.
         warpers: what is done to the target's scores `[n, V]` before they are drawn from, as far as it needs no text:
             temperature, top-k and the like.
+        vocab_size: number of tokens that are drawn from.
     """
 
     draws: Sequence[Draws]
     warpers: Sequence[LogitsProcessor]
+    vocab_size: int
 
     @property
     def kind(self) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import nn
 from torch.nn.modules import module as _of_all_modules
 
 from ...common.tensors import is_unhooked
+from .private_operators import can_pack, packed_copy, packed_product
 
 _FEW_ROWS = 16  # that the layout is chosen for; it serves any number
 _LEAST_NUMBERS = 2**16  # of a weight; products of smaller ones take no longer than starting them
@@ -73,17 +73,7 @@ def has_kernel(weight: torch.Tensor) -> bool:
         return False
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
-    return weight.dtype in _types_with_kernel()
-
-
-@cache
-def _types_with_kernel() -> tuple[torch.dtype, ...]:
-    """The types that packed products work for here. The operators are private: a later torch may lack them."""
-    operators = torch.ops.mkldnn
-    if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
-        return ()
-    half = hasattr(operators, "_is_mkldnn_bf16_supported") and operators._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if half else (torch.float32,)
+    return can_pack(weight.dtype)
 
 
 class PackedWeight:
@@ -125,7 +115,7 @@ class PackedWeight:
             self._make()
             if self._copy is None:
                 return F.linear(x, self._weight, bias)
-        return torch.ops.mkldnn._linear_pointwise.default(x, self._copy, bias, "none", [], "")
+        return packed_product(x, self._copy, bias)
 
     def _make(self) -> None:
         with self._making, torch.inference_mode(False), torch.no_grad():  # calls within and without may share it
@@ -133,7 +123,7 @@ class PackedWeight:
                 return
             try:
                 self._sums = _sums(self._weight) if self._shared else None
-                self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, _FEW_ROWS)
+                self._copy = packed_copy(self._weight, _FEW_ROWS)
             except RuntimeError:  # no room for it
                 self._failed = True
 
@@ -201,15 +191,19 @@ class PackedWeights:
             fits = asked_for or sum(copy.size for copy in _alive) <= _MOST_BYTES
             return packed if linears and fits else None
 
-    def are_of(self, target: Any, asked_for: bool | None) -> bool:
-        """Whether copies that are made of a target's weights now would be these; compares all the weights.
+    def serve(self, target: Any, asked_for: bool | None) -> bool:
+        """Whether copies that are made of a target's weights now would be among these; compares all the weights.
+
+        There may be more than the default packs: those that a call has asked for.
 
         Args:
             asked_for: as in `linears_to_pack`.
         """
-        linears = linears_to_pack(target, asked_for)
+        wanted, able = set(linears_to_pack(target, asked_for)), set(linears_to_pack(target, True))
+        if not wanted or not wanted <= set(self._of) <= able:
+            return False
         with _sharing:
-            return set(linears) == set(self._of) and all(self._of[one].holds(one.weight) for one in linears)
+            return all(copy.holds(linear.weight) for linear, copy in self._of.items())
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

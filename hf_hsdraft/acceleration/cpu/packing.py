@@ -73,9 +73,9 @@ class Packing:
             if room < _FEWEST or self._slower():
                 self._settled = True
                 return False
-            if stock.copies.are_of(self._target, None):
+            if stock.copies.serve(self._target, None):
                 self.weights, self._settled = stock.copies, True
-            else:
+            elif linears_to_pack(self._target, None):  # else they are for calls that ask for them
                 stock.copies, stock.lost = None, 0.0
         return False
 
@@ -93,16 +93,21 @@ class Packing:
 
     def _pack(self) -> bool:
         self._settled = True
+        if not linears_to_pack(self._target, self._asked_for):
+            return False
         with _lock:
             stock = _stocks.setdefault(self._target, _Stock())
-            if stock.copies is not None and stock.copies.are_of(self._target, self._asked_for):
+            if stock.copies is not None and stock.copies.serve(self._target, self._asked_for):
                 self.weights = stock.copies
                 return False
+            # Where more is asked for than the default has packed, what is there is shared; no limit counts it.
+            shared = stock.copies if self._asked_for else None
             stock.copies, stock.lost = None, 0.0
             self.weights = PackedWeights.of(self._target, self._asked_for)
-            if self.weights is None and linears_to_pack(self._target, self._asked_for) and _drop_others(self._target):
+            if self.weights is None and _drop_others(self._target):
                 self.weights = PackedWeights.of(self._target, self._asked_for)
             stock.copies = self.weights
+            del shared  # until here, for what is still right of it
             return self.weights is not None
 
 

@@ -1,171 +1,152 @@
-"""The drafting state of one `generate()` call: what the drafter has read, and what it drafted but could not use."""
+"""The session of a hidden-state drafter: what it has read of the texts of a call, and what it drafts next."""
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...common.target_weights import TargetWeights
-from ...pace.pacing import Pace
 from ...trees.draft_tree import DraftTree, build_beam_trees, merge_trees
 from ...trees.sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
 from ...verifiers.foresight import Foresight
 from ..draft_options import DraftOptions
-from ..ngrams.cacheback import CachebackDrafter
-from ..ngrams.ngram_cache import MOST_NGRAM_DEPTH, NgramCache
+from ..protocol import Accepted, Ask, Session
+from .draft_memory import DraftMemory
 from .expansion import Expansion
-from .modeling_hsdraft import DraftContext, HSDrafter
+from .network import HSDraftNetwork
+from .reuse import Leftover, ensemble
 from .roll_out import RollOut
+from .target_match import warn_of_poor_guesses
 from .working_weights import WorkingWeights
 
 _MOST_PENDING = 64  # rounds whose taps may wait for the next draft
 
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps, embeddings of the following tokens, and positions
+
 
 @dataclass
 class _Row:
-    """Drafting state of one sequence of the batch.
+    """Drafting state of one text.
 
     Attributes:
-        pending: taps, embeddings of the next tokens and positions, waiting to be read.
+        pending: pairs that wait to be read by the trunk.
         root: the last accepted token.
-        drafted: `[K, D]` of the last round, g_0 .. g_{K-1}.
-        leftover: `[K', D]`, drafted states that still predict positions ahead.
-        logits, leftover_logits: `[K, V']` of those, by the head alone.
-        leftover_path: tokens accepted since those were drafted, from their root on.
-        earlier_path: the same of `drafted`, if it was left over itself.
-        ngrams: of the row's text.
-        tree: what the drafter made of the last round, before anything joined it or was left out.
+        drafted: `[K, D]`, g_0 .. g_{K-1} of the last round.
+        leftover: what is left of them.
+        tree: the tree of the last round, before anything joined it or was left out.
     """
 
-    pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    pending: list[Pairs] = field(default_factory=list)
     root: int = -1
     drafted: torch.Tensor | None = None
-    leftover: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    leftover_logits: torch.Tensor | None = None
-    leftover_path: list[int] = field(default_factory=list)
-    earlier_path: list[int] = field(default_factory=list)
-    ngrams: NgramCache | None = None
+    leftover: Leftover | None = None
     tree: DraftTree | None = None
 
 
-@dataclass(frozen=True)
-class DraftMemory:
-    """What a drafter has read of one text, for the next call that goes on from the same cache.
+class HSCandidateGenerator(Session, CandidateGenerator):
+    """Drafts trees (or chains) for the texts of a batch from the target's hidden states.
 
-    Attributes:
-        drafter: whose memory it is; length: of the text when it was made, the last token included.
-        context, pending: what was read, and what was still waiting.
-    """
-
-    drafter: Callable[[], HSDrafter | None]  # a weak reference
-    length: int
-    context: DraftContext
-    pending: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
-
-    def __reduce__(self) -> Any:
-        """A cache that is stored forgets what the drafter had read."""
-        return _forgotten, ()
-
-    def __deepcopy__(self, memo: Any) -> DraftMemory:
-        return self  # nothing in it is ever changed
-
-
-def _forgotten() -> DraftMemory:
-    return DraftMemory(lambda: None, 0, DraftContext(), ())
-
-
-def _first_probability(tree: DraftTree) -> float:
-    """That the next token is in the tree."""
-    return min(sum(math.exp(s) for s, depth in zip(tree.scores, tree.depths, strict=True) if depth == 1), 1.0)
-
-
-class HSCandidateGenerator(CandidateGenerator):
-    """Drafts trees (or chains) for the sequences of a batch from the target's hidden states.
-
-    `read` takes what the target accepted, `draft` returns the next trees, `settle` says how much of one was accepted.
-    As a `CandidateGenerator` it also drafts chains for transformers' own assisted decoding.
+    As a `CandidateGenerator` it also drafts chains for transformers' own assisted decoding, from the target's hidden
+    states alone: n-grams and sizes by cost belong to `generate(assistant_model=drafter)`.
 
     Args:
         drafter: weights and configuration; not changed.
-        weights: what the drafter borrows of the target, see `HSDrafter.borrow`.
-        options: `drafter.generation_config`'s by default.
-        batch_size: sequences in the batch.
-        pace: how much of that to do, round by round; all by default.
+        weights: what the drafter borrows of the target, see `HSDraftNetwork.borrow`.
+        options: of the call; `drafter.generation_config`'s by default.
+        batch_size: number of texts.
         working: what decoding multiplies by; made of drafter and weights by default.
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
-        roll_out: that of a single text; one that grows with it by default.
+        roll_out: what reads and rolls; one that grows by default.
+        target: whose hidden states these are; told of drafts that do poorly when the call ends.
     """
 
     requires_model_outputs = True
 
     def __init__(
         self,
-        drafter: HSDrafter | CachebackDrafter,
+        drafter: HSDraftNetwork,
         weights: TargetWeights,
         options: DraftOptions | None = None,
         batch_size: int = 1,
-        pace: Pace | None = None,
         working: WorkingWeights | None = None,
         foresight: Foresight | None = None,
         roll_out: RollOut | None = None,
+        target: Any = None,
     ) -> None:
-        self.trained = isinstance(drafter, HSDrafter)  # there is a network that reads the target's hidden states
-        self.drafter = cast(HSDrafter, drafter)  # what only such a one has is asked of no other
-        self.weights = weights
-        self._of_a_call = options or DraftOptions.of(drafter)
-        self.options = self._of_a_call.shared_by(batch_size)
-        self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
-        self.drafted_depth = 0  # of the last round
+        config = drafter.config
+        self.drafter, self.weights = drafter, weights
+        self.model_kwargs_overrides = {"output_hidden_states": list(config.target_tap_layers)}
+        self.kind = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size, drafter.dtype, drafter.device
         self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
-        self._pace = pace
-        self._foresight = foresight if self.options.tree_builder == "beam" else None
-        self._working, self._roll_out = working, None
-        if isinstance(drafter, HSDrafter):
-            self._device, self._dtype = drafter.device, drafter.dtype
-            self._working = working or WorkingWeights.of(drafter, weights.head)
-            if batch_size == 1:
-                self._roll_out = roll_out or RollOut(self._working, drafter.config, self._device, self._dtype)
-        self._context: DraftContext | None = None  # of a batch
+        self._options = options or DraftOptions.of(drafter)
+        self._working = working or WorkingWeights.of(drafter, weights.head)
+        self._target = target
+        beam = self._options.tree_builder == "beam"
+        fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
+        self._foresight = foresight if beam and fits else None
+        self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
+        self._rows = [_Row() for _ in range(batch_size)]
         self._started = False  # in transformers' own assisted decoding
-        length = self.options.ngram_length
-        frozen = drafter.frozen if isinstance(drafter, CachebackDrafter) else ()
-        self._rows = [
-            _Row(ngrams=NgramCache(length, frozen, weights.vocab_size) if length else None) for _ in range(batch_size)
-        ]
 
-    def share_among(self, rows: int, pace: Pace | None, options: DraftOptions | None = None) -> None:
-        """From here on so many rows of the batch share what is verified; the others have ended.
+    # What the engine asks for.
+
+    def draft(self, asks: Sequence[Ask] | None = None) -> list[DraftTree]:
+        """Drafts the trees that follow the last tokens that were read.
 
         Args:
-            options: of the call from here on; as before by default.
+            asks: for all texts, as deep as the options say, by default.
         """
-        self._of_a_call = options or self._of_a_call
-        self.options, self._pace = self._of_a_call.shared_by(rows), pace
+        if asks is None:
+            rows = len(self._rows)
+            options = self._options.shared_by(rows)
+            asks = [Ask(row, each.root, options.depth, options.tree_size, rows) for row, each in enumerate(self._rows)]
+        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
+        wanted = [ask for ask in asks if ask.depth > 0]
+        if wanted:
+            options = self._options
+            if wanted[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
+                options = options.as_chain()
+            options = options.shared_by(wanted[0].sharing)
+            depth = min(max(ask.depth for ask in wanted), options.depth)
+            hidden = self._rolled([ask.row for ask in wanted], depth)
+            drafted = self._trees(wanted, hidden, [min(ask.depth, depth) for ask in wanted], options)
+            for ask, tree in zip(wanted, drafted, strict=True):
+                self._rows[ask.row].tree = trees[ask.row] = tree
+        return list(trees.values())
 
-    def memory(self, length: int) -> DraftMemory:
-        """What has been read of a single text of `length` tokens."""
-        assert self._roll_out is not None
-        return DraftMemory(weakref.ref(self.drafter), length, self._roll_out.context, tuple(self._rows[0].pending))
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            self.settle(each.tokens[:-1], each.row, each.tokens[-1])
+            embeds = each.embeds
+            if embeds is not None:
+                last = self.weights.embed(each.following[-1:])
+                embeds = torch.cat([embeds.to(last.device, last.dtype), last])
+            self.read(each.taps, each.following, each.positions, each.row, embeds)
 
-    def resume(self, memory: DraftMemory | None, cached: int) -> None:
-        """Goes on from a memory, if it is this drafter's and of a text whose first `cached` tokens are in the cache.
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._rows))).difference(rows):
+            self._rows[row] = _Row()
 
-        Of another text it would only cost acceptance, so it is left alone then.
-        """
-        if memory is None or memory.drafter() is not self.drafter or memory.length != cached + 1:
-            return
-        states = [state for part in memory.pending for state in part[:2]]
-        if all(state.device == self._device and state.dtype == self._dtype for state in states):
-            assert self._roll_out is not None
+    def memory(self, length: int) -> DraftMemory | None:
+        if len(self._rows) > 1:
+            return None
+        return DraftMemory.of(self.drafter, length, self._roll_out.context, self._rows[0].pending)
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
+        if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
             self._roll_out.resume(memory.context)
             self._rows[0].pending.extend(memory.pending)
+
+    def end(self) -> None:
+        if self._target is not None:
+            warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
+
+    # What drafting goes by.
 
     def read(
         self,
@@ -181,174 +162,31 @@ class HSCandidateGenerator(CandidateGenerator):
             taps: `[n, taps * D]`, h_i of the accepted positions i.
             next_tokens: `[n]`, the accepted tokens x_{i+1}; with `embeds`, at least the last.
             position_ids: `[n]`, the positions i.
-            row: sequence of the batch.
+            row: index of the text.
             embeds: `[n, D]`, embeddings of the x_{i+1}, for prompts that were given so.
         """
+        device, dtype = self.drafter.device, self.drafter.dtype
         self._rows[row].root = int(next_tokens[-1])
-        if not self.trained:
-            return
-        device, dtype = self._device, self._dtype
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
-        if self._roll_out is not None and len(pending) > _MOST_PENDING:  # nothing was drafted for long
-            taps, embeds, positions = (torch.cat(column) for column in zip(*pending[:-1], strict=True))
-            self._roll_out.read(taps, embeds, positions, ahead=0)
+        if len(self._rows) == 1 and len(pending) > _MOST_PENDING:  # nothing was drafted for long
+            self._roll_out.read(*_joined(pending[:-1]))
             del pending[:-1]
 
-    def remember(self, tokens: Sequence[int], row: int = 0) -> None:
-        """Enters further tokens of a text into its n-grams, those of the prompt and of earlier turns among them."""
-        ngrams = self._rows[row].ngrams
-        if ngrams is not None:
-            ngrams.extend(tokens)
-
-    def draft(
-        self, max_depths: Mapping[int, int] | None = None, behind: Collection[int] | None = None
-    ) -> list[DraftTree]:
-        """Drafts the tree that follows the last token given to `read`, for each sequence.
+    def settle(self, accepted: Sequence[int], row: int = 0, next_token: int | None = None) -> None:
+        """Says which drafted tokens were accepted. Called before the bonus token is read.
 
         Args:
-            max_depths: for each sequence to draft for, how deep it is of use to draft; 0 gives the root alone. All, as
-                deep as the options say, by default.
-            behind: the sequences that the batch waits for, by which the pace goes; all by default.
-
-        Returns:
-            trees in the order of `max_depths`.
-        """
-        wanted = dict.fromkeys(range(len(self._rows)), self.options.depth) if max_depths is None else dict(max_depths)
-        rows = [row for row, depth in wanted.items() if depth > 0]
-        trees = {row: DraftTree.root(self._rows[row].root) for row in wanted}
-        grown = {row: self._from_ngrams(row, wanted[row]) for row in rows}
-        if self._foresight is not None:
-            grown = self._foresight.scored(grown)
-        deciding = [row for row in rows if behind is None or row in behind] or rows
-        depth = min(max(wanted.values(), default=0), self.options.depth) if self.trained else 0
-        if rows and self._pace is not None:
-            certain = sum(_first_probability(grown[row]) for row in deciding) / len(deciding)
-            depth = min(depth, self._pace.depth(certain))
-        reused = self._from_leftover(rows, depth) if depth else None
-        self.drafted_depth = 0 if reused is not None else depth
-        if reused is not None and self._pace is not None:
-            trees[rows[0]] = self._pace.scored(reused)
-        elif depth:
-            hidden = self._rolled(rows, depth)
-            drafted = self._trees(rows, hidden, [min(wanted[row], depth) for row in rows])
-            for row, tree in zip(rows, drafted, strict=True):
-                self._rows[row].tree = trees[row] = tree
-                if self._pace is not None:
-                    trees[row] = self._pace.weighed(tree, depth) if row in deciding else self._pace.scored(tree)
-        for row in rows:
-            trees[row] = self._joined(trees[row], grown[row])
-        if rows and self._pace is not None:
-            size = self._pace.size([trees[row] for row in deciding])
-            trees.update({row: trees[row].first(size) for row in rows})
-        return list(trees.values())
-
-    def _from_leftover(self, rows: Sequence[int], depth: int) -> DraftTree | None:
-        """Reuse that saves time: a tree of drafted states that were not used up, instead of a roll-out.
-
-        Where they are as confident, as what a roll-out has been worth of late. They have not read the tokens since, the
-        injector has; what the trunk should read waits for the next roll-out.
-        """
-        state = self._rows[rows[0]]
-        if self.options.reuse != "skip" or state.leftover is None or self._pace is None or len(self._rows) > 1:
-            return None
-        assert state.leftover_logits is not None
-        hidden, logits = state.leftover[None, :depth], state.leftover_logits[None, :depth]
-        expansion = self._expansion(rows, hidden, logits, self._since(state))
-        if float(expansion.confidence().cumprod(dim=-1).sum()) < self._pace.worth():
-            return None
-        [state.tree] = self._grow([state.root], expansion, [expansion.depth])
-        state.drafted, state.logits, state.earlier_path = state.leftover, state.leftover_logits, state.leftover_path
-        return state.tree
-
-    def _from_ngrams(self, row: int, depth: int) -> DraftTree:
-        """What the n-grams of a text propose, as a tree or, where only one path may be, as a chain."""
-        ngrams, size = self._rows[row].ngrams, self.options.tree_size
-        if ngrams is None or ngrams.last != self._rows[row].root:  # nobody told them the text
-            return DraftTree.root(self._rows[row].root)
-        depth, threshold = min(depth, MOST_NGRAM_DEPTH), self.options.threshold
-        if not self.trained:
-            depth = min(depth, self.options.depth)
-        if self.options.depth == 0:  # nothing is to be drafted at all, as near the last position of a target
-            return DraftTree.root(self._rows[row].root)
-        if self.options.beam_width == 1:
-            return ngrams.draft(min(size, depth), depth, width=1, threshold=threshold)
-        return ngrams.draft(size, depth, threshold=threshold)
-
-    def _joined(self, tree: DraftTree, grown: DraftTree) -> DraftTree:
-        """Drafted nodes and those of n-grams in one tree; of two chains the better one."""
-        if len(grown) == 1:
-            return tree
-        if self.options.beam_width == 1:
-            return max(tree, grown, key=DraftTree.expected_length)
-        return merge_trees(tree, grown, self.options.tree_size)
-
-    def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
-        """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
-        parts = [part for row in rows for part in self._rows[row].pending]
-        taps, embeds, positions = (torch.cat(column) for column in zip(*parts, strict=True))
-        starts = documents = None
-        if len(self._rows) > 1:
-            lengths = torch.tensor([sum(len(part[2]) for part in self._rows[row].pending) for row in rows])
-            starts = (lengths.cumsum(0) - 1).to(taps.device)
-            documents = torch.tensor(rows).repeat_interleave(lengths).to(taps.device)
-        if self._roll_out is not None:
-            hidden = self._roll_out(taps, embeds, positions, depth)[None]
-        else:
-            output = self.drafter(
-                taps, embeds, positions, starts, documents, context=self._context, num_draft_steps=depth
-            )
-            self._context = output.context.within(self.drafter.config.sliding_window)
-            hidden = torch.stack(output.hidden_states, dim=1)
-        for row, states in zip(rows, hidden, strict=True):
-            self._rows[row].pending.clear()
-            self._rows[row].drafted = states
-        return hidden
-
-    def _trees(self, rows: Sequence[int], hidden: torch.Tensor, depths: Sequence[int]) -> list[DraftTree]:
-        assert self._working is not None
-        logits = self._working.logits(hidden)
-        roots = [self._rows[row].root for row in rows]
-        leftovers = [self._rows[row].leftover for row in rows]
-        for row in rows:
-            self._rows[row].leftover = None
-        reuse = self.options.reuse if any(leftover is not None for leftover in leftovers) else "none"
-        for row, row_logits in zip(rows, logits, strict=True):
-            self._rows[row].logits = row_logits
-        if reuse == "ensemble":
-            logits = logits.clone()
-            for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
-                if leftover is not None:
-                    self._ensemble(logits[index], leftover[: logits.shape[1]], self._rows[row])
-        trees = self._grow(roots, self._expansion(rows, hidden, logits), depths)
-        if reuse == "resample":
-            for index, (row, leftover) in enumerate(zip(rows, leftovers, strict=True)):
-                if leftover is not None:
-                    hidden, since = leftover[None, : depths[index]], self._since(self._rows[row])
-                    expansion = self._expansion([row], hidden, None, since)
-                    [resampled] = self._grow([roots[index]], expansion, [expansion.depth])
-                    trees[index] = merge_trees(trees[index], resampled, self.options.tree_size)
-        return trees
-
-    def settle(self, accepted: Sequence[int], row: int = 0, next_token: int | None = None) -> None:
-        """Says which drafted tokens were accepted; later hidden states stay predictions of their positions.
-
-        With a tokens accepted and the bonus after them, g_d with d > a still predicts the token at depth index
-        d - a - 1 of the next round ("Make Every Draft Count", resampling). Called before the bonus token is read.
+            next_token: the bonus token.
         """
         state = self._rows[row]
         if state.tree is not None and next_token is not None:
             self._count_guess(state.tree, [*accepted, next_token][0])
-            if self._pace is not None:
-                self._pace.learn(state.tree, [*accepted, next_token])
-        state.tree = None
-        drafted, state.drafted, state.leftover = state.drafted, None, None
-        earlier, state.earlier_path = state.earlier_path, []
-        if drafted is not None and self.options.reuse != "none" and len(drafted) > len(accepted) + 1:
-            state.leftover = drafted[len(accepted) + 1 :]
-            state.leftover_logits = None if state.logits is None else state.logits[len(accepted) + 1 :]
-            state.leftover_path = [*earlier, state.root, *accepted]
+        state.leftover = None
+        if self._options.reuse != "none":
+            state.leftover = Leftover.of(state.drafted, state.root, accepted)
+        state.tree = state.drafted = None
 
     def _count_guess(self, tree: DraftTree, token: int) -> None:
         first = [node for node, depth in enumerate(tree.depths) if depth == 1]
@@ -356,44 +194,62 @@ class HSCandidateGenerator(CandidateGenerator):
             self.guesses += 1
             self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
 
-    def _ensemble(self, logits: torch.Tensor, leftover: torch.Tensor, state: _Row) -> None:
-        """Reuse form A: the old round's logits join the new ones `[depth, V']` at the same absolute position."""
-        assert self._working is not None
-        injector, old = self._working.injector, self._working.logits(leftover)
-        # The new state at the first depth has read the root's token; the old one is told it by the injector.
-        path = self._advance(torch.tensor([state.root], device=logits.device), self._path_state(state))
-        old = torch.cat([old[:1] + injector(leftover[:1], path), old[1:]])
-        weight = self.options.reuse_weight
-        logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)
+    def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
+        """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
+        pairs = _joined([part for row in rows for part in self._rows[row].pending])
+        counts = None  # of a single text
+        if len(self._rows) > 1:
+            counts = {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
+        hidden = self._roll_out(*pairs, depth, counts)
+        for row, states in zip(rows, hidden, strict=True):
+            self._rows[row].pending.clear()
+            self._rows[row].drafted = states
+        return hidden
 
-    def _path_state(self, state: _Row) -> torch.Tensor | None:
-        """The injector's state after the tokens accepted since the leftover states were drafted."""
-        path = None
-        for token in state.leftover_path:
-            path = self._advance(torch.tensor([token], device=self._device), path)
-        return path
+    def _trees(
+        self, asks: Sequence[Ask], hidden: torch.Tensor, depths: Sequence[int], options: DraftOptions
+    ) -> list[DraftTree]:
+        """The trees of drafted states `[B, depth, D]`, with what is left of the last round."""
+        logits = self._working.logits(hidden)
+        left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
+        if left and options.reuse == "ensemble":
+            logits, working = logits.clone(), self._working
+            for place, leftover in left.items():
+                root, weight = asks[place].root, options.reuse_weight
+                ensemble(logits[place], leftover, root, weight, working.logits, working.injector, self._advance)
+        trees = self._grown(asks, self._expansion(asks, hidden, logits, options), depths, options)
+        if options.reuse == "resample":
+            for place, leftover in left.items():
+                one, since = [asks[place]], leftover.since(self._advance)[None]
+                expansion = self._expansion(one, leftover.hidden[None, : depths[place]], None, options, since)
+                [resampled] = self._grown(one, expansion, [expansion.depth], options)
+                trees[place] = merge_trees(trees[place], resampled, options.tree_size)
+        return trees
 
-    def _since(self, state: _Row) -> torch.Tensor | None:
-        path = self._path_state(state)
-        return None if path is None else path[None]
+    def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
+        """The injector's state `[1, S]` after a token."""
+        embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
+        return self._working.injector.advance(embeds, state)
 
     def _expansion(
         self,
-        rows: Sequence[int],
+        asks: Sequence[Ask],
         hidden: torch.Tensor,
         logits: torch.Tensor | None,
+        options: DraftOptions,
         since: torch.Tensor | None = None,
     ) -> Expansion:
-        temperature = 1.0 if self.options.tree_builder == "beam" else self.options.temperature
-        assert self._working is not None
+        temperature = 1.0 if options.tree_builder == "beam" else options.temperature
         race = None
         if self._foresight is not None:
-            race = self._foresight.race(rows, hidden.shape[1], self.weights.vocab_ids)
+            race = self._foresight.race([ask.row for ask in asks], hidden.shape[1], self.weights.vocab_ids)
         return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race)
 
-    def _grow(self, roots: Sequence[int], expansion: Expansion, depths: Sequence[int]) -> list[DraftTree]:
-        options, ids = self.options, self.weights.vocab_ids
-        tokens = torch.tensor(roots, device=ids.device)
+    def _grown(
+        self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
+    ) -> list[DraftTree]:
+        ids = self.weights.vocab_ids
+        tokens = torch.tensor([ask.root for ask in asks], device=ids.device)
         if options.tree_builder == "gumbel":
             branching = branching_for(expansion.depth, options.tree_size)
             return build_gumbel_trees(expansion, tokens, ids, branching=branching, max_depths=depths)
@@ -410,10 +266,6 @@ class HSCandidateGenerator(CandidateGenerator):
             threshold=options.threshold,
             max_depths=depths,
         )
-
-    def _advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        assert self._working is not None
-        return self._working.injector.advance(self.weights.embed(tokens), states)
 
     # transformers' contract, for its own `_assisted_decoding`: a chain, verified against the target's own choices.
 
@@ -432,8 +284,6 @@ class HSCandidateGenerator(CandidateGenerator):
             ids `[1, length + drafted]` and `None`: without draft logits the target's own choices are compared, which is
             exact both greedily and sampling.
         """
-        if not self.trained:
-            raise ValueError("a CachebackDrafter drafts through generate(assistant_model=...) only")
         if is_first_iteration:
             return input_ids, None
         states = model_outputs.hidden_states
@@ -447,7 +297,6 @@ class HSCandidateGenerator(CandidateGenerator):
         real = torch.nonzero(attended[-rows:]).flatten()
         self.settle(input_ids[0, length - 1 - n_last_matches : length - 1].tolist())
         self.read(taps[real], input_ids[0, length - rows :][real], positions[real])
-        self.remember(input_ids[0, length - n_last_matches - 1 :].tolist() if self._started else input_ids[0].tolist())
         self._started = True
         [tree] = self.draft()
         best_leaf = max(range(len(tree)), key=lambda node: (tree.depths[node], tree.scores[node]))
@@ -457,3 +306,8 @@ class HSCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: the depth of the draft is set by `num_assistant_tokens`."""
+
+
+def _joined(parts: Sequence[Pairs]) -> Pairs:
+    taps, embeds, positions = (torch.cat(column) for column in zip(*parts, strict=True))
+    return taps, embeds, positions

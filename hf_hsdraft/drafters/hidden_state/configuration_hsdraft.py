@@ -23,100 +23,70 @@ HEADS = ("target", "trained")
 
 # The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.
 LIMITS = {
-    "format_version": 10**6,
-    "vocab_size": 2**22,
-    "target_hidden_size": 2**17,
-    "target_num_hidden_layers": 4096,
-    "hidden_size": 2**17,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**13,
-    "intermediate_size": 2**20,
-    "num_draft_steps": 64,
-    "injector_rank": 2**16,
-    "injector_hidden_size": 2**17,
-    "draft_vocab_size": 2**22,
-    "tree_size": MOST_NODES,
-    "beam_width": MOST_NODES,
-}
+    "format_version": 10**6, "vocab_size": 2**22, "target_hidden_size": 2**17, "target_num_hidden_layers": 4096,
+    "hidden_size": 2**17, "num_hidden_layers": 64, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
+    "head_dim": 2**13, "intermediate_size": 2**20, "num_draft_steps": 64, "injector_rank": 2**16,
+    "injector_hidden_size": 2**17, "draft_vocab_size": 2**22, "tree_size": MOST_NODES, "beam_width": MOST_NODES,
+}  # fmt: skip
 _MOST_TAPS, _LONGEST_REFERENCE, _MOST_CODE_FILES = 64, 512, 1024
 
 # What transformers may hand over; all else in a file is left out.
 _OF_TRANSFORMERS = {
-    "architectures",
-    "attn_implementation",
-    "auto_map",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "experts_implementation",
-    "name_or_path",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "return_dict",
-    "torch_dtype",
-    "transformers_version",
-}
+    "architectures", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "experts_implementation", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id",
+    "return_dict", "torch_dtype", "transformers_version",
+}  # fmt: skip
 _MEANINGLESS = {"model_type", "use_cache", "is_encoder_decoder", "_commit_hash", "tie_word_embeddings"}
 # By these a file would make transformers load, replace or run something else than the drafter beside it.
-_FORBIDDEN = {
-    "distributed_config",
-    "fusion_config",
-    "kernel_config",
-    "quantization_config",
-    "transformers_weights",
-}
+_FORBIDDEN = {"distributed_config", "fusion_config", "kernel_config", "quantization_config", "transformers_weights"}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class HSDraftConfig(PreTrainedConfig):
-    """Configuration of an [`HSDrafter`].
+    """Configuration of an [`HSDrafter`]. [`HSDraftConfig.for_target`] derives it from a loaded target.
 
-    Every field is checked when the configuration is built, so a drafter that loads is one that fits together. Prefer
-    [`HSDraftConfig.for_target`], which derives the target's side from a loaded model.
+    Every field is checked when the configuration is built, so a drafter that loads is one that fits together.
 
     Args:
-        vocab_size: vocabulary size of the target; `generate()` compares it with the target's own.
-        target_hidden_size: width of the target's hidden states.
-        target_num_hidden_layers: number of decoder layers of the target.
-        target_tap_layers: indices into the target's `hidden_states` (0 = embeddings, i = output of layer i) that the
-            drafter reads, ascending. `None` picks one low, one middle and one high layer (EAGLE-3, section 3.1).
-        target_name: name of the target, for messages and cards.
-        target_revision: commit of the target on the Hub, if it is known.
-        target_tokenizer_hash: what `target_match.tokenizer_hash` makes of the target's tokenizer.
-        target_reference: a text by which a target can be recognised, see `target_match`: its token ids `input_ids`,
-            the position `start` from which on the target wrote it, and of the tokens from there on, how many it
-            chooses again (`agreed`) and how many the drafter's first choice hits (`drafted`).
-        weights_digest: SHA-256 of each file of weights, by name; written by `save_pretrained`.
-        code_files: names of the `*.py` files that were saved with it, so that a later version can replace them; written
-            by `save_pretrained`.
-        format_version: of the files; a drafter of a newer one is refused, older ones load.
-        hidden_size: width of the drafted hidden states; equal to `target_hidden_size` unless `head="trained"`.
-        num_hidden_layers: layers of the trunk.
-        num_attention_heads: attention heads of a trunk layer.
-        num_key_value_heads: key/value heads of a trunk layer (grouped-query attention).
-        head_dim: width of one head; `None` means `hidden_size // num_attention_heads`.
-        intermediate_size: inner width of the trunk's feed-forward blocks.
-        num_draft_steps: K, the hidden states rolled out per round and so the depth of the draft tree.
-        sliding_window: positions that the trunk attends to, the own one included; `None` for all. Beyond the lengths it
-            was trained on, a trunk that sees all drafts worse.
-        rms_norm_eps: epsilon of all RMS norms.
-        rope_theta: base of the rotary position embedding.
-        injector: how token information joins the hidden states: `"low_rank"` is the paper's bias W2 W1 e(parent),
-            `"path"` a gated network on hidden state, parent and the path from the root.
+        vocab_size: Size of the target's vocabulary. `generate()` compares it with the target's own.
+        target_hidden_size: Width of the target's hidden states.
+        target_num_hidden_layers: Number of decoder layers of the target.
+        target_tap_layers: Hidden states of the target that the drafter reads, ascending (0 = embeddings, i = output of
+            layer i). `None` picks one low, one middle and one high layer (EAGLE-3, section 3.1).
+        target_name: Name of the target, for messages and cards.
+        target_revision: Commit of the target on the Hub, if it is known.
+        target_tokenizer_hash: What `target_match.tokenizer_hash` makes of the target's tokenizer.
+        target_reference: A text by which the target is recognised, see `target_match`: its token ids `input_ids`, and
+            the position `start` from which on the target wrote it. Of those tokens the target chooses `agreed` again,
+            and the drafter's first choice hits `drafted`.
+        weights_digest: SHA-256 of each file of weights, by name. `save_pretrained` writes it.
+        code_files: Names of the `*.py` files that were saved too, so that a later version can replace them.
+            `save_pretrained` writes them.
+        format_version: Version of the files. Newer ones than this version's are refused, older ones load.
+        hidden_size: Width of the drafted hidden states; `target_hidden_size` unless `head="trained"`.
+        num_hidden_layers: Number of layers of the trunk.
+        num_attention_heads: Number of attention heads of a trunk layer.
+        num_key_value_heads: Number of key/value heads of a trunk layer (grouped-query attention).
+        head_dim: Width of one head. `None` means `hidden_size // num_attention_heads`.
+        intermediate_size: Inner width of the trunk's feed-forward blocks.
+        num_draft_steps: K, the number of hidden states rolled out per round, and so the depth of the draft tree.
+        sliding_window: Number of positions that the trunk attends to, the own one included; `None` for all. A trunk
+            that sees all drafts worse beyond the lengths it was trained on.
+        rms_norm_eps: Epsilon of all RMS norms.
+        rope_theta: Base of the rotary position embedding.
+        injector: How token information joins the hidden states. `"low_rank"` is the paper's bias W2 W1 e(parent);
+            `"path"` is a gated network on hidden state, parent and the path from the root.
         injector_rank: r, the rank through which token information reaches the logits.
-        injector_hidden_size: inner width of the path injector.
-        head: `"target"` uses the target's own output rows (none are stored), `"trained"` its own.
-        draft_vocab_size: V', the number of tokens the drafter can propose; `None` means all of them.
-        draft_vocab_ids: the token ids behind the V' rows, ascending; `None` means the first V'.
-        tree_size: nodes of the draft tree, the root not counted.
-        beam_width: nodes of one depth that are expanded to the next; 1 drafts a chain.
-        initializer_range: standard deviation of the weight initialisation.
+        injector_hidden_size: Inner width of the path injector.
+        head: `"target"` uses the target's own output rows and stores none, `"trained"` has its own.
+        draft_vocab_size: V', the number of tokens the drafter can propose. `None` means all of them.
+        draft_vocab_ids: Token ids behind the V' rows, ascending. `None` means the first V'.
+        tree_size: Number of nodes of the draft tree, the root not counted.
+        beam_width: Number of nodes of one depth that are expanded to the next. 1 drafts a chain.
+        initializer_range: Standard deviation of the weight initialisation.
 
     Raises:
-        ValueError: a field is out of range or contradicts another; the message names field, value and remedy.
+        ValueError: A field is out of range or contradicts another; the message names field, value and remedy.
     """
 
     model_type = "hsdraft"
@@ -157,16 +127,13 @@ class HSDraftConfig(PreTrainedConfig):
     ) -> None:
         self.format_version = format_version
         self._check_format()  # before anything that a newer format may have changed
-        for name, value in (
-            ("vocab_size", vocab_size),
-            ("target_hidden_size", target_hidden_size),
-            ("target_num_hidden_layers", target_num_hidden_layers),
-            ("num_attention_heads", num_attention_heads),
-        ):
-            _check_integer(name, value)  # others are derived from these
         self.vocab_size = vocab_size
         self.target_hidden_size = target_hidden_size
         self.target_num_hidden_layers = target_num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
+        for name in ("target_num_hidden_layers", "target_hidden_size", "num_attention_heads", "hidden_size"):
+            _check_integer(name, getattr(self, name))  # others are derived from these
         self.target_tap_layers = (
             default_tap_layers(target_num_hidden_layers) if target_tap_layers is None else _as_list(target_tap_layers)
         )
@@ -176,11 +143,8 @@ class HSDraftConfig(PreTrainedConfig):
         self.target_reference = dict(target_reference) if isinstance(target_reference, Mapping) else target_reference
         self.weights_digest = dict(weights_digest) if isinstance(weights_digest, Mapping) else weights_digest
         self.code_files = None if code_files is None else _as_list(code_files)
-        self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
         self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        _check_integer("hidden_size", self.hidden_size)
         self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
         self.num_draft_steps = num_draft_steps
@@ -204,11 +168,11 @@ class HSDraftConfig(PreTrainedConfig):
         """Derives the configuration of a drafter from a loaded target.
 
         Args:
-            target: a model of transformers that generates text; of an encoder-decoder, the decoder is meant.
-            overrides: fields to set otherwise, by the names of the constructor.
+            target: A model of transformers that generates text; of an encoder-decoder, the decoder is meant.
+            overrides: Fields to set otherwise, by the names of the constructor.
 
         Raises:
-            ValueError: an override is invalid.
+            ValueError: An override is invalid.
         """
         name = public_name(getattr(target, "name_or_path", ""))
         return cls.for_target_config(target.config, **{"target_name": name, **overrides})
@@ -223,7 +187,7 @@ class HSDraftConfig(PreTrainedConfig):
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
-            "target_num_hidden_layers": config.num_hidden_layers,
+            "target_num_hidden_layers": decoder_layers(config),
             "num_attention_heads": heads,
             "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
             "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
@@ -241,6 +205,10 @@ class HSDraftConfig(PreTrainedConfig):
             fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
         return cls(**{**fields, **overrides})
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
+        """Registers nothing: the code of a configuration always travels with a drafter that is saved."""
+
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
         return self if decoder or encoder else AnySpecialTokens(self)
@@ -257,66 +225,44 @@ class HSDraftConfig(PreTrainedConfig):
             _check_integer(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            if not is_number(value) or not 0.0 < value < 1e12:
-                raise ValueError(f"{name}={short(value)} is invalid: expected a positive number")
+            _demand(is_number(value) and 0.0 < value < 1e12, name, value, "expected a positive number")
         for name, allowed in (("injector", INJECTORS), ("head", HEADS)):
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={short(getattr(self, name))} is invalid: expected one of {', '.join(allowed)}"
-                )
-        window = self.sliding_window
-        if window is not None and not (is_integer(window) and self.num_draft_steps < window < 2**31):
-            raise ValueError(
-                f"sliding_window={short(window)} is invalid: expected None, or an integer above "
-                f"num_draft_steps={self.num_draft_steps}"
-            )
+            value = getattr(self, name)
+            _demand(isinstance(value, str) and value in allowed, name, value, f"expected one of {', '.join(allowed)}")
+        window, steps = self.sliding_window, self.num_draft_steps
+        wanted = f"expected None, or an integer above num_draft_steps={steps}"
+        _demand(window is None or (is_integer(window) and steps < window < 2**31), "sliding_window", window, wanted)
         self._check_taps()
         self._check_vocabulary()
         self._check_target()
-        self._check_digest()
-        self._check_code_files()
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} is invalid: it must divide "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is invalid: rotary embeddings need an even number")
+        self._check_files()
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        _demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+        _demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
         if self.head == "target" and self.hidden_size != self.target_hidden_size:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is invalid with head='target': the target's output rows need "
                 f"target_hidden_size={self.target_hidden_size}; set them equal or choose head='trained'"
             )
-        if self.tree_size < self.num_draft_steps:
-            raise ValueError(
-                f"tree_size={self.tree_size} is invalid: a tree of depth num_draft_steps={self.num_draft_steps} needs "
-                "at least as many nodes"
-            )
+        wanted = f"a tree of depth num_draft_steps={steps} needs at least as many nodes"
+        _demand(self.tree_size >= steps, "tree_size", self.tree_size, wanted)
 
     def _check_taps(self) -> None:
-        taps = self.target_tap_layers
-        in_range = len(taps) <= _MOST_TAPS and all(
-            is_integer(tap) and 0 <= tap <= self.target_num_hidden_layers for tap in taps
-        )
-        if not taps or not in_range or sorted(set(taps)) != taps:
-            raise ValueError(
-                f"target_tap_layers={short(taps)} is invalid: expected ascending indices between 0 (embeddings) and "
-                f"target_num_hidden_layers={self.target_num_hidden_layers}, each once"
-            )
+        taps, layers = self.target_tap_layers, self.target_num_hidden_layers
+        in_range = len(taps) <= _MOST_TAPS and all(is_integer(tap) and 0 <= tap <= layers for tap in taps)
+        wanted = f"ascending indices between 0 (embeddings) and target_num_hidden_layers={layers}, each once"
+        valid = bool(taps) and in_range and sorted(set(taps)) == taps
+        _demand(valid, "target_tap_layers", taps, f"expected {wanted}")
 
     def _check_vocabulary(self) -> None:
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} is invalid: the target has only vocab_size="
-                f"{self.vocab_size} tokens"
-            )
+        size = self.draft_vocab_size
+        wanted = f"the target has only vocab_size={self.vocab_size} tokens"
+        _demand(size <= self.vocab_size, "draft_vocab_size", size, wanted)
         ids = self.draft_vocab_ids
         if ids is None:
             return
-        if len(ids) != self.draft_vocab_size:
-            raise ValueError(
-                f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={self.draft_vocab_size}: they must agree"
-            )
+        if len(ids) != size:
+            raise ValueError(f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={size}: they must agree")
         ascending = all(map(is_integer, ids)) and all(low < high for low, high in itertools.pairwise(ids))
         if not ascending or ids[0] < 0 or ids[-1] >= self.vocab_size:
             raise ValueError(
@@ -335,63 +281,58 @@ class HSDraftConfig(PreTrainedConfig):
     def _check_target(self) -> None:
         for name in ("target_name", "target_revision", "target_tokenizer_hash"):
             value = getattr(self, name)
-            if not isinstance(value, str) or len(value) > LONGEST_NAME or not value.isprintable():
-                raise ValueError(
-                    f"{name}={short(value)} is invalid: expected one line of at most {LONGEST_NAME} characters"
-                )
-        if self.target_reference is None:
+            valid = isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
+            _demand(valid, name, value, f"expected one line of at most {LONGEST_NAME} characters")
+        reference, fields = self.target_reference, {"input_ids", "start", "agreed", "drafted"}
+        if reference is None:
             return
-        expected = "expected input_ids, start, agreed and drafted as `hsdraft train` writes them"
-        fields = {"input_ids", "start", "agreed", "drafted"}
-        if not isinstance(self.target_reference, dict) or self.target_reference.keys() != fields:
-            raise ValueError(f"target_reference={short(self.target_reference)} is invalid: {expected}")
-        ids, start, *counts = (self.target_reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
-        valid = isinstance(ids, list) and 3 <= len(ids) <= _LONGEST_REFERENCE
-        valid = valid and all(is_integer(token) and 0 <= token < self.vocab_size for token in ids)
-        valid = valid and is_integer(start) and 2 <= start < len(ids)
-        if not valid or not all(is_integer(count) and 0 <= count <= len(ids) - start for count in counts):
-            raise ValueError(f"target_reference={short(self.target_reference)} is invalid: {expected}")
+        valid = isinstance(reference, dict) and reference.keys() == fields
+        if valid:
+            ids, start, *counts = (reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
+            valid = isinstance(ids, list) and 3 <= len(ids) <= _LONGEST_REFERENCE
+            valid = valid and all(is_integer(token) and 0 <= token < self.vocab_size for token in ids)
+            valid = valid and is_integer(start) and 2 <= start < len(ids)
+            valid = valid and all(is_integer(count) and 0 <= count <= len(ids) - start for count in counts)
+        wanted = "expected input_ids, start, agreed and drafted as `hsdraft train` writes them"
+        _demand(valid, "target_reference", reference, wanted)
 
-    def _check_digest(self) -> None:
-        digests = self.weights_digest
-        if digests is not None and not (
+    def _check_files(self) -> None:
+        digests, names = self.weights_digest, self.code_files
+        valid = digests is None or (
             isinstance(digests, dict)
             and all(isinstance(name, str) and re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in digests)
             and all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests.values())
-        ):
-            raise ValueError(
-                f"weights_digest={short(digests)} is invalid: expected SHA-256 digests by names of files of weights"
-            )
+        )
+        _demand(valid, "weights_digest", digests, "expected SHA-256 digests by names of files of weights")
+        valid = names is None or (len(names) <= _MOST_CODE_FILES and all(map(is_code_file, names)))
+        wanted = f"expected at most {_MOST_CODE_FILES} names such as modeling_hsdraft.py, without folders"
+        _demand(valid, "code_files", names, wanted)
 
-    def _check_code_files(self) -> None:
-        names = self.code_files
-        if names is not None and not (len(names) <= _MOST_CODE_FILES and all(map(is_code_file, names))):
-            raise ValueError(
-                f"code_files={short(names)} is invalid: expected at most {_MOST_CODE_FILES} names such as "
-                "modeling_hsdraft.py, without folders"
-            )
+
+def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:
+    if not valid:
+        raise ValueError(f"{name}={short(value)} is invalid: {wanted}")
 
 
 def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Of fields that are not the drafter's own, those that may be given to transformers."""
-    forbidden = sorted(_FORBIDDEN & {name for name, value in kwargs.items() if value is not None})
-    if forbidden:
+    if forbidden := sorted(name for name in _FORBIDDEN if kwargs.get(name) is not None):
         raise ValueError(
             f"a drafter's configuration must not hold {', '.join(forbidden)}: remove it, it has no use here"
         )
     for name in ("dtype", "torch_dtype"):
         value = kwargs.get(name)
-        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
-            raise ValueError(f"{name}={short(value)} is invalid: expected one of {', '.join(_DTYPES)}")
+        valid = value is None or str(value).removeprefix("torch.") in _DTYPES
+        _demand(valid, name, value, f"expected one of {', '.join(_DTYPES)}")
     for name in ("attn_implementation", "experts_implementation"):
-        value = kwargs.get(name)
-        if value is not None and not (isinstance(value, str) and value.replace("_", "").isalnum()):
-            raise ValueError(f"{name}={short(value)} is invalid: a drafter brings no kernels")  # a repository's name
+        value = kwargs.get(name)  # not the name of a repository
+        valid = value is None or (isinstance(value, str) and value.replace("_", "").isalnum())
+        _demand(valid, name, value, "a drafter brings no kernels")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = kwargs.get(name)
         tokens = value if isinstance(value, list) else [0 if value is None else value]
-        if len(tokens) > LONGEST_NAME or not all(is_integer(token) and 0 <= token < 2**31 for token in tokens):
-            raise ValueError(f"{name}={short(value)} is invalid: expected a token id or a few")
+        valid = len(tokens) <= LONGEST_NAME and all(is_integer(token) and 0 <= token < 2**31 for token in tokens)
+        _demand(valid, name, value, "expected a token id or a few")
     unknown = sorted(kwargs.keys() - _OF_TRANSFORMERS - _MEANINGLESS - _FORBIDDEN)
     if unknown:
         logger.warning(f"fields of a drafter's configuration that mean nothing to it are left out: {short(unknown)}")
@@ -402,9 +343,8 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_integer(name: str, value: Any) -> None:
-    if not is_integer(value) or not 1 <= value <= LIMITS[name]:
-        wanted = "1 or more" if not is_integer(value) or value < 1 else f"at most {LIMITS[name]:,}"
-        raise ValueError(f"{name}={short(value)} is invalid: expected an integer of {wanted}")
+    wanted = "1 or more" if not is_integer(value) or value < 1 else f"at most {LIMITS[name]:,}"
+    _demand(is_integer(value) and 1 <= value <= LIMITS[name], name, value, f"expected an integer of {wanted}")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -416,6 +356,11 @@ def _integer(config: Any, name: str) -> int | None:
     """A field where it is one number for all layers."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
+
+
+def decoder_layers(config: Any) -> int:
+    """Number of layers of a target's decoder, by the configuration of its text; T5 counts the encoder's apart."""
+    return _integer(config, "num_decoder_layers") or config.num_hidden_layers
 
 
 def default_tap_layers(num_hidden_layers: int) -> list[int]:

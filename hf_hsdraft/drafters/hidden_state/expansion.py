@@ -7,9 +7,11 @@ from functools import cached_property
 
 import torch
 
+from ...acceleration.cpu.products import Product
 from ...common.target_weights import TargetWeights
+from ...common.tensors import Transform
 from ...verifiers.foresight import Race
-from .working_weights import Product, Transform, WorkingWeights
+from .working_weights import WorkingWeights
 
 MOST_COLUMNS = 512  # of the draft vocabulary that are looked at below the first depth of a beam
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from ...acceleration.gpu.compiled_calls import compiled
+from ...acceleration.gpu.static_text import StaticText, keep_in_place
 from ...common.tensors import on_device
 from .configuration_hsdraft import HSDraftConfig
-from .modeling_hsdraft import DraftContext, HSDrafter, rotary_embedding
-from .roll_out import Layer, RollOut
+from .contexts import DraftContext
+from .network import HSDraftNetwork
+from .roll_out import RollOut
+from .trunk import Trunk, read, roll
 from .working_weights import WorkingWeights
 
 _ALIGNED = 256  # rooms are multiples of it: few sizes to compile for, and masks in whole vectors
@@ -32,10 +35,10 @@ def room_for(slots: int, num_draft_steps: int) -> int:
 
 
 class StaticRollOut(RollOut):
-    """A [`RollOut`] of one shape. Prompts are read as there, they have many.
+    """A [`RollOut`] of one shape, for a single text. Prompts are read as there, they have many.
 
     Args:
-        weights, config, device, dtype: of the drafter.
+        trunk, config, device, dtype: of the drafter.
         room: positions that can be held, see `room_for`.
         num_draft_steps: K, rolled out each time, whatever is asked for.
         compile_config: of transformers; `None` compiles nothing.
@@ -46,7 +49,7 @@ class StaticRollOut(RollOut):
 
     def __init__(
         self,
-        weights: WorkingWeights,
+        trunk: Trunk,
         config: HSDraftConfig,
         device: torch.device,
         dtype: torch.dtype,
@@ -54,60 +57,67 @@ class StaticRollOut(RollOut):
         num_draft_steps: int,
         compile_config: Any = None,
     ) -> None:
-        super().__init__(weights, config, device, dtype)
+        super().__init__(trunk, config, device, dtype)
         self.made_for = room, num_draft_steps, copy.copy(compile_config)
         self._steps = num_draft_steps
         self._columns = num_draft_steps + 1  # what a round accepts, as a rule; more are read as a prompt is
-        shape = config.num_key_value_heads, room, config.head_dim
-        for layer in self._layers:
-            layer.keys, layer.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        shape, text = (config.num_key_value_heads, room, config.head_dim), self._text
+        text.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in text.keys]
+        text.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in text.values]
         self._run = roll_out if compile_config is None else compiled(roll_out, compile_config)
         if compile_config is not None:
-            used = weights.fuse_inputs, weights.roll_norm, weights.roll, self._frequencies, self._layers
-            for tensor in _tensors(used):
-                torch._dynamo.mark_static_address(tensor, guard=False)  # a recorded graph reads them where they are
+            used = trunk.fuse_inputs, trunk.roll_norm, trunk.roll, trunk.frequencies, trunk.layers
+            keep_in_place(*used, text.keys, text.values)
 
     def forget(self) -> None:
         """Begins another text."""
-        self._length = 0
-        for layer in self._layers:  # what is masked is multiplied by 0, and must not be infinite
-            layer.keys.zero_()
-            layer.values.zero_()
+        self._text.length = 0
+        for states in (*self._text.keys, *self._text.values):  # what is masked is multiplied by 0: never infinite
+            states.zero_()
 
     def resume(self, context: DraftContext) -> None:
-        for layer, (keys, values) in zip(self._layers, context.layers, strict=True):
-            layer.keys[:, : context.length], layer.values[:, : context.length] = keys, values
-        self._length = context.length
+        for index, (keys, values) in enumerate(context.layers):
+            self._text.keys[index][:, : context.length] = keys
+            self._text.values[index][:, : context.length] = values
+        self._text.length = context.length
 
     def __call__(
-        self, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, num_draft_steps: int
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        num_draft_steps: int,
+        rows: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
         if num_draft_steps > self._steps:
             raise ValueError(f"num_draft_steps={num_draft_steps} is invalid: expected {self._steps} at most")
+        assert rows is None
         early = len(taps) - self._columns
         if early > 0:
-            self.read(taps[:early], embeds[:early], position_ids[:early], ahead=0)
+            self.read(taps[:early], embeds[:early], position_ids[:early])
             taps, embeds, position_ids = taps[early:], embeds[early:], position_ids[early:]
-        count = len(taps)
+        count, text = len(taps), self._text
         padding = (0, 0, 0, self._columns - count)
         states = self._run(
-            self._weights,
-            self._layers,
-            self._frequencies,
+            self._trunk,
+            text.keys,
+            text.values,
+            self._window,
             F.pad(taps, padding),
             F.pad(embeds, padding),
             F.pad(position_ids, padding[2:]),
-            on_device([self._length, count], taps.device),
+            on_device([text.length, count], taps.device),
             self._steps,
         )
-        self._length += count
-        return states[:num_draft_steps].clone()  # the next run may write over them
+        text.length += count
+        return states[None, :num_draft_steps].clone()  # the next run may write over them
 
 
 def roll_out(
-    weights: WorkingWeights,
-    layers: Sequence[Layer],
-    frequencies: torch.Tensor,
+    trunk: Trunk,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    window: int | None,
     taps: torch.Tensor,
     embeds: torch.Tensor,
     position_ids: torch.Tensor,
@@ -117,47 +127,12 @@ def roll_out(
     """As [`RollOut`], of padded accepted positions: `[K, D]`, g_0 .. g_{K-1}. The same operations for any text.
 
     Args:
+        keys, values, window, place: see `StaticText`.
         taps, embeds, position_ids: `[columns, ...]`, more than are real.
-        place: `[2]`, int64, on the device: how many positions have been read, and how many columns are real.
     """
-    held, count = place.split(1)
-    places = held + torch.arange(len(taps), device=taps.device)
-    x = _read(weights.fuse_inputs(taps, embeds), layers, frequencies, position_ids, places)
-    last = count - 1
-    x, position, place = (column.index_select(0, last) for column in (x, position_ids, places))
-    states = [x]
-    for _ in range(num_draft_steps - 1):
-        position, place = position + 1, place + 1
-        x = _read(weights.roll(weights.roll_norm(x)), layers, frequencies, position, place)
-        states.append(x)
-    return torch.cat(states)
-
-
-def _read(
-    x: torch.Tensor,
-    layers: Sequence[Layer],
-    frequencies: torch.Tensor,
-    position_ids: torch.Tensor,
-    places: torch.Tensor,
-) -> torch.Tensor:
-    """The trunk on inputs `[n, D]`, which are kept at `places` `[n]` of the layers' room."""
-    rope = rotary_embedding(position_ids, frequencies, x.dtype)
-    for layer in layers:
-        queries, keys, values = layer.projected(x, rope)
-        layer.keys.index_copy_(1, places, keys.to(layer.keys.dtype))  # autocast may have made them others
-        layer.values.index_copy_(1, places, values.to(layer.values.dtype))
-        columns = torch.arange(layer.keys.shape[1], device=x.device)
-        seen = columns <= places[:, None]
-        if layer.window is not None:
-            seen = seen & (columns > places[:, None] - layer.window)
-        # The heads of a group stand where queries do: no key is read twice, and none is copied.
-        rows, groups = len(x), layer.heads // layer.kv_heads
-        grouped = queries.view(rows, layer.kv_heads, groups, -1).permute(1, 2, 0, 3).flatten(1, 2)
-        mixed = F.scaled_dot_product_attention(
-            grouped[None], layer.keys[None], layer.values[None], seen.repeat(groups, 1)
-        )
-        x = layer.output(x, mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1))
-    return x
+    text = StaticText(keys, values, window, len(taps), place)
+    x, ropes = read(trunk, taps, embeds, position_ids, text, num_draft_steps - 1)
+    return torch.cat(roll(trunk, x, ropes, text))
 
 
 _MOST_SPARE = 4  # of a drafter's weights
@@ -166,7 +141,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def static_roll_out(
-    drafter: HSDrafter, weights: WorkingWeights, slots: int, num_draft_steps: int, compile_config: Any
+    drafter: HSDraftNetwork, weights: WorkingWeights, slots: int, num_draft_steps: int, compile_config: Any
 ) -> Iterator[StaticRollOut]:
     """A [`StaticRollOut`] that has read nothing, for one call. The next such call gets it again: a graph belongs to the
     tensors it was recorded with.
@@ -191,16 +166,3 @@ def static_roll_out(
         with _lock:
             spare.append(found)
             del spare[:-_MOST_SPARE]
-
-
-def _tensors(part: Any) -> Iterator[torch.Tensor]:
-    """All tensors that a plain structure is made of, those that its functions have bound among them."""
-    if isinstance(part, torch.Tensor):
-        yield part
-    elif isinstance(part, tuple | list):
-        for each in part:
-            yield from _tensors(each)
-    elif callable(part) and getattr(part, "__closure__", None):
-        yield from _tensors([cell.cell_contents for cell in part.__closure__])
-    elif hasattr(part, "__dict__") and not isinstance(part, type | torch.nn.Module):
-        yield from _tensors(list(vars(part).values()))

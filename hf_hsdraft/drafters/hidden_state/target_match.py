@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ...common.checks import printable
 from ...target.target_limits import frequencies_change, furthest_position
-from .modeling_hsdraft import HSDrafter
+from .network import HSDraftNetwork
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +55,7 @@ def can_measure(target: Any, length: int) -> bool:
 
 
 @torch.no_grad()
-def measure_match(target: Any, drafter: HSDrafter, input_ids: Sequence[int], start: int) -> TargetMatch:
+def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int], start: int) -> TargetMatch:
     """Reads a text once and counts the choices of target and drafter from position `start` on, which is 2 at least."""
     ids = torch.tensor([list(input_ids)], device=target.device)
     places = torch.arange(ids.shape[1], device=target.device)
@@ -92,7 +92,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return known
 
 
-def explain_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> str:
+def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> str:
     """Why a drafter may draft little for a target, with what was measured; empty if it does as well as for its own.
 
     Measured once for a target and a drafter: what is trained or switched on later is not seen.
@@ -133,13 +133,13 @@ class _Guesses:
     right: int = 0
 
 
-def has_other_tokens(drafter: HSDrafter, tokenizer: Any) -> bool:
+def has_other_tokens(drafter: HSDraftNetwork, tokenizer: Any) -> bool:
     """Whether a tokenizer is known to be another one than that of the drafter's target."""
     recorded = drafter.config.target_tokenizer_hash
     return tokenizer is not None and bool(recorded) and tokenizer_hash(tokenizer) != recorded
 
 
-def warn_of_poor_guesses(target: Any, drafter: HSDrafter, drafts: int, right: int) -> None:
+def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, right: int) -> None:
     """Takes how the drafts of a call did; warns once of another target, if that is why they did poorly.
 
     Args:
@@ -155,7 +155,7 @@ def warn_of_poor_guesses(target: Any, drafter: HSDrafter, drafts: int, right: in
         warn_of_mismatch(target, drafter)
 
 
-def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> None:
+def warn_of_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None) -> None:
     """Warns of it, once for a target and a drafter."""
     warned = _warned.setdefault(target, weakref.WeakSet())
     if drafter in warned:
@@ -172,6 +172,8 @@ def warn_of_mismatch(target: Any, drafter: HSDrafter, tokenizer: Any = None) -> 
 
 
 _hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, Any]] = weakref.WeakKeyDictionary()
-_guesses: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDrafter, _Guesses]] = weakref.WeakKeyDictionary()
-_warned: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HSDrafter]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDraftNetwork, Any]] = weakref.WeakKeyDictionary()
+_guesses: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[HSDraftNetwork, _Guesses]] = (
+    weakref.WeakKeyDictionary()
+)
+_warned: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HSDraftNetwork]] = weakref.WeakKeyDictionary()

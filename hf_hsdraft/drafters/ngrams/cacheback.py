@@ -1,4 +1,4 @@
-"""A drafter without a network: n-grams of the running text, and of other texts if there are any (Cacheback)."""
+"""A drafter without a network: n-grams of the running text, and of other texts if there are any ("Cacheback")."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from ...common.checks import is_integer
-from ...common.target_weights import TargetWeights
+from ...target.target_limits import text_config
 from ..draft_options import default_options
+from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
 from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
+from .ngram_session import NgramSession
 
 _OPTIONS = (
     "assistant_confidence_threshold",
@@ -29,10 +30,8 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class CachebackConfig:
-    """What decoding asks a drafter's configuration for."""
+    """What transformers asks an assistant's configuration for."""
 
-    num_draft_steps: int = MOST_NGRAM_DEPTH
-    target_tap_layers: tuple[int, ...] = ()
     vocab_size: Any = ANY  # of the target, as a pipeline compares it
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
@@ -40,7 +39,7 @@ class CachebackConfig:
         return AnySpecialTokens(self)
 
 
-class CachebackDrafter:
+class CachebackDrafter(Drafter):
     """Training-free drafting by n-grams, for any target ("Cacheback": tables of leaders and their followers).
 
         out = model.generate(**inputs, assistant_model=CachebackDrafter())
@@ -58,6 +57,8 @@ class CachebackDrafter:
     Raises:
         ValueError: `ngram_length` is out of range, or an option is unknown.
     """
+
+    num_draft_steps = MOST_NGRAM_DEPTH
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
         if not is_integer(ngram_length) or not 1 <= ngram_length <= MOST_LEADING:
@@ -80,6 +81,13 @@ class CachebackDrafter:
         """The drafting options; `beam_width=1` drafts a chain, the other options of a beam have no effect."""
         return default_options(MOST_NGRAM_DEPTH, tree_size=24, beam_width=24)
 
-    def borrow(self, embedding: Any, output_head: Any, with_head: bool = True) -> TargetWeights:
-        """Nothing of the target is needed."""
-        return TargetWeights(embedding, None, torch.empty(0, dtype=torch.long), embedding.weight.shape[0])
+    def check(self, target: Any) -> None:
+        vocab_size = text_config(target).vocab_size
+        if self.most_token >= vocab_size:
+            raise ValueError(
+                f"the texts of this CachebackDrafter hold token {self.most_token}, the target's vocabulary has only "
+                f"{vocab_size}: they have to be encoded by the target's tokenizer"
+            )
+
+    def session(self, call: DraftCall) -> NgramSession:
+        return NgramSession(call, self.frozen, obeys_depth=True)

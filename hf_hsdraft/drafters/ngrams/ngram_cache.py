@@ -142,7 +142,8 @@ class NgramCache:
             node = len(nodes)
             nodes.append((token, parent, nodes[parent][2] + 1, -cost))
             paths.append((*paths[parent], token)[-self._tables[0].length :])
-        return DraftTree(*zip(*nodes[: tree_size + 1], strict=True))
+        tokens, parents, depths, scores = zip(*nodes[: tree_size + 1], strict=True)
+        return DraftTree(tokens, parents, depths, scores)
 
     def _next(self, path: Sequence[int]) -> list[tuple[int, float]]:
         """Tokens that may follow a path, with their probabilities: longer leaders first, shorter for what they miss."""

@@ -1,0 +1,117 @@
+"""The first call of a process, plain and drafted: each one is measured in a process of its own.
+
+Every process loads target and drafter, makes one call, and ends. So nothing that an earlier call has found out, loaded
+or prepared makes it quicker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .machine import processor, synchronise
+from .measure import encode_prompt
+
+DEFINITION = (
+    "seconds of the first generate() of a process, target and drafter loaded before and not counted; a process for "
+    "each call, plain and drafted in turn, every text of exactly so many new tokens; median, and least and greatest in "
+    "brackets. time: the drafted median over the plain one; below 1 is quicker."
+)
+
+
+@dataclass(frozen=True)
+class FirstCalls:
+    """First calls of one length.
+
+    Attributes:
+        new_tokens: that each call emits.
+        plain, drafted: seconds, a process each.
+    """
+
+    new_tokens: int
+    plain: list[float]
+    drafted: list[float]
+
+    @property
+    def time_ratio(self) -> float:
+        return statistics.median(self.drafted) / statistics.median(self.plain)
+
+
+def run_first_calls(
+    target: str | None,
+    drafter: str,
+    dtype: torch.dtype,
+    device: str,
+    prompt: str,
+    lengths: Sequence[int],
+    repeats: int,
+) -> list[FirstCalls]:
+    """Measures calls of each length, every one in a fresh process.
+
+    Args:
+        target, drafter: names, which every process loads.
+        repeats: processes for each length, plain and drafted.
+
+    Raises:
+        ValueError: there is no length, or one below 1.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths={list(lengths)} is invalid: expected numbers of at least 1, such as 8,32,128")
+    results = []
+    for length in lengths:
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for repeat in range(repeats):
+            for drafted in (False, True) if repeat % 2 == 0 else (True, False):
+                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                    given = target, drafter, dtype, device, prompt, length, drafted
+                    seconds[drafted].append(pool.submit(_load_and_time, *given).result())
+        results.append(FirstCalls(length, seconds[False], seconds[True]))
+    return results
+
+
+def _load_and_time(
+    target: str | None, drafter: str, dtype: torch.dtype, device: str, prompt: str, new_tokens: int, drafted: bool
+) -> float:
+    from transformers.utils.logging import disable_progress_bar
+
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..target.target_loading import load_target
+
+    disable_progress_bar()
+    loaded = HSDrafter.from_pretrained(drafter, dtype=dtype).to(device).eval()
+    model, tokenizer = load_target(target, dtype, device)
+    return time_first_call(model, encode_prompt(tokenizer, prompt, device), new_tokens, loaded if drafted else None)
+
+
+def time_first_call(target: Any, inputs: dict[str, torch.Tensor], new_tokens: int, drafter: Any = None) -> float:
+    """Seconds of one greedy call, plain without a drafter."""
+    assistant = {} if drafter is None else {"assistant_model": drafter}
+    synchronise(target.device)
+    begin = time.perf_counter()
+    target.generate(**inputs, **assistant, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    synchronise(target.device)
+    return time.perf_counter() - begin
+
+
+def print_first_calls(results: Sequence[FirstCalls], console: Console) -> None:
+    table = Table()
+    for column in ("new tokens", "plain s", "drafted s", "time"):
+        table.add_column(column, justify="right")
+    for row in results:
+        table.add_row(str(row.new_tokens), _shown(row.plain), _shown(row.drafted), f"{row.time_ratio:.2f}")
+    console.print(table)
+    console.print(f"processor: {processor(torch.device('cpu'))}", style="dim", highlight=False, markup=False)
+    console.print(DEFINITION, style="dim", highlight=False, markup=False)
+
+
+def _shown(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}..{max(seconds):.2f})"

@@ -1,0 +1,244 @@
+"""Contexts of a trunk: keys and values of accepted positions, and which of them a row sees.
+
+`PackedTexts` serves training and batches, `GrowingText` a single text; one of fixed shape is `StaticText`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...common.attention import shared_attention
+from .trunk import Attend
+from .trunk_sight import SEEN_BY_ALL, Sight
+
+KeyValues = tuple[torch.Tensor, torch.Tensor]
+
+_SPARE_POSITIONS, _SPARE_SHARE = 128, 4  # room for so many positions more, and for this part of those there are
+_BLOCK = 256  # rows of a masked prompt that are read at once: a mask of all would grow with their square
+
+
+@dataclass
+class DraftContext:
+    """Keys and values of the accepted positions, one pair a trunk layer, each `[kv_heads, P, head_dim]`.
+
+    `document_ids` `[P]` says which sequence of a batch a position belongs to; `None` if there is only one.
+    `position_ids` `[P]` are kept for trunks with a sliding window.
+    """
+
+    layers: list[KeyValues] = field(default_factory=list)
+    document_ids: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[1] if self.layers else 0
+
+    def within(self, window: int | None) -> DraftContext:
+        """What later positions of each sequence can still see, through a window of so many positions.
+
+        The window counts the position that looks, so the next one sees one less of those before.
+        """
+        if window is None or self.document_ids is None or self.position_ids is None:
+            return self
+        documents = self.document_ids
+        last = self.position_ids.new_full((int(documents.max()) + 1,), -1)
+        last = last.scatter_reduce(0, documents, self.position_ids, "amax")
+        kept = (last[documents] - self.position_ids < window - 1).nonzero().flatten()
+        if len(kept) == self.length:
+            return self
+        layers = [(keys[:, kept], values[:, kept]) for keys, values in self.layers]
+        return DraftContext(layers, documents[kept], self.position_ids[kept])
+
+
+class PackedTexts:
+    """Texts side by side in one row, and chains that start in them. Made for one forward.
+
+    What is attended to can be computed again: checkpoints of layers give the same.
+
+    Args:
+        past: what earlier forwards read; not changed.
+        position_ids, document_ids: `[T]`, of the pairs.
+        starts: `[S]`, the pairs at which chains start; `None` for the last one only.
+        window: positions that are attended to, the own one included; `None` for all.
+        steps: K.
+    """
+
+    def __init__(
+        self,
+        past: DraftContext,
+        position_ids: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        window: int | None,
+        steps: int,
+    ) -> None:
+        known = None if document_ids is None else past.document_ids
+        held = position_ids.new_full((past.length,), SEEN_BY_ALL) if known is None else known
+        own = torch.zeros_like(position_ids) if document_ids is None else document_ids
+        texts = torch.cat([held, own])
+        places = position_ids if past.position_ids is None else torch.cat([past.position_ids, position_ids])
+        # A context that does not know its positions is near with all of them.
+        self._near = window is not None and len(places) == len(texts) and len(texts) + steps > window
+        rows = torch.arange(past.length, len(texts), device=position_ids.device)
+        self._sight = Sight(rows, own, texts, position_ids, places, window if self._near else None)
+        self._past, self._documents = past, None if document_ids is None else texts
+        self._places = None if window is None else places
+        self.starts = rows[-1:] - past.length if starts is None else starts
+        # The last position of a single document sees everything: no mask, as in every decoding round.
+        all_seen = starts is None and document_ids is None and not self._near
+        self._chains = None if all_seen else self._sight.of(self.starts)
+        self._layers: dict[int, KeyValues] = {}
+        self._own: dict[tuple[int, int], KeyValues] = {}  # by layer and step: those of the chains themselves
+
+    @property
+    def context(self) -> DraftContext:
+        """What has been read until now."""
+        layers = [self._layers[index] for index in range(len(self._layers))]
+        return DraftContext(layers, self._documents, self._places)
+
+    def reading(self) -> Attend:
+        return self._read
+
+    def _read(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
+    ) -> torch.Tensor:
+        if self._past.layers:
+            old_keys, old_values = self._past.layers[layer]
+            keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
+        self._layers[layer] = keys, values
+        sight = self._sight if rows is None else self._chains
+        if sight is None or not sight.is_large:
+            mask = None if sight is None else self._mask if rows is None else sight.mask()
+            return shared_attention(queries, keys, values, mask)
+        order, parts = [], []
+        for block, columns, mask in sight.blocks():  # no score is made of texts with one another
+            part = keys.index_select(1, columns), values.index_select(1, columns)
+            parts.append(shared_attention(queries.index_select(0, block), *part, mask))
+            order.append(block)
+        return torch.cat(parts).index_select(0, torch.cat(order).argsort())
+
+    @cached_property
+    def _mask(self) -> torch.Tensor:  # several layers need it
+        return self._sight.mask()
+
+    def rolling(self, step: int, chains: int) -> Attend:
+        if self._chains is None:
+            return partial(self._roll, step, None)
+        if self._near or step == 1:  # without a window all steps see the same
+            self._rolled = self._chains.of(slice(0, chains)).ahead(step).mask()
+        return partial(self._roll, step, self._rolled)
+
+    def _roll(
+        self,
+        step: int,
+        mask: torch.Tensor | None,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Any,
+    ) -> torch.Tensor:
+        self._own[layer, step] = keys, values
+        own = [self._own[layer, each] for each in range(1, step + 1)]
+        own_keys, own_values = (torch.stack(side, dim=2) for side in zip(*own, strict=True))
+        return _attention_of_chains(queries, *self._layers[layer], mask, own_keys, own_values)
+
+
+def _attention_of_chains(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+) -> torch.Tensor:
+    """What chains take of a context that they share, and of their own positions: `[S, heads * head_dim]`.
+
+    Args:
+        queries: `[S, heads, head_dim]`.
+        keys, values: `[kv_heads, P, head_dim]`.
+        mask: `[S, P]`, True where a chain may look; `None` for everywhere.
+        own_keys, own_values: `[kv_heads, S, steps, head_dim]`.
+    """
+    kv_heads, length, head_dim = keys.shape
+    rows = len(queries)
+    queries = queries.view(rows, kv_heads, -1, head_dim).permute(1, 0, 2, 3) * head_dim**-0.5
+    flat = queries.reshape(kv_heads, -1, head_dim)
+    scores = (flat @ keys.transpose(1, 2)).view(kv_heads, rows, -1, length)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
+    scores = torch.cat([scores, queries @ own_keys.transpose(2, 3)], dim=-1)
+    weights = scores.float().softmax(dim=-1).to(values.dtype)
+    shared = weights[..., :length].reshape(kv_heads, -1, length) @ values
+    mixed = shared.view(queries.shape) + weights[..., length:] @ own_values
+    return mixed.permute(1, 0, 2, 3).reshape(rows, -1)
+
+
+class GrowingText:
+    """A single text in rooms that grow with it; what is rolled stands behind what was read, until more is read.
+
+    Args:
+        keys, values: of each layer, `[kv_heads, capacity, head_dim]`.
+        window: positions that are attended to, the own one included; `None` for all.
+
+    Attributes:
+        length: number of positions that have been read.
+    """
+
+    starts = slice(-1, None)
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], window: int | None) -> None:
+        self.keys, self.values, self._window = keys, values, window
+        self.length = 0
+
+    def extend(self, count: int, ahead: int) -> None:
+        """Before `count` positions are read and `ahead` steps rolled after them."""
+        needed = self.length + count + ahead
+        if self.keys[0].shape[1] < needed:
+            capacity = needed + _SPARE_POSITIONS + self.length // _SPARE_SHARE
+            self.keys, self.values = ([self._moved(old, capacity) for old in side] for side in (self.keys, self.values))
+        self.length += count
+
+    def _moved(self, old: torch.Tensor, capacity: int) -> torch.Tensor:
+        room = old.new_empty(old.shape[0], capacity, old.shape[2])
+        room[:, : self.length] = old[:, : self.length]
+        return room
+
+    def reading(self) -> Attend:
+        return partial(self._attend, self.length)
+
+    def rolling(self, step: int, chains: int) -> Attend:
+        return partial(self._attend, self.length + step)
+
+    def _attend(
+        self, end: int, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
+    ) -> torch.Tensor:
+        """Keeps keys and values of the last positions up to `end`; the queries are of the last ones too."""
+        begin = end - keys.shape[1]
+        self.keys[layer][:, begin:end], self.values[layer][:, begin:end] = keys, values
+        return self._mixed(layer, queries, end)
+
+    def _mixed(self, layer: int, queries: torch.Tensor, end: int) -> torch.Tensor:
+        rows, window = len(queries), self._window or end
+        masked = rows > 1 and (end > rows or rows > window)
+        if masked and rows > _BLOCK:
+            ends = range(end - rows + _BLOCK, end + _BLOCK, _BLOCK)
+            blocks = zip(queries.split(_BLOCK), ends, strict=True)
+            return torch.cat([self._mixed(layer, block, min(block_end, end)) for block, block_end in blocks])
+        begin = max(end - rows + 1 - window, 0)  # of what the first row sees
+        keys, values = self.keys[layer][:, begin:end], self.values[layer][:, begin:end]
+        if rows == 1:
+            return shared_attention(queries, keys, values)
+        if masked:
+            first = end - begin - rows  # column of the first row's own position
+            seen = torch.ones(rows, end - begin, dtype=torch.bool, device=queries.device)
+            return shared_attention(queries, keys, values, seen.tril(first).triu(first + 1 - window))
+        mixed = F.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None], keys[None], values[None], is_causal=True, enable_gqa=True
+        )
+        return mixed.transpose(1, 2).reshape(rows, -1)

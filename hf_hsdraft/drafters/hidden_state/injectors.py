@@ -1,0 +1,107 @@
+"""Token information: what the tokens of a path tell about the token that follows it, as a logit bias of low rank.
+
+An injector's *state* is what it knows of a path after reading its last token. Its attributes are modules in training
+and products in decoding, see `with_products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...common.norms import RMSNorm
+from .configuration_hsdraft import HSDraftConfig
+
+
+class Injector(nn.Module):
+    """What all injectors share.
+
+    Attributes:
+        up: from a node's code `[..., rank]` to the logit bias `[..., V']`.
+    """
+
+    up: Any
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """States `[N, ...]` after the tokens with embeddings `embeds` `[N, D]`; `states=None` starts a path."""
+        raise NotImplementedError
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is needed of drafted states `[..., D]`, whatever the path; computed once for all nodes of a depth."""
+        raise NotImplementedError
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The bias before its last product, `[N, rank]`, of nodes in `states` `[N, ...]`."""
+        raise NotImplementedError
+
+    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
+        return self.up(self.code(self.project(hidden), states))
+
+    def with_products(self, product_of: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]) -> Injector:
+        """The same rules with what `product_of` makes of each module, in place of the module."""
+        other = type(self).__new__(type(self))
+        nn.Module.__init__(other)
+        for name, part in self.named_children():
+            setattr(other, name, product_of(part))
+        return other
+
+
+class LowRankInjector(Injector):
+    """Token information as a low-rank logit bias, W2 W1 e(parent) ("Make Every Draft Count", token injection)."""
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.down = nn.Linear(config.target_hidden_size, config.injector_rank, bias=False)
+        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.down(self.norm(embeds))
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+
+class PathInjector(Injector):
+    """Token information through a gated network on hidden state, parent token and the path from the root.
+
+    A small recurrent state reads the path's tokens; a gated layer combines it with the drafted hidden state and the
+    parent's embedding. What comes out is a rank-r logit bias, so a node costs as little as in `LowRankInjector`.
+    """
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        size = config.injector_hidden_size
+        self.token_norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.token_proj = nn.Linear(config.target_hidden_size, size, bias=False)
+        self.update = nn.Linear(2 * size, 2 * size)
+        self.hidden_proj = nn.Linear(config.hidden_size, 4 * size, bias=False)
+        self.state_proj = nn.Linear(2 * size, 4 * size, bias=False)
+        self.down = nn.Linear(2 * size, config.injector_rank, bias=False)
+        self.up = nn.Linear(config.injector_rank, config.draft_vocab_size, bias=False)
+
+    def advance(self, embeds: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        tokens = self.token_proj(self.token_norm(embeds))
+        size = tokens.shape[-1]
+        path = torch.zeros_like(tokens) if states is None else states[..., size:]
+        gate, candidate = self.update(torch.cat([tokens, path], dim=-1)).chunk(2, dim=-1)
+        path = torch.lerp(path, candidate.tanh(), gate.sigmoid())
+        return torch.cat([tokens, path], dim=-1)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_proj(hidden)
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        gate, value = (projected + self.state_proj(states)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+INJECTORS: dict[str, type[Injector]] = {"low_rank": LowRankInjector, "path": PathInjector}

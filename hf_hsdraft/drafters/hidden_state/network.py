@@ -1,0 +1,237 @@
+"""The drafter: a trunk that rolls hidden states forward, an injector for token information, a compressed head.
+
+Here are the parameters and the forward of training; what is computed with them is in `trunk`. Nothing has a batch axis:
+training packs several documents into one row and rolls many chains at once. Decoding hands `WorkingWeights`, made of
+the same parameters, to the same trunk; `hsdraft check` compares the two, but for the rounding to 8 bits.
+
+Letters in the shapes: T pairs that are read, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import ModelOutput, is_accelerate_available
+
+from ...common.norms import RMSNorm
+from ...common.target_weights import TargetWeights
+from ...common.tensors import Transform, is_unhooked, side_by_side
+from ...repository.pretrained_drafter import PretrainedDrafter
+from .configuration_hsdraft import HSDraftConfig
+from .contexts import DraftContext, PackedTexts
+from .injectors import INJECTORS
+from .trunk import Attend, LayerProducts, Rope, Trunk, read, roll, rotary_frequencies
+
+
+@dataclass
+class HSDrafterOutput(ModelOutput):
+    """Output of [`HSDraftNetwork.forward`].
+
+    Attributes:
+        hidden_states: K tensors `[S, D]`: g_0 .. g_{K-1} of each chain; g_d predicts the token at start + 2 + d.
+        context: the context cache with the new positions appended.
+        loss: what the drafter's `loss_function` made of the labels, if there were any.
+    """
+
+    loss: Any = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    context: DraftContext | None = None
+
+
+class HSDraftAttention(nn.Module):
+    """Parameters of grouped-query attention."""
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+
+class HSDraftLayer(nn.Module):
+    """Parameters of a trunk layer; what they compute is `LayerProducts`."""
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = HSDraftAttention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def products(self, made_of: Callable[..., Transform]) -> LayerProducts:
+        """The layer by what `made_of` makes of one or several modules that multiply the same."""
+        attention = self.attention
+        return LayerProducts(
+            made_of(self.input_norm),
+            made_of(attention.q_proj, attention.k_proj, attention.v_proj),
+            made_of(attention.o_proj),
+            made_of(self.mlp_norm),
+            made_of(self.gate_proj, self.up_proj),
+            made_of(self.down_proj),
+            self.heads,
+            self.kv_heads,
+        )
+
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: torch.Tensor | None = None) -> torch.Tensor:
+        return self.products(side_by_side)(x, rope, attend, rows)
+
+
+class HSDraftNetwork(PretrainedDrafter):
+    """The network of a hidden-state drafter: parameters, forward, and what it borrows of its target."""
+
+    config_class = HSDraftConfig
+    config: HSDraftConfig
+    base_model_prefix = ""
+    main_input_name = "taps"
+    _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        config.check()  # fields may have been set since it was built
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.tap_norms = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers)
+        self.token_norm = RMSNorm(config.target_hidden_size, eps)
+        sources = len(config.target_tap_layers) + 1
+        self.fuse = nn.Linear(sources * config.target_hidden_size, size, bias=False)
+        self.roll_norm = RMSNorm(size, eps)
+        self.roll_proj = nn.Linear(size, size, bias=False)
+        self.layers = nn.ModuleList(HSDraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps)
+        self.injector = INJECTORS[config.injector](config)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        """Trunk inputs `[T, D]` of the pairs (h_i, e(x_{i+1})): taps `[T, taps * D]` and embeddings `[T, D]`."""
+        parts = [norm(tap) for norm, tap in zip(self.tap_norms, taps.chunk(len(self.tap_norms), dim=-1), strict=True)]
+        return self.fuse(torch.cat([*parts, self.token_norm(embeds)], dim=-1))
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        context: DraftContext | None = None,
+        num_draft_steps: int | None = None,
+        num_rolled: int | None = None,
+        labels: Any = None,
+    ) -> HSDrafterOutput:
+        """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
+
+        Args:
+            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
+            embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
+            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
+            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together. What
+                the context holds belongs to them too, unless it says to which.
+            context: what earlier calls read; `None` for nothing. Not changed.
+            num_draft_steps: K of this call, the configuration's by default.
+            num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
+            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
+                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
+        """
+        steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
+        past = DraftContext() if context is None else context
+        texts = PackedTexts(past, position_ids, document_ids, starts, self.config.sliding_window, steps)
+        layers = cast(Sequence[HSDraftLayer], self.layers)
+        trunk = Trunk(self.fuse_inputs, self.roll_norm, self.roll_proj, layers, self.frequencies())
+        x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
+        states = roll(trunk, x, ropes, texts, num_rolled)
+        loss = None if labels is None else self.loss_function(self, states, labels)
+        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
+
+    def frequencies(self) -> torch.Tensor:
+        """`[head_dim / 2]`, float32, of the rotary embedding."""
+        return rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.device)
+
+    def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
+        """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
+        if self.lm_head is not None:
+            return self.lm_head(self.norm(hidden))
+        assert weights.head is not None
+        return F.linear(self.norm(hidden), weights.head)
+
+    def draft_vocab_ids(self) -> torch.Tensor:
+        """`[V']`, int64: the token id behind each row of the head."""
+        ids = self.config.draft_vocab_ids
+        return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
+
+    def borrow(self, embedding: nn.Embedding, output_head: nn.Linear, with_head: bool = True) -> TargetWeights:
+        """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary.
+
+        Args:
+            with_head: `False` leaves the rows out, which are copied.
+        """
+        device = self.device
+        vocab_ids = self.draft_vocab_ids().to(device)
+        head = None
+        if self.lm_head is None and with_head:
+            head = _output_rows(output_head, embedding, vocab_ids).to(device, self.dtype)
+        table, dtype = embedding.weight.detach(), self.dtype  # the target is never trained
+        place = table.device
+        if type(embedding) is nn.Embedding and embedding.max_norm is None and is_unhooked(embedding):
+
+            def look_up(tokens: torch.Tensor) -> torch.Tensor:
+                return F.embedding(tokens, table)
+
+        else:
+
+            def look_up(tokens: torch.Tensor) -> torch.Tensor:
+                return embedding(tokens).detach()
+
+        def embed(tokens: torch.Tensor) -> torch.Tensor:
+            tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
+            return look_up(tokens).to(device, dtype)
+
+        return TargetWeights(embed, head, vocab_ids, len(table))
+
+
+def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
+    """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
+    weight = getattr(output_head, "weight", None)
+    if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
+        from accelerate.utils import align_module_device
+
+        with align_module_device(output_head):
+            return _output_rows(output_head, embedding, vocab_ids)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
+        if torch.equal(vocab_ids, torch.arange(len(weight), device=vocab_ids.device)):
+            return weight.detach()
+        return weight.detach()[vocab_ids.to(weight.device)]
+    # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
+    kept = _rows_of_packed.get(output_head)
+    if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
+        size, place = embedding.weight.shape[1], embedding.weight
+        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            columns = output_head(inputs)[:, vocab_ids.to(place.device)]
+        kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
+        _rows_of_packed[output_head] = kept
+    return kept[1]
+
+
+_rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,149 @@
+"""The trunk of a drafter: one network for training, single texts, batches and compiled roll-outs.
+
+It holds neither parameters nor keys. What it multiplies by is handed in as *products*: modules in training, packed and
+8-bit weights in decoding. What it attends to is handed in as a *context*, which keeps keys and values.
+
+Letters in the shapes: T pairs that are read, S chains that start at some of them, K draft steps, P positions that are
+held, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ...common.tensors import Transform
+
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [n, 1, head_dim]
+# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
+# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
+Attend = Callable[..., torch.Tensor]
+
+
+class Context(Protocol):
+    """Keys and values, and who may look at which.
+
+    Attributes:
+        starts: the pairs at which chains start, as an index: `[S]` or a slice.
+    """
+
+    starts: Any
+
+    def reading(self) -> Attend:
+        """Attention of the pairs that are read."""
+
+    def rolling(self, step: int, chains: int) -> Attend:
+        """Attention of the first chains, `step` positions after their starts."""
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """A pre-norm transformer layer with SwiGLU, by what it multiplies by: q, k and v side by side, gate and up too."""
+
+    input_norm: Transform
+    qkv: Transform
+    output: Transform
+    mlp_norm: Transform
+    gate_up: Transform
+    down: Transform
+    heads: int
+    kv_heads: int
+
+    def __call__(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
+        """Of inputs `[n, D]` the outputs, or those at `rows` only, `[R, D]`."""
+        rotated = self.heads + self.kv_heads
+        states = self.qkv(self.input_norm(x)).view(len(x), rotated + self.kv_heads, -1)
+        turned, values = rotate(states[:, :rotated], rope), states[:, rotated:]
+        queries, keys = turned[:, : self.heads], turned[:, self.heads :]
+        if rows is not None:
+            x, queries = x[rows], queries[rows]
+        x = x + self.output(attend(queries, keys.transpose(0, 1), values.transpose(0, 1), rows))
+        gate, value = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * value)
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What a trunk is made of.
+
+    Attributes:
+        fuse_inputs: from taps `[T, taps * D]` and embeddings `[T, D]` to inputs `[T, D]`.
+        roll_norm, roll: from a drafted state to the next input.
+        layers: each a `LayerProducts`, or a module that calls like one.
+        frequencies: `[head_dim / 2]`, float32, of the rotary embedding.
+    """
+
+    fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    roll_norm: Transform
+    roll: Transform
+    layers: Sequence[Callable[..., torch.Tensor]]
+    frequencies: torch.Tensor
+
+
+def read(
+    trunk: Trunk, taps: torch.Tensor, embeds: torch.Tensor, position_ids: torch.Tensor, context: Context, ahead: int
+) -> tuple[torch.Tensor, list[Rope]]:
+    """Reads accepted positions into the context.
+
+    Args:
+        taps, embeds, position_ids: `[T, ...]`, as [`HSDraftNetwork.forward`] takes them.
+        ahead: steps that will be rolled after these.
+
+    Returns:
+        g_0 of each chain, `[S, D]`, and the rotary embeddings of the steps ahead.
+    """
+    count, x = len(position_ids), trunk.fuse_inputs(taps, embeds)
+    starts = position_ids[context.starts]
+    further = starts + torch.arange(1, ahead + 1, device=starts.device)[:, None]
+    cos, sin = rotary_embedding(torch.cat([position_ids, further.flatten()]), trunk.frequencies, x.dtype)
+    x = _through(trunk, x, (cos[:count], sin[:count]), context.reading(), context.starts)
+    ropes = zip(cos[count:].split(len(starts)), sin[count:].split(len(starts)), strict=True) if ahead else ()
+    return x, list(ropes)
+
+
+def roll(
+    trunk: Trunk, x: torch.Tensor, ropes: Sequence[Rope], context: Context, chains: int | None = None
+) -> list[torch.Tensor]:
+    """Rolls hidden states forward without tokens, from g_0 `[S, D]` on: g_0 .. g_{K-1}.
+
+    Args:
+        chains: how many are rolled, the first ones; `None` for all.
+    """
+    states = [x]
+    if chains is not None:
+        x, ropes = x[:chains], [(cos[:chains], sin[:chains]) for cos, sin in ropes]
+    for step, rope in enumerate(ropes, 1):
+        x = _through(trunk, trunk.roll(trunk.roll_norm(x)), rope, context.rolling(step, len(x)))
+        states.append(x)
+    return states
+
+
+def _through(trunk: Trunk, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
+    """All layers on inputs `[n, D]`; of the last one the outputs at `rows` only."""
+    last = len(trunk.layers) - 1
+    for index, layer in enumerate(trunk.layers):
+        x = layer(x, rope, partial(attend, index), rows if index == last else None)
+    return x
+
+
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """`[head_dim / 2]`, float32."""
+    return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+
+
+def rotary_embedding(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rope:
+    """Cosines and sines `[n, 1, head_dim]` of integer `positions` `[n]`."""
+    angles = positions[:, None, None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    cos, sin = rope
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin

@@ -1,0 +1,63 @@
+"""Drafts out of the texts of a call, by the n-grams of each: the session of `CachebackDrafter`.
+
+It also stands in front of other sessions, where the option `ngram_length` asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...trees.draft_tree import DraftTree
+from ..protocol import Accepted, Ask, DraftCall, Session
+from .ngram_cache import MOST_NGRAM_DEPTH, FollowerTable, NgramCache
+
+_MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
+
+
+class NgramSession(Session):
+    """The n-grams of each text of a call.
+
+    Args:
+        call: whose option `ngram_length` is 1 or more.
+        frozen: tables of other texts, see `NgramCache`.
+        obeys_depth: whether `num_assistant_tokens` limits these drafts. In front of another session it does not: what
+            costs nothing may be deep.
+    """
+
+    free = True
+
+    def __init__(self, call: DraftCall, frozen: Sequence[FollowerTable] = (), obeys_depth: bool = False) -> None:
+        vocab_size = call.target.get_input_embeddings().weight.shape[0]
+        length = call.options.ngram_length
+        self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
+        self._options, self._foresight, self._obeys_depth = call.options, call.foresight, obeys_depth
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        trees = {ask.row: self._tree(ask) for ask in asks}
+        if self._foresight is not None:
+            trees = self._foresight.scored(trees)
+        return list(trees.values())
+
+    def _tree(self, ask: Ask) -> DraftTree:
+        """What the n-grams of a text propose, as a tree or, where only one path may be, as a chain."""
+        ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, MOST_NGRAM_DEPTH), self._options.threshold
+        if self._obeys_depth:
+            depth = min(depth, self._options.shared_by(ask.sharing).depth)
+        if depth <= 0 or ngrams.last != ask.root:  # nobody told them the text
+            return DraftTree.root(ask.root)
+        if ask.chain:
+            return ngrams.draft(min(ask.size, depth), depth, width=1, threshold=threshold)
+        return ngrams.draft(ask.size, depth, threshold=threshold)
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            self._caches[each.row].extend([*each.earlier[-_MOST_REMEMBERED:], *each.tokens])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._caches = {row: self._caches[row] for row in rows}
+
+
+def certainty(trees: Sequence[DraftTree]) -> float:
+    """Probability that the next token of a text is among those that these trees propose, on average; 0 for no trees."""
+    return math.fsum(tree.first_probability() for tree in trees) / max(len(trees), 1)

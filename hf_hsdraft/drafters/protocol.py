@@ -1,0 +1,166 @@
+"""The seam of drafting: what a call asks of a drafter, and what it tells it.
+
+A family is one file or folder with a `Drafter` (weights and options, never the state of a call) and a `Session` (what
+the drafting of one call remembers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..trees.draft_tree import DraftTree
+from ..verifiers.foresight import Foresight
+from ..verifiers.registry import VERIFIERS
+from ..verifiers.verdict import Verifier
+from .draft_options import DraftOptions
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A draft that is wanted, of one text.
+
+    Attributes:
+        row: index of the text in the batch.
+        root: the last accepted token, which the target has not read yet.
+        depth: greatest depth of a node that is of use; 0 where nothing should be drafted.
+        size: greatest number of nodes beside the root.
+        sharing: number of texts that share the sizes of the options, see `DraftOptions.shared_by`.
+        chain: whether only one path may be drafted.
+        decides: whether the batch waits for this text; the pace goes by such texts.
+    """
+
+    row: int
+    root: int
+    depth: int
+    size: int
+    sharing: int = 1
+    chain: bool = False
+    decides: bool = True
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What the target has accepted of one text since the last news, n positions read.
+
+    With x_i the tokens of the text, h_i is the tapped hidden state at position i, which the target has produced when
+    it read x_i; its logits are for x_{i+1}.
+
+    Attributes:
+        row: index of the text in the batch.
+        tokens: emitted tokens; the last is the bonus token, the next root.
+        taps: `[n, taps * D]`, h_i of the positions read.
+        positions: `[n]`, int64, these positions i, padding not counted.
+        following: `[n]`, int64, the tokens x_{i+1}.
+        earlier: of a prompt's news, the tokens before `tokens` as far as they are known.
+        embeds: `[n - 1, D]`, embeddings of the tokens x_{i+1} but the last, for prompts that were given so.
+    """
+
+    row: int
+    tokens: list[int]
+    taps: torch.Tensor
+    positions: torch.Tensor
+    following: torch.Tensor
+    earlier: Sequence[int] = ()
+    embeds: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftCall:
+    """The call that a session is made for.
+
+    Attributes:
+        target: the model that verifies.
+        rows: number of texts.
+        options: drafting options of the call.
+        foresight: what is known of the draws to come; `None` where nothing is drawn.
+        slots: number of slots of the target's cache, where that does not grow.
+        compile_config: by which forwards over trees are compiled; `None` if they are not.
+        stack: closes when the call ends.
+    """
+
+    target: Any
+    rows: int
+    options: DraftOptions
+    foresight: Foresight | None = None
+    slots: int | None = None
+    compile_config: Any = None
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+class Session:
+    """What one call's drafting remembers; it ends with the call.
+
+    Attributes:
+        free: whether a draft takes no time worth counting. Free sessions draft first and always; others as deep as
+            the pace says.
+        kind: what the time of a draft depends on, beside target, options and depth; hashable.
+    """
+
+    free = False
+    kind: tuple[Any, ...] = ()
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        """A tree for each ask, in their order; the root alone where there is nothing to say."""
+        raise NotImplementedError
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        """Takes what was accepted; the first news are those of the prompts."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """From here on only these texts go on; the others have ended."""
+
+    def memory(self, length: int) -> Any:
+        """What a later call may go on from that continues the same single text of `length` tokens; `None` for nothing.
+
+        It is kept on the cache of the target.
+        """
+        return None
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Goes on from a memory, if it is of the text whose first `cached` tokens are in the target's cache."""
+
+    def end(self) -> None:
+        """The call has ended well."""
+
+
+class Drafter:
+    """Weights, configuration and drafting options. One drafter may serve several calls at once.
+
+    Attributes:
+        taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
+        num_draft_steps: greatest `num_assistant_tokens`.
+        generation_config: the drafting options.
+    """
+
+    taps: Sequence[int] = ()
+    num_draft_steps: int
+    generation_config: GenerationConfig
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options where nobody says otherwise."""
+        raise NotImplementedError
+
+    def check(self, target: Any) -> None:
+        """Raises a ValueError that names the field if this drafter was made for another target."""
+
+    def look_at(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        """May warn of a target that this drafter fits badly, before a call.
+
+        Args:
+            tokenizer: the target's, if the call has it.
+            all_processes: whether all processes have to run the same forwards.
+        """
+
+    def session(self, call: DraftCall) -> Session:
+        """What drafts in one call."""
+        raise NotImplementedError
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        """The rule that accepts its drafts."""
+        return VERIFIERS[options.verification]

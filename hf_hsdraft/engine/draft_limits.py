@@ -1,0 +1,249 @@
+"""What may be drafted in a call: trees, chains or nothing, how deep, and up to which length that is known.
+
+It follows from what the target can do, which is tried where it is not known yet (`target_probe`), and from where its
+positions or its cache end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..drafters.draft_options import DraftOptions
+from ..target.target_ability import Ability, known_ability
+from ..target.target_limits import slots_read_alike, why_drafts_end, why_in_step
+from ..target.target_probe import (
+    PROBE_COLUMNS,
+    PROBE_DEPTH,
+    STEPS,
+    Steps,
+    ability_by,
+    presumed_ability,
+    tried_ability,
+    tried_again,
+)
+from ..target.target_runtime import TargetRuntime
+from .decoded_texts import DecodedTexts
+from .text_positions import TextPositions
+
+logger = logging.get_logger(__name__)
+
+
+class DraftLimits:
+    """The limits of a call's drafts.
+
+    Args:
+        runtime: of the target, after the prompts' forward.
+        texts: of the call.
+        positions: where the texts are.
+        options: what the user asks for.
+        synced_gpus: whether all processes have to run the same forwards.
+
+    Attributes:
+        options: what is left of the options: chains where the target reads no trees, a depth of 0 for no drafts.
+        kind: `"tree"` or `"chain"`.
+        reason: why it is not what was asked for; empty if it is.
+        presumed: whether the target has not been tried yet: it may turn out that it cannot be drafted for.
+    """
+
+    def __init__(
+        self,
+        runtime: TargetRuntime,
+        texts: DecodedTexts,
+        positions: TextPositions,
+        options: DraftOptions,
+        synced_gpus: bool,
+    ) -> None:
+        self.options, self.kind, self.reason = options, "tree", ""
+        self._runtime, self._texts, self._positions, self._synced_gpus = runtime, texts, positions, synced_gpus
+        self.presumed = False
+        self._known_until = sys.maxsize  # length of text up to which is known what the target can do
+        self._steps: Steps | None = None  # tokens that are read one by one, to try the target with them
+
+    def find(self, logits: torch.Tensor) -> None:
+        """Finds out what the target can do, before the first draft.
+
+        Args:
+            logits: `[B, V]`, of the first new tokens.
+
+        Raises:
+            ValueError: it reads no drafts at all.
+        """
+        runtime, rows, doubling = self._runtime, len(self._positions.roots), not self._synced_gpus
+        room = max(map(self._texts.room, range(rows)))
+        in_step = self._why_in_step(room)
+        known = known_ability(runtime, doubling, chains=bool(in_step))
+        reason = self._why_nothing(known is None, room)
+        if self._in_any_process(bool(reason)):
+            runtime.trees = False
+            self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
+            return
+        if self._in_any_process(known is None):
+            if self._tries_with_own_steps:
+                known, self.presumed = presumed_ability(runtime), True
+            else:
+                known = tried_ability(runtime, self._texts.batch(), logits, doubling=doubling, chains=bool(in_step))
+        assert known is not None
+        self._known_until = known.until
+        ability = known
+        if in_step:  # the row that is furthest decides for all, as in plain decoding
+            ability = replace(known, trees=False, reason=in_step if known.chains else known.reason)
+        self._check(ability)
+        runtime.trees = ability.trees
+        if ability.trees:
+            runtime.prepare_trees()
+        else:
+            self._warn_of_chains(ability)
+            self.options = self.options.as_chain()
+        runtime.make_room(self.options.shared_by(rows).tree_size + 1)
+        self.kind = "tree" if ability.trees and self.options.beam_width > 1 else "chain"
+        end = why_drafts_end(runtime.target, self._positions.furthest() + room)
+        self.reason = "; ".join(filter(None, (ability.reason, end)))
+
+    def _why_in_step(self, room: int) -> str:
+        """Why the rows of a batch have to accept equally many tokens; empty if they need not."""
+        runtime, rows = self._runtime, len(self._positions.roots)
+        if rows == 1:
+            return ""
+        slots = range(runtime.length, runtime.length + room + self.options.shared_by(rows).tree_size + 1)
+        return why_in_step(runtime.target, self._positions.furthest() + room + 1, slots)
+
+    def _why_nothing(self, unknown: bool, room: int) -> str:
+        """Why nothing can be drafted in this call; empty if something may.
+
+        Args:
+            unknown: whether the target has to be tried.
+            room: number of tokens that may still be emitted.
+        """
+        target, reach = self._runtime.target, min(self._positions.reach(self._runtime.target))
+        if not _drafts_fit(self._runtime, reach) or (unknown and not _trial_fits(self._runtime, reach)):
+            return why_drafts_end(target, max(self._positions.roots) + PROBE_DEPTH) or (
+                "nothing is drafted so close to the last position that the target has or reads alike"
+            )
+        if unknown and room <= STEPS + 1:  # not even the first text that is longer could gain by a trial
+            return "nothing is drafted in so short a call before it is known what the target can do"
+        return ""
+
+    @property
+    def _tries_with_own_steps(self) -> bool:
+        """Whether a trial is made with tokens of the call, which are read one by one for it.
+
+        In a batch rows end and leave. Processes have to try in the same round. Steps over a static cache are compiled.
+        """
+        return len(self._texts.rows) == 1 and not self._synced_gpus and self._runtime.slots is None
+
+    def _check(self, ability: Ability) -> None:
+        name = type(self._runtime.target).__name__
+        if not ability.chains:
+            raise ValueError(f"{name} cannot be drafted for: {ability.reason}.")
+        if self._synced_gpus and self._runtime.recurrent:
+            raise ValueError(
+                f"{name} cannot be drafted for with synced_gpus=True: its recurrent layers are read again after "
+                "rejections, and processes would run different numbers of forwards."
+            )
+
+    def _warn_of_chains(self, ability: Ability) -> None:
+        name = type(self._runtime.target).__name__
+        logger.warning_once(f"{name} is drafted for with chains instead of trees: {ability.reason}.")
+
+    def note_step(self, root: int, logits: torch.Tensor) -> None:
+        """Takes what the target said after the last token of a single text, `[1, V]`: a trial may be made of it."""
+        if self._steps is not None:
+            self._steps.add([root], logits)
+
+    def keep_up(self, rows: Sequence[int]) -> bool:
+        """Tries the target once there are tokens to try it with, and again once the texts have outgrown what is known.
+
+        Where it reads them otherwise, drafts become chains, or the rounds go on without any. A batch whose rows are at
+        different lengths goes on with trees of the root alone: these are read as plain decoding reads a batch.
+
+        Args:
+            rows: the texts that are read.
+
+        Returns:
+            whether the options have changed.
+
+        Raises:
+            ValueError: the first trial has found that the target reads no drafts at all.
+        """
+        runtime = self._runtime
+        if runtime.length < self._known_until or self.options.depth == 0 or not self._texts.active:
+            return False
+        ragged = runtime.trees and len(rows) > 1
+        chains = not runtime.trees and not self.presumed
+        known = known_ability(runtime, not self._synced_gpus, chains, ragged) or self._tried(rows, ragged, chains)
+        if known is None:
+            return False
+        first, self.presumed, self._steps, self._known_until = self.presumed, False, None, known.until
+        if first:
+            self._check(known)
+        if known.trees or (known.chains and not runtime.trees):
+            return False
+        if known.chains and not ragged:
+            runtime.read_chains()
+            self.options, self.kind = self.options.as_chain(), "chain"
+        else:
+            self.options = replace(self.options, depth=0)
+        if first:
+            self.reason = known.reason
+            self._warn_of_chains(known)
+        else:
+            what = "chains are drafted" if self.options.depth else "nothing is drafted"
+            self.reason = f"{what} beyond {runtime.length} tokens: {known.reason}"
+            logger.warning_once(f"{type(runtime.target).__name__} reads long texts otherwise: {self.reason}.")
+        return True
+
+    def _tried(self, rows: Sequence[int], ragged: bool, chains: bool) -> Ability | None:
+        """What a trial finds; `None` until there can be one. So long nothing is drafted."""
+        runtime = self._runtime
+        if self._steps is not None:
+            return ability_by(self._steps, chains) if self._steps.complete else None
+        every = self._positions.reach(runtime.target)
+        # All processes would have to try in the same round.
+        if self._synced_gpus or not _trial_fits(runtime, min(every[row] for row in rows)):
+            return None
+        if self._tries_with_own_steps:
+            self._steps = Steps.begin(runtime, self._texts.batch())
+            return None
+        return tried_again(runtime, self._texts.batch()[list(rows)], ragged, chains)
+
+    def depths(self, active: Sequence[int], sharing: int) -> dict[int, int]:
+        """How deep to draft for each active text: no node beyond its greatest length, a forward's reach, or the cache.
+
+        Args:
+            sharing: number of texts that share the sizes of the options.
+        """
+        runtime = self._runtime
+        most = min(runtime.deepest, self._known_until - runtime.length - 1)
+        columns = self.options.shared_by(sharing).tree_size + 1 if runtime.trees else 0
+        if self.options.depth == 0 or columns > slots_read_alike(runtime.target, runtime.length):
+            most = 0
+        reach = [min(each, most) for each in self._positions.reach(runtime.target)]
+        depths = {row: max(min(self._texts.room(row) - 1, reach[row]), 0) for row in active}
+        if runtime.in_step and depths:
+            depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))
+        return depths
+
+    def _in_any_process(self, flag: bool) -> bool:
+        """Whether it is so in any process, where all of them have to run the same forwards."""
+        distributed: Any = torch.distributed
+        if not (self._synced_gpus and distributed.is_available() and distributed.is_initialized()):
+            return flag
+        shared = torch.tensor(float(flag), device=self._runtime.target.device)
+        distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
+        return bool(shared)
+
+
+def _drafts_fit(runtime: TargetRuntime, reach: int) -> bool:
+    """Whether drafts as deep as a trial's may follow all texts, whose positions allow a depth of `reach`."""
+    return min(reach, runtime.deepest) >= PROBE_DEPTH
+
+
+def _trial_fits(runtime: TargetRuntime, reach: int) -> bool:
+    """The same, and all slots that a trial takes are read alike."""
+    return _drafts_fit(runtime, reach) and slots_read_alike(runtime.target, runtime.length) > PROBE_COLUMNS

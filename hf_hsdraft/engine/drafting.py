@@ -1,0 +1,102 @@
+"""The drafting of a call: free sessions first, then the drafter's own as deep as pays, joined in one tree a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..drafters.ngrams.ngram_session import NgramSession, certainty
+from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ..pace.pacing import FixedPace, Pace
+from ..trees.draft_tree import DraftTree, merge_trees
+
+
+class Drafting:
+    """All sessions of a call, and the pace they go at.
+
+    Args:
+        session: of the drafter.
+        front: n-grams in front of it, if they are asked for.
+
+    Attributes:
+        pace: how much to draft. The call replaces it where another one is due.
+        depth: how deep the drafter's session drafted in the last round; 0 for not at all.
+    """
+
+    def __init__(self, session: Session, front: NgramSession | None = None) -> None:
+        self.session = session
+        self.pace: Pace = FixedPace()
+        self.depth = 0
+        self._free = [each for each in (front, session) if each is not None and each.free]
+        self._paced = None if session.free else session
+        self._rests = False
+        self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
+
+    @classmethod
+    def of(cls, drafter: Drafter, call: DraftCall) -> Drafting:
+        session = drafter.session(call)
+        return cls(session, NgramSession(call) if call.options.ngram_length and not session.free else None)
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        """A tree for each ask, with as many nodes as pay."""
+        roots = [DraftTree.root(ask.root) for ask in asks]
+        self.depth, self._drafted = 0, {}
+        wanted = [ask for ask in asks if ask.depth > 0]
+        if not wanted or self._rests:
+            return roots
+        guessed = {ask.row: DraftTree.root(ask.root) for ask in wanted}
+        for session in self._free:
+            found = session.draft(wanted)
+            guessed = {ask.row: _joined(guessed[ask.row], tree, ask) for ask, tree in zip(wanted, found, strict=True)}
+        deciding = [ask.row for ask in wanted if ask.decides] or [ask.row for ask in wanted]
+        depth = self.pace.plan(certainty([guessed[row] for row in deciding]))
+        trees = self._of_drafter(wanted, depth, deciding)
+        trees = {ask.row: _joined(trees[ask.row], guessed[ask.row], ask) for ask in wanted}
+        cut = self.pace.cut(list(trees.values()), [trees[row] for row in deciding])
+        trees = dict(zip(trees, cut, strict=True))
+        return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
+
+    def _of_drafter(self, asks: Sequence[Ask], depth: int, deciding: Sequence[int]) -> dict[int, DraftTree]:
+        """What the paced session drafts to some depth, scored by the pace; roots alone where it does not draft."""
+        if self._paced is None or depth == 0:
+            return {ask.row: DraftTree.root(ask.root) for ask in asks}
+        limited = [replace(ask, depth=min(ask.depth, depth)) for ask in asks]
+        drafted = self._paced.draft(limited)
+        self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
+        self.depth = max(ask.depth for ask in limited)
+        weighed = self.pace.weighed([self._drafted[row] for row in deciding], self.depth)
+        scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items() if row not in deciding}
+        return scored | dict(zip(deciding, weighed, strict=True))
+
+    def rest(self) -> None:
+        """Nothing is drafted any more; nothing is kept for it."""
+        self.keep(())
+        self._rests = True
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        """Takes what the target accepted."""
+        if self._rests:
+            return
+        for each in news:
+            drafted = self._drafted.get(each.row)
+            if drafted is not None:
+                self.pace.learn(drafted, each.tokens)
+        self._drafted = {}
+        for session in (*self._free, self._paced):
+            if session is not None:
+                session.observe(news)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """From here on only these texts go on."""
+        for session in (*self._free, self._paced):
+            if session is not None:
+                session.keep(rows)
+
+
+def _joined(tree: DraftTree, other: DraftTree, ask: Ask) -> DraftTree:
+    """The nodes of two trees in one; of two chains the better one."""
+    if len(other) == 1 or len(tree) == 1:
+        return tree if len(other) == 1 else other
+    if ask.chain:
+        return max(tree, other, key=DraftTree.expected_length)
+    return merge_trees(tree, other, ask.size)

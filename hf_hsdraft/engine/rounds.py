@@ -1,0 +1,168 @@
+"""The parts of a call's rounds: how they are made, and when they are changed."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..acceleration.cpu.packing import Packing
+from ..drafters.draft_options import DraftOptions
+from ..drafters.protocol import DraftCall, Drafter
+from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_packed
+from ..target.target_ability import kind_of_call
+from ..target.target_outputs import TargetOutput
+from ..target.target_runtime import TargetRuntime
+from .call_output import Clock, DraftStatistics
+from .decoded_texts import DecodedTexts
+from .draft_limits import DraftLimits
+from .drafting import Drafting
+from .local_target import LocalTarget, prompt_news
+from .observers import PaceTimer, Packer, StatisticsKeeper
+from .recorder import Recorder
+from .round_loop import decode
+from .text_positions import TextPositions
+
+_MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a call is made of.
+
+    Attributes:
+        target: the model that verifies; drafter: what proposes.
+        options: drafting options, as the user asks for them.
+        runtime: of the target; texts: that grow; recorder: of attentions and hidden states.
+        synced_gpus: whether all processes have to run the same forwards.
+        outlives: whether the target's cache is for more than this call.
+        stack: closes when the call ends.
+    """
+
+    target: Any
+    drafter: Drafter
+    options: DraftOptions
+    runtime: TargetRuntime
+    texts: DecodedTexts
+    recorder: Recorder
+    synced_gpus: bool
+    outlives: bool
+    stack: contextlib.ExitStack
+
+
+class Rounds:
+    """The rounds of one call.
+
+    Args:
+        call: what it is made of.
+        output: of the prompts' forward.
+        inputs_embeds: `[B, length, D]`, for prompts that were given so.
+        statistics: of the call, if it keeps any.
+        clock: of the statistics.
+
+    Raises:
+        ValueError: the target reads no drafts.
+    """
+
+    def __init__(
+        self,
+        call: Setting,
+        output: TargetOutput,
+        inputs_embeds: torch.Tensor | None,
+        statistics: DraftStatistics | None,
+        clock: Clock,
+    ) -> None:
+        runtime, texts, rows = call.runtime, call.texts, len(call.texts.rows)
+        self._call, self._statistics = call, statistics
+        positions = TextPositions.of(runtime, output.taps.shape[1], rows)
+        self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus)
+        self._limits.find(output.logits[:, -1])
+        self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, call.drafter.taps)
+        options = self._limits.options
+        self.drafting = Drafting.of(
+            call.drafter,
+            DraftCall(call.target, rows, options, texts.foresight, runtime.slots, runtime.compile_config, call.stack),
+        )
+        if rows == 1:
+            self.drafting.session.resume(getattr(runtime.cache, _MEMORY, None), runtime.cached_before)
+        asked_for = options.packed_weights if runtime.can_pack else False
+        packing = Packing(call.target, asked_for, lambda: slower_packed(call.target, self._kind()))
+        packer = Packer(packing, runtime, self._set_pace)
+        packer.begin(max(map(texts.room, range(rows))))
+        self._set_pace()
+        self._observers = [StatisticsKeeper(statistics, clock), PaceTimer(self.drafting, packer), packer]
+        several = rows > 1 and not call.synced_gpus and not call.recorder.records
+        self._texts_leave = several and runtime.let_rows_leave(keep=call.outlives)
+        self.drafting.observe(prompt_news(texts, output, positions, self._target.own_taps, inputs_embeds, runtime))
+
+    def run(self) -> None:
+        """Runs them until all texts have ended."""
+        call, device = self._call, self._call.texts.rows[0].ids.device
+
+        def goes_on() -> bool:
+            return call.target._has_unfinished_sequences(not call.texts.active, call.synced_gpus, device=device)
+
+        if not self._limits.presumed:
+            call.texts.stream()
+        decode(self._target, self.drafting, goes_on, self._before_round, self._observers)
+        before = call.runtime.forwards
+        if call.outlives and not call.synced_gpus:
+            self._target.read_ends()
+        if self._statistics is not None:
+            self._statistics.target_forwards += call.runtime.forwards - before
+            self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
+
+    def leave_memory(self) -> None:
+        """Leaves what the drafter has read of a single text on the cache, for a call that goes on from there."""
+        runtime = self._call.runtime
+        memory = self.drafting.session.memory(runtime.length + 1) if runtime.num_texts == 1 else None
+        if memory is not None:
+            setattr(runtime.cache, _MEMORY, memory)
+
+    def _before_round(self) -> None:
+        """Lets texts that have ended leave, and tries the target again where the texts have grown long."""
+        staying = self._target.leaving() if self._texts_leave else []
+        if staying:
+            share = len(staying) / len(self._target.read)
+            self._target.keep(staying)
+            self.drafting.keep(staying)
+            self._set_pace(share)  # the others' trees share what is verified
+        if self._limits.keep_up(self._target.read):
+            self._set_pace()
+            if self._limits.options.depth == 0 and len(self._call.texts.rows) > 1:
+                self.drafting.rest()
+
+    def _set_pace(self, share: float = 1.0) -> None:
+        """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed.
+
+        Args:
+            share: of the texts that were read until now, how many still are.
+        """
+        options, before = self._limits.options.shared_by(len(self._target.read)), self.drafting.pace
+        if options.tree_sizing == "fixed" or options.depth == 0:
+            self.drafting.pace = FixedPace()
+            return
+        former = before if isinstance(before, CostPace) else None
+        call = self._call
+        self.drafting.pace = pace_for(call.target, call.drafter, self._kind(), options.costs, former, share)
+
+    def _kind(self) -> KindOfCall:
+        """What costs and habits of the rounds depend on."""
+        rows, session, runtime = len(self._target.read), self.drafting.session, self._call.runtime
+        options = self._limits.options.shared_by(rows)
+        foresight = self._call.texts.foresight
+        draws = foresight.kind if foresight else None  # they take time, and drafts go by them
+        costs = (
+            *kind_of_call(runtime),
+            options.beam_width,
+            (self._target.furthest() >> 10).bit_length(),
+            runtime.num_texts,
+            draws,
+            runtime.compile_config is not None,
+            *session.kind,
+        )
+        habits = draws, rows > 1, options.beam_width, options.ngram_length
+        depth = 0 if session.free else options.depth
+        return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.packed)

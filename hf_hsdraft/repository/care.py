@@ -1,0 +1,81 @@
+"""The care for a drafter's repository beyond loading and saving it. The package registers more than travels."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, HfApi
+
+from ..common.checks import is_code_file
+from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, read_json
+
+
+class RepositoryCare:
+    """The care of a drafter that runs by the code it brought.
+
+    What it saves or sends is complete: its code and its documents are copied as they are. Only the package writes
+    cards, says what to do when the Hub refuses, takes damaged files out of the cache, deletes code of versions that
+    kept no list of it, replaces its own card on the Hub, and keeps paths of this machine out of an adapter.
+    """
+
+    @contextmanager
+    def loading(self, name: Any, offline: bool = False) -> Iterator[None]:
+        """Surrounds the loading of the folder or repository `name`, to say what to do about errors."""
+        yield
+
+    def write_code(self, family: type, folder: Path) -> None:
+        """Writes the code of a family of drafters into a folder."""
+        for path in Path(__file__).parent.glob("[!_]*.py"):
+            shutil.copyfile(path, folder / path.name)
+
+    def write_card(self, folder: Path, name: str) -> None:
+        """Writes the card of a drafter that is loaded by `name`."""
+
+    def former_code(self, folder: Path) -> set[str]:
+        """Returns the names of the code files that the drafter in a folder was saved with."""
+        listed = read_json(folder / CONFIG).get("code_files")
+        return set(filter(is_code_file, listed)) if isinstance(listed, list) else set()
+
+    def push(self, folder: Path, repo_id: str, **options: Any) -> CommitInfo:
+        """Sends the folder of a drafter or an adapter to the Hub, in one commit.
+
+        Raises:
+            ValueError: The repository holds something else than a drafter, or is public and `private` was asked for.
+        """
+        api, private = HfApi(token=options.pop("token", None)), options.pop("private", None)
+        revision = options.get("revision")
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(repo_id).private:
+            raise ValueError(f"{repo_id} exists and is public: nothing was sent")
+        if revision is not None and not options.get("create_pr"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there, stale, sent = api.list_repo_files(repo_id, revision=revision), [], None
+        if (folder / "adapter_config.json").is_file():
+            sent = ["adapter_*", *DOCUMENTS]
+        elif CONFIG in there:
+            with tempfile.TemporaryDirectory() as place:
+                api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
+                check_is_drafter(Path(place), str(read_json(folder / CONFIG).get("model_type")))
+            ours = {WEIGHTS, INDEX, *DOCUMENTS} - {CARD}
+            stale = [name for name in there if name in ours and not (folder / name).is_file()]
+        foreign = [CARD] if CARD in there else []  # a card that is there may be somebody's
+        chosen: dict[str, Any] = {"delete_patterns": stale or None, "allow_patterns": sent, "ignore_patterns": foreign}
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, **chosen, **options)
+
+
+_registered = [RepositoryCare()]
+
+
+def care() -> RepositoryCare:
+    """Returns the care that is registered."""
+    return _registered[-1]
+
+
+def register_care(better: RepositoryCare) -> None:
+    """Puts another care in the place of this one."""
+    _registered.append(better)

