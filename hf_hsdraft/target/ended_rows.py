@@ -19,7 +19,8 @@ def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str],
     """Whether rows can be taken out of a call: `generate()` made the cache, of plain layers, and nothing else has rows.
 
     Args:
-        model_kwargs: what the target is given; known: names among that which are seen to.
+        model_kwargs: what the target is given.
+        known: names among these whose rows are taken out too.
     """
     others = [value for name, value in model_kwargs.items() if name not in known and value is not None]
     if not all(isinstance(value, (bool, int, float, str, Cache)) for value in others) or _has_hooks(target):
@@ -39,8 +40,11 @@ class EndedRows:
     """Which rows of a batch are still read, and what the cache held of the others.
 
     Args:
-        num_rows: of the whole batch.
-        keep: what the cache held, to be put back.
+        num_rows: number of rows of the whole batch.
+        keep: whether what the cache holds is put back at the end.
+
+    Attributes:
+        staying: numbers of the rows that are still read.
     """
 
     def __init__(self, num_rows: int, keep: bool) -> None:
@@ -53,7 +57,7 @@ class EndedRows:
 
         Args:
             staying: their places in the batch as it is read now.
-            kept: slots that hold the text of each of its rows.
+            kept: number of slots that hold the text of each of its rows.
         """
         for place in set(range(len(self.staying))) - set(staying) if self._keep else ():
             self._held[self.staying[place]] = [
@@ -64,7 +68,7 @@ class EndedRows:
         self.staying = [self.staying[place] for place in staying]
 
     def put_back(self, cache: Cache, length: int) -> None:
-        """Makes the cache hold all rows again, up to `length` slots, if it is kept; what a row has not filled is 0."""
+        """Makes the cache hold all rows again, if it is kept: `length` slots, 0 where a row has not filled them."""
         if not self._keep or len(self.staying) == self._num_rows:
             return
         for index, layer in enumerate(cache.layers):
@@ -75,6 +79,7 @@ class EndedRows:
         self.staying, self._held = list(range(self._num_rows)), {}
 
     def _joined(self, states: torch.Tensor, held: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+        """`[B, heads, length, size]` of all rows: those that stay from `states`, the others from `held`."""
         _, heads, slots, size = states.shape
         joined = states.new_zeros(self._num_rows, heads, length, size)
         joined[torch.tensor(self.staying), :, : min(slots, length)] = states[:, :, :length]

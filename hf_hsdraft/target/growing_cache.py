@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-_SPARE_TOKENS, _SPARE_SHARE = 128, 4  # room for so many tokens more, and for this part of the length
+_SPARE_TOKENS, _SPARE_SHARE = 128, 4  # room for so many tokens more, and for a quarter of the length
 
 
 class GrowingLayer(DynamicLayer):
@@ -34,7 +34,8 @@ class GrowingLayer(DynamicLayer):
     def as_dynamic(self) -> DynamicLayer:
         """A plain layer that holds the same, in tensors of just that size."""
         plain = DynamicLayer()
-        plain.__dict__.update({name: value for name, value in vars(self).items() if name != "_rooms"})
+        plain.__dict__.update(vars(self))
+        del plain.__dict__["_rooms"]
         if plain.is_initialized:
             plain.keys, plain.values = (
                 states.clone(memory_format=torch.contiguous_format) for states in (self.keys, self.values)
@@ -56,6 +57,7 @@ class GrowingLayer(DynamicLayer):
         self._rooms = [None, None]  # the buffers held the other rows too
 
     def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """What was held and what is new, in a buffer with room; `which` is 0 for keys and 1 for values."""
         room, length = self._rooms[which], held.shape[-2]
         end = length + new.shape[-2]
         if room is None or end > room.shape[-2] or not _begins(room, held):

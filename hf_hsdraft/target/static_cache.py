@@ -33,7 +33,8 @@ class StaticSlots:
         cache: it holds what was read so far, a prompt at least.
 
     Attributes:
-        size: slots of every layer; filled: of them, from the first.
+        size: number of slots of every layer.
+        filled: number of them that are filled, from the first on.
     """
 
     def __init__(self, cache: StaticCache) -> None:
@@ -43,6 +44,7 @@ class StaticSlots:
 
     @property
     def left(self) -> int:
+        """Number of empty slots."""
         return self.size - self.filled
 
     def fill(self, count: int) -> None:

@@ -33,6 +33,7 @@ class TargetRuntime:
         model_kwargs: what `generate()` would pass to its decoding method.
 
     Attributes:
+        tap_layers: indices into the hidden states of which taps are made.
         trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
         num_texts: number of rows of the call; `num_rows` are those that are still read.
         cached_before: number of slots that the cache of the call came with.
@@ -44,11 +45,11 @@ class TargetRuntime:
         self.target, self.trees = target, True
         self.num_texts = self.cached_before = 0
         self._names = Names(target)
-        self._tap_layers = self.tap_layers = list(tap_layers)
+        self.tap_layers = list(tap_layers)
         self._kwargs = dict(model_kwargs)  # of the prompts' forward
-        if self._tap_layers and not self._kwargs.get("output_hidden_states"):
+        if self.tap_layers and not self._kwargs.get("output_hidden_states"):
             # transformers drops an index that the encoder has no layer for, so of a decoder all states are asked for.
-            self._kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else self._tap_layers
+            self._kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else self.tap_layers
         self._prompt_length = 0
         self._kinds: list[AttentionKind] = []
         self._outputs: Any = None  # of the last forward
@@ -74,7 +75,7 @@ class TargetRuntime:
         self._call = TargetCall.after_prompts(self.target, self._names, self._kwargs, outputs, self.num_texts)
         self._call.slots.keep_past()  # not before: a window's layer would keep the whole prompt
         self._call.go_on(outputs, 1)
-        return target_output(self.target, outputs, self._names.states, self._tap_layers)
+        return target_output(self.target, outputs, self._names.states, self.tap_layers)
 
     def prepare_trees(self) -> str:
         """Gets ready for trees; returns why there can be none, or nothing."""
@@ -123,7 +124,7 @@ class TargetRuntime:
         else:
             self._outputs = read_chains(call, trees, input_ids, self._columns)
             self._again = call.unread
-        output = target_output(self.target, self._outputs, self._names.states, self._tap_layers)
+        output = target_output(self.target, self._outputs, self._names.states, self.tap_layers)
         return output.last(self._columns)
 
     def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int] | None]) -> None:
