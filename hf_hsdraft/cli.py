@@ -91,7 +91,7 @@ def bench(
         str,
         typer.Option(
             help="Comma-separated: default, untrained, chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample, "
-            "+skip, +ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
+            "+ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
             "economize-eagle3=FOLDER, economize-hybrid=FOLDER."
         ),
     ] = "default,chain,lookup",

@@ -20,7 +20,7 @@ from . import economize
 PLAIN = "plain"
 EXPECTED = (
     "default, untrained, chain, tree, tree8 (nodes), tree8x3 (and depth), any of them +none, +ensemble, +resample, "
-    "+skip, +ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
+    "+ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
     "economize-eagle3=FOLDER, economize-hybrid=FOLDER"
 )
 # Short names of drafting options. Any other option of `drafter.generation_config` is given as +name=value.
@@ -28,7 +28,6 @@ SHORT: dict[str, dict[str, Any]] = {
     "none": {"reuse": "none"},
     "ensemble": {"reuse": "ensemble"},
     "resample": {"reuse": "resample"},
-    "skip": {"reuse": "skip", "tree_sizing": "cost"},
     "ngrams": {"ngram_length": 4},
     "cost": {"tree_sizing": "cost"},
 }
