@@ -96,6 +96,7 @@ CODE = {
     "tensors.py",
     "text_positions.py",
     "text_rows.py",
+    "tree_builders.py",
     "tree_masks.py",
     "tree_reading.py",
     "trunk.py",

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..common.checks import few, is_integer, is_number, printable
 from ..pace.round_costs import Costs
+from ..trees.tree_builders import TREE_BUILDERS
 from ..verifiers.registry import VERIFIERS
 from .ngrams.ngram_cache import MOST_LEADING
 
@@ -23,7 +24,6 @@ _ALIKE = 0.85  # of two names; see `difflib.SequenceMatcher.ratio`
 MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
 TREE_SIZINGS = ("cost", "fixed")
 REUSES = ("none", "ensemble", "resample")
-TREE_BUILDERS = ("beam", "gumbel", "stochastic_beam")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _check_sizes(option: Callable[[str], Any], most_depth: int) -> None:
 
 def _check_rules(option: Callable[[str], Any]) -> None:
     """Raises a ValueError for a rule that is not known, or does not go with another one."""
-    rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": TREE_BUILDERS, "verification": tuple(VERIFIERS)}
+    rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
     for name, allowed in {"reuse": REUSES, **rules}.items():
         if option(name) not in allowed:
             raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {', '.join(allowed)}")

@@ -58,6 +58,7 @@ class Accepted:
         positions: `[n]`, int64, these positions i, padding not counted.
         following: `[n]`, int64, the tokens x_{i+1}.
         earlier: of a prompt's news, the tokens before `tokens` as far as they are known.
+        num_drafted: number of emitted tokens that the draft held.
         embeds: `[n - 1, D]`, embeddings of the tokens x_{i+1} but the last, for prompts that were given so.
     """
 
@@ -67,6 +68,7 @@ class Accepted:
     positions: torch.Tensor
     following: torch.Tensor
     earlier: Sequence[int] = ()
+    num_drafted: int = 0
     embeds: torch.Tensor | None = None
 
 

@@ -34,7 +34,6 @@ class LocalTarget:
 
     Attributes:
         read: the texts that forwards are of: all but those that have ended and left.
-        verdicts: what was decided in the last round, by text.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class LocalTarget:
         self._runtime, self._texts, self._limits = runtime, texts, limits
         self._positions, self._recorder, self._taps = positions, recorder, taps
         self.read = list(range(len(texts.rows)))
-        self.verdicts: dict[int, Verdict] = {}
         self._closed: set[int] = set()  # texts whose last token has been read
 
     @property
@@ -114,7 +112,6 @@ class LocalTarget:
                 texts.stream()
             beyond = texts.beyond_end()
             runtime.commit(list(trees.values()), [self._kept(row, verdicts, beyond[row]) for row in self.read])
-        self.verdicts = verdicts
         if runtime.in_step and active:  # rows that have ended are read on with the others
             for row in set(trees) - set(active):
                 self._positions.roots[row] += 1 + shortest
@@ -146,7 +143,8 @@ class LocalTarget:
         self._positions.roots[row] += len(tokens)
         places = torch.arange(begin, begin + len(tokens))
         nodes = on_device([0, *verdict.path], taps.device)
-        return Accepted(row, tokens, self.own_taps(taps[nodes]), places, torch.tensor(tokens))
+        own = self.own_taps(taps[nodes])
+        return Accepted(row, tokens, own, places, torch.tensor(tokens), num_drafted=verdict.num_drafted)
 
     def leaving(self) -> list[int]:
         """The texts that stay if ended ones leave the forwards now; empty if leaving does not pay yet."""
@@ -205,7 +203,7 @@ def prompt_news(
         if inputs_embeds is not None and text.ids.shape[1] <= count:
             after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :]
             embeds = after[real[:-1].to(after.device)]
-            news.append(Accepted(row, tokens, taps, places, text.ids[0, -1:], earlier, embeds))
+            news.append(Accepted(row, tokens, taps, places, text.ids[0, -1:], earlier, embeds=embeds))
         else:
             following = text.ids[0, -count:][real.to(text.ids.device)]
             news.append(Accepted(row, tokens, taps, places, following, earlier))

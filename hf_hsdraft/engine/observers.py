@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..acceleration.cpu.packing import Packing
+from ..drafters.protocol import Accepted, Ask
 from ..target.target_runtime import TargetRuntime
+from ..trees.draft_tree import DraftTree
 from .call_output import Clock, DraftStatistics
 from .drafting import Drafting
 
@@ -29,6 +31,14 @@ class Round:
     forwards: int
     emitted: Sequence[int]
     depth: int
+
+    @classmethod
+    def of(
+        cls, asks: Sequence[Ask], trees: Sequence[DraftTree], news: Sequence[Accepted], forwards: int, depth: int
+    ) -> Round:
+        """The round that answered `asks` with `trees`, of which `news` came."""
+        emitted = [len(each.tokens) for ask, each in zip(asks, news, strict=True) if ask.decides]
+        return cls([len(tree) - 1 for tree in trees], [each.num_drafted for each in news], forwards, emitted, depth)
 
 
 class Observer:

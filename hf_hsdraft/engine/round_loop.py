@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from ..drafters.protocol import Ask
+from ..drafters.protocol import Accepted, Ask
+from ..trees.draft_tree import DraftTree
 from .drafting import Drafting
-from .local_target import LocalTarget
 from .observers import Observer, Round
 
 
+class Target(Protocol):
+    """Verifies drafts, and holds the texts that grow by it. After the prompts were read.
+
+    Attributes:
+        forwards: number of forwards so far.
+    """
+
+    @property
+    def forwards(self) -> int: ...
+
+    def asks(self) -> list[Ask]:
+        """The drafts that are wanted for the next round, of the texts that still grow."""
+        ...
+
+    def advance(self, drafts: Sequence[DraftTree], verified: Callable[[], None]) -> list[Accepted]:
+        """Verifies drafts, emits and keeps what is accepted; returns it, in the order of `asks`.
+
+        Args:
+            verified: to be called when the forward is done and everything is decided.
+        """
+        ...
+
+
 def decode(
-    target: LocalTarget,
+    target: Target,
     drafting: Drafting,
     goes_on: Callable[[], bool],
     before_round: Callable[[], None],
@@ -20,7 +44,7 @@ def decode(
     """Runs rounds until all texts have ended.
 
     Args:
-        target: verifies, and holds the texts.
+        target: verifies.
         drafting: proposes, and learns what became of it.
         goes_on: whether there is another round.
         before_round: prepares it: limits of what may be drafted, texts that leave.
@@ -41,12 +65,6 @@ def decode(
             each.drafted()
         news = target.advance(trees, verified)
         drafting.observe(news)
-        done = _round(asks, target, [len(tree) - 1 for tree in trees], target.forwards - forwards, drafting.depth)
+        done = Round.of(asks, trees, news, target.forwards - forwards, drafting.depth)
         for each in observers:
             each.ended(done)
-
-
-def _round(asks: Sequence[Ask], target: LocalTarget, nodes: Sequence[int], forwards: int, depth: int) -> Round:
-    verdicts = [target.verdicts[ask.row] for ask in asks]
-    emitted = [len(verdict.path) + 1 for ask, verdict in zip(asks, verdicts, strict=True) if ask.decides]
-    return Round(nodes, [verdict.num_drafted for verdict in verdicts], forwards, emitted, depth)

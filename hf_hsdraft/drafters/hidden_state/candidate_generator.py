@@ -10,8 +10,8 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...common.target_weights import TargetWeights
-from ...trees.draft_tree import DraftTree, build_beam_trees, merge_trees
-from ...trees.sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
+from ...trees.draft_tree import DraftTree, merge_trees
+from ...trees.tree_builders import TREE_BUILDERS, TreeLimits
 from ...verifiers.foresight import Foresight
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, Session
@@ -250,22 +250,8 @@ class HSCandidateGenerator(Session, CandidateGenerator):
     ) -> list[DraftTree]:
         ids = self.weights.vocab_ids
         tokens = torch.tensor([ask.root for ask in asks], device=ids.device)
-        if options.tree_builder == "gumbel":
-            branching = branching_for(expansion.depth, options.tree_size)
-            return build_gumbel_trees(expansion, tokens, ids, branching=branching, max_depths=depths)
-        if options.tree_builder == "stochastic_beam":
-            width = min(options.beam_width, options.tree_size)
-            depth = min(expansion.depth, options.tree_size // width)
-            return build_stochastic_beam_trees(expansion, tokens, ids, depth=depth, beam_width=width, max_depths=depths)
-        return build_beam_trees(
-            expansion.best,
-            tokens,
-            depth=expansion.depth,
-            beam_width=options.beam_width,
-            tree_size=options.tree_size,
-            threshold=options.threshold,
-            max_depths=depths,
-        )
+        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
+        return TREE_BUILDERS[options.tree_builder](expansion, tokens, ids, limits)
 
     # transformers' contract, for its own `_assisted_decoding`: a chain, verified against the target's own choices.
 
