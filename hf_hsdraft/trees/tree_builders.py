@@ -1,7 +1,7 @@
 """The builders of draft trees, by the name of the option `tree_builder`.
 
-A builder grows a tree for each text of a batch out of what a drafter says about children: it asks an `Expansion` level by
-level. The states that it hands back are opaque to it: it only gathers them.
+A builder grows a tree for each text of a batch out of what a drafter says about children: it asks an `Expansion` level
+by level. The states that it hands back are opaque to it: it only gathers them.
 """
 
 from __future__ import annotations
