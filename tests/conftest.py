@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import contextmanager
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # there is one worker for each core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
