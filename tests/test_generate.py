@@ -504,6 +504,15 @@ def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt
         library.removeHandler(caplog.handler)
 
 
+def test_reuse_of_an_earlier_version_is_left_out_with_a_word(target, trained, prompt, monkeypatch):
+    warned = []
+    monkeypatch.setattr("hf_hsdraft.drafters.draft_options.logger.warning_once", warned.append)
+    options(trained, reuse="skip")
+    plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=trained).equal(plain)
+    assert "reuse='skip' is gone" in warned[0]
+
+
 def test_generation_config_objects_work(target, trained, prompt):
     config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
     plain = target.generate(prompt, generation_config=config)

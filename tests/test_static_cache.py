@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
-from hf_hsdraft.bench.round_cost import TINY, Plan, forced, main, random_pair
+from hf_hsdraft.bench.round_cost import TINY, ForcedDrafter, Plan, main, random_pair
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.target.static_cache import StaticSlots, why_not_static
 from hf_hsdraft.target.target_runtime import TargetRuntime
@@ -343,13 +343,12 @@ def test_a_round_reads_the_choices_of_the_target_and_nothing_else(prompt, monkey
 
         return call
 
-    for name in ("walk", "emit", "last_token"):
+    for name in ("judge", "emit", "last_token"):
         monkeypatch.setattr(DecodedTexts, name, counted(getattr(DecodedTexts, name)))
     drafter = make_drafter(target, tree_size=TREE_SIZE)
-    with forced([2, 0, 1]):
-        decode(target, prompt, drafter, 20, cache_implementation="static")
-    assert {name for name, _ in seen} == {"walk", "emit", "last_token"} and len(seen) > 9
-    assert all(reads == ({"tolist": 1} if name == "walk" else {}) for name, reads in seen)
+    decode(target, prompt, ForcedDrafter(drafter, [2, 0, 1]), 20, cache_implementation="static")
+    assert {name for name, _ in seen} == {"judge", "emit", "last_token"} and len(seen) > 9
+    assert all(reads == ({"tolist": 1} if name == "judge" else {}) for name, reads in seen)
 
 
 def test_slots_are_counted_without_the_device(target, prompt):
@@ -365,11 +364,10 @@ def test_slots_are_counted_without_the_device(target, prompt):
 def test_a_pattern_of_acceptance_is_forced(drafter, target, prompt):
     """Whatever the drafter proposes; the tree keeps its size, and the paths are committed by moving their nodes."""
     for call in ({}, {"cache_implementation": "static"}):
-        with forced([0, 3, 1]) as times:
-            output = decode(target, prompt, drafter, 31, **call)
-        statistics = output.statistics
+        forced = ForcedDrafter(drafter, [0, 3, 1])
+        statistics = decode(target, prompt, forced, 31, **call).statistics
         assert statistics.accepted_lengths[:-1] == ([0, 3, 1] * 5)[: statistics.rounds - 1]
-        assert len(times) == statistics.rounds and statistics.drafted_nodes[3] == TREE_SIZE
+        assert len(forced.times) == statistics.rounds + 1 and statistics.drafted_nodes[3] == TREE_SIZE
 
 
 def test_the_cost_of_a_round_is_reported(tmp_path):

@@ -95,7 +95,11 @@ class DraftOptions:
         def option(name: str) -> Any:
             given = getattr(call, name, None)
             values = (None if given == library.get(name) else given, getattr(config, name, None))
-            return next((value for value in values if value is not None), getattr(defaults, name))
+            value = next((value for value in values if value is not None), getattr(defaults, name))
+            if name == "reuse" and value == "skip":  # drafters of an earlier version may ask for it
+                logger.warning_once("reuse='skip' is gone, as it gained nothing measurable: nothing is reused")
+                return "none"
+            return value
 
         _check_sizes(option, drafter.num_draft_steps)
         _check_rules(option)

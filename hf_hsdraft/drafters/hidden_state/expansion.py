@@ -91,15 +91,6 @@ class Expansion:
         width = ids.shape[-1]
         return values, ids.expand(len(places), -1).gather(1, places % width), places // width, states
 
-    def confidence(self) -> torch.Tensor:
-        """`[B, depth]`, the probability of the best token at each depth, as far as the path to it does not matter."""
-        race, logits = self.race, self.logits
-        if race is not None:
-            race = race.among(self._columns)
-            logits = logits.gather(-1, self._columns[:, None].expand(-1, self.depth, -1))
-        levels = [self._log_probs(level, logits[:, level - 1 : level], race) for level in range(1, self.depth + 1)]
-        return torch.cat(levels, dim=1).amax(dim=-1).exp()
-
     def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
         if race is not None:
             return race(level, logits)
