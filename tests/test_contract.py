@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import functools
 import io
 import itertools
@@ -34,11 +35,12 @@ from transformers.cli.serving.utils import DirectStreamer
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft import CachebackDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.demo import DraftColourStreamer
 from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.pace.pacing import CostPace
+from hf_hsdraft.target import target_ability, target_limits
 from hf_hsdraft.target.ended_rows import EndedRows
 from hf_hsdraft.target.target_limits import cache_layers
 from hf_hsdraft.verifiers import own_choice, rejection
@@ -1005,3 +1007,75 @@ def test_rows_leave_one_after_the_other_whatever_is_drafted(target, do_sample):
     assert texts[0] == texts[1] == texts[2]
     if not do_sample:
         assert texts[0] == target.generate(**inputs, **call).tolist()
+
+
+@pytest.mark.parametrize("misread", [False, True], ids=["read rightly", "misread beyond a length"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, misread, side):
+    """One text has ended and left when the others outgrow what is known; where trees are misread then, all go on."""
+    from hf_hsdraft.engine import draft_limits
+
+    trials, tried_again = [], draft_limits.tried_again
+
+    def noting(*args, **kwargs):
+        found = tried_again(*args, **kwargs)
+        trials.append(len(args[1]))
+        return dataclasses.replace(found, trees=False, reason="so it is made") if misread else found
+
+    monkeypatch.setattr(draft_limits, "tried_again", noting)
+    monkeypatch.setattr(target_limits, "_SURE", 16)
+    for rows in (2, 4):
+        target_ability.known.clear()
+        inputs = batch_of(rows, length=8, side=side)
+        kwargs = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
+        free = target.generate(**inputs, **kwargs)[:, 8:].tolist()
+        ends = next(
+            ([token] for token in free[0][4:20] if sum(token in text[:24] for text in free) < rows),
+            pytest.fail,
+        )
+        plain = target.generate(**inputs, **kwargs, eos_token_id=ends)
+        drafter = CachebackDrafter(tree_sizing="fixed", tree_size=8)
+        assert target.generate(**inputs, **kwargs, eos_token_id=ends, assistant_model=drafter).equal(plain)
+    assert trials
+
+
+def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
+    """The first tokens of a first call wait until the target has been tried; an error in between loses none of them."""
+    target = make_target(seed=8)
+    ids = batch_of(1)["input_ids"]
+    plain = target.generate(ids, do_sample=False, max_new_tokens=NEW)
+
+    class Steps(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            pass
+
+    class Stops(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.calls += 1
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    cache, streamer = DynamicCache(config=target.config), Steps()
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(
+            ids,
+            do_sample=False,
+            max_new_tokens=NEW,
+            past_key_values=cache,
+            streamer=streamer,
+            stopping_criteria=StoppingCriteriaList([Stops()]),
+            assistant_model=make_drafter(target),
+        )
+    told = len(streamer.tokens)
+    assert streamer.tokens == plain[0, :told].tolist() and cache.get_seq_length() == told - 1
+    goes_on = target.generate(plain[:, :told], do_sample=False, max_new_tokens=NEW, past_key_values=cache)
+    assert goes_on[0, : plain.shape[1]].equal(plain[0])

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..common.checks import few, printable
+from ..repository.care import care
 from ..repository.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
 from .registry import FAMILIES
 
@@ -32,8 +33,9 @@ class AutoDrafter:
             ValueError: its `model_type` is of no family that is registered.
         """
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-        folder = find_folder(pretrained_model_name_or_path, (CONFIG,), kwargs.get("subfolder") or "", **hub)
-        found = read_json(folder / CONFIG).get("model_type")
+        with care().loading(pretrained_model_name_or_path, offline=bool(hub.get("local_files_only"))):
+            folder = find_folder(pretrained_model_name_or_path, (CONFIG,), kwargs.get("subfolder") or "", **hub)
+            found = read_json(folder / CONFIG).get("model_type")
         family = FAMILIES.get(found) if isinstance(found, str) else None
         if family is None:
             raise ValueError(

@@ -129,7 +129,7 @@ def _check_sizes(option: Callable[[str], Any], most_depth: int) -> None:
     for name, most in {"num_assistant_tokens": most_depth, **sizes}.items():
         value = option(name)
         if not is_integer(value) or not 1 <= value <= most:
-            wanted = "1 or more" if name in sizes else f"from 1 to {most}, the steps it was trained for"
+            wanted = "1 or more" if name in sizes else f"from 1 to {most}, the greatest depth of this drafter"
             wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
             raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
     length, threshold, weight = map(option, ("ngram_length", "assistant_confidence_threshold", "reuse_weight"))

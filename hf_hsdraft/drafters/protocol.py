@@ -32,7 +32,7 @@ class Ask:
         size: greatest number of nodes beside the root.
         sharing: number of texts that share the sizes of the options, see `DraftOptions.shared_by`.
         chain: whether only one path may be drafted.
-        decides: whether the batch waits for this text; the pace goes by such texts.
+        decides: whether the batch waits for this text. The pace looks at these texts only.
     """
 
     row: int
@@ -56,8 +56,8 @@ class Accepted:
         tokens: emitted tokens; the last is the bonus token, the next root.
         taps: `[n, taps * D]`, h_i of the positions read.
         positions: `[n]`, int64, these positions i, padding not counted.
-        following: `[n]`, int64, the tokens x_{i+1}.
-        earlier: of a prompt's news, the tokens before `tokens` as far as they are known.
+        following: `[n]`, int64, the tokens x_{i+1}; with `embeds` the last one only.
+        earlier: of a prompt's news, the last tokens before `tokens` as far as they are known.
         num_drafted: number of emitted tokens that the draft held.
         embeds: `[n - 1, D]`, embeddings of the tokens x_{i+1} but the last, for prompts that were given so.
     """
@@ -101,10 +101,13 @@ class Session:
     Attributes:
         free: whether a draft takes no time worth counting. Free sessions draft first and always; others as deep as
             the pace says.
-        kind: what the time of a draft depends on, beside target, options and depth; hashable.
+        takes_ngrams: whether n-grams of the texts may stand in front, where the option `ngram_length` asks for them.
+        kind: what else the time of a draft depends on than the session's class, the target, the options and the depth;
+            hashable.
     """
 
     free = False
+    takes_ngrams = True
     kind: tuple[Any, ...] = ()
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -115,7 +118,7 @@ class Session:
         """Takes what was accepted; the first news are those of the prompts."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """From here on only these texts go on; the others have ended."""
+        """From here on only these texts go on; the others have ended. May be called again with fewer texts."""
 
     def memory(self, length: int) -> Any:
         """What a later call may go on from that continues the same single text of `length` tokens; `None` for nothing.
@@ -125,7 +128,10 @@ class Session:
         return None
 
     def resume(self, memory: Any, cached: int) -> None:
-        """Goes on from a memory, if it is of the text whose first `cached` tokens are in the target's cache."""
+        """Goes on from a memory, if it is of the text whose first `cached` tokens are in the target's cache.
+
+        Another drafter may have left it.
+        """
 
     def end(self) -> None:
         """The call has ended well."""
@@ -133,6 +139,9 @@ class Session:
 
 class Drafter:
     """Weights, configuration and drafting options. One drafter may serve several calls at once.
+
+    What is learnt of a drafter is kept by the object. So it has to be hashable and weakly referable, as objects of
+    plain classes are.
 
     Attributes:
         taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
@@ -151,7 +160,7 @@ class Drafter:
     def check(self, target: Any) -> None:
         """Raises a ValueError that names the field if this drafter was made for another target."""
 
-    def look_at(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         """May warn of a target that this drafter fits badly, before a call.
 
         Args:

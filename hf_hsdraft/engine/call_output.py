@@ -19,8 +19,8 @@ class DraftStatistics:
 
     Attributes:
         new_tokens: tokens emitted, of all rows.
-        target_forwards: forwards of the target; reading the prompts is one, however it is chunked. The few forwards by
-            which the first call finds out what a target can do are not counted.
+        target_forwards: forwards of the target; reading the prompts is one, however it is chunked. Forwards that only
+            find out what a target can do are not counted.
         row_forwards: the same, each counted for every row that was still growing; in a batch of one, equal.
         accepted_lengths: drafted tokens emitted in each round after the prompts' forward, for each row.
         drafted_nodes: nodes verified in each round, the root not counted, for each row.

@@ -42,7 +42,7 @@ def speculative_decoding(
     """
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
-    drafter.look_at(target, tokenizer, synced_gpus)
+    drafter.warn_of_misfit(target, tokenizer, synced_gpus)
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)

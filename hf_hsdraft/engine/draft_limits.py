@@ -81,7 +81,8 @@ class DraftLimits:
         reason = self._why_nothing(known is None, room)
         if self._in_any_process(bool(reason)):
             runtime.trees = False
-            self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
+            self.options, self.kind = replace(self.options, depth=0), "chain"
+            self.reason = reason or "another process cannot draft, and all of them run the same forwards"
             return
         if self._in_any_process(known is None):
             if self._tries_with_own_steps:
@@ -174,11 +175,13 @@ class DraftLimits:
         runtime = self._runtime
         if runtime.length < self._known_until or self.options.depth == 0 or not self._texts.active:
             return False
-        ragged = runtime.trees and len(rows) > 1
+        ragged = runtime.trees and len(self._texts.rows) > 1  # those that have left count: the texts tell of all
         chains = not runtime.trees and not self.presumed
         known = known_ability(runtime, not self._synced_gpus, chains, ragged) or self._tried(rows, ragged, chains)
         if known is None:
             return False
+        if self._steps is not None and not known.chains:  # the cache is the caller's again as it was given
+            self._steps.rewind()
         first, self.presumed, self._steps, self._known_until = self.presumed, False, None, known.until
         if first:
             self._check(known)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..drafters.ngrams.ngram_session import NgramSession, certainty
+from ..drafters.ngrams.ngram_session import NgramSession
 from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..pace.pacing import FixedPace, Pace
-from ..trees.draft_tree import DraftTree, merge_trees
+from ..trees.draft_tree import DraftTree, certainty, merge_trees
 
 
 class Drafting:
@@ -20,7 +20,7 @@ class Drafting:
 
     Attributes:
         pace: how much to draft. The call replaces it where another one is due.
-        depth: how deep the drafter's session drafted in the last round; 0 for not at all.
+        depth: how deep the drafter's session was to draft in the last round; 0 for not at all.
     """
 
     def __init__(self, session: Session, front: NgramSession | None = None) -> None:
@@ -35,7 +35,7 @@ class Drafting:
     @classmethod
     def of(cls, drafter: Drafter, call: DraftCall) -> Drafting:
         session = drafter.session(call)
-        return cls(session, NgramSession(call) if call.options.ngram_length and not session.free else None)
+        return cls(session, NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, with as many nodes as pay."""
@@ -46,7 +46,7 @@ class Drafting:
             return roots
         guessed = {ask.row: DraftTree.root(ask.root) for ask in wanted}
         for session in self._free:
-            found = session.draft(wanted)
+            found = _checked(session, session.draft(wanted), wanted)
             guessed = {ask.row: _joined(guessed[ask.row], tree, ask) for ask, tree in zip(wanted, found, strict=True)}
         deciding = [ask.row for ask in wanted if ask.decides] or [ask.row for ask in wanted]
         depth = self.pace.plan(certainty([guessed[row] for row in deciding]))
@@ -61,7 +61,7 @@ class Drafting:
         if self._paced is None or depth == 0:
             return {ask.row: DraftTree.root(ask.root) for ask in asks}
         limited = [replace(ask, depth=min(ask.depth, depth)) for ask in asks]
-        drafted = self._paced.draft(limited)
+        drafted = _checked(self._paced, self._paced.draft(limited), limited)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
         weighed = self.pace.weighed([self._drafted[row] for row in deciding], self.depth)
@@ -88,9 +88,20 @@ class Drafting:
 
     def keep(self, rows: Sequence[int]) -> None:
         """From here on only these texts go on."""
-        for session in (*self._free, self._paced):
+        for session in (*self._free, self._paced) if not self._rests else ():
             if session is not None:
                 session.keep(rows)
+
+
+def _checked(session: Session, trees: Sequence[DraftTree], asks: Sequence[Ask]) -> Sequence[DraftTree]:
+    """The trees; raises a ValueError for one that is deeper than was asked: the target could not read it rightly."""
+    for tree, ask in zip(trees, asks, strict=True):
+        if max(tree.depths) > ask.depth or tree.tokens[0] != ask.root:
+            raise ValueError(
+                f"{type(session).__name__} gave a tree of depth {max(tree.depths)} from token {tree.tokens[0]}: "
+                f"expected at most {ask.depth}, from token {ask.root}"
+            )
+    return trees
 
 
 def _joined(tree: DraftTree, other: DraftTree, ask: Ask) -> DraftTree:

@@ -17,8 +17,10 @@ from .draft_limits import DraftLimits
 from .recorder import Recorder
 from .text_positions import TextPositions
 
-_FEWER = 0.75  # of a batch's rows that still grow, from which on the ended ones leave it: that moves the cache
-_ABREAST = 1  # tokens that a row of a batch may be ahead of the last one and still count as it
+# Ended texts leave once at most this share of those that are read still grows. Leaving moves the cache, so it must pay.
+_FEWER = 0.75
+_ABREAST = 1  # a text that is at most so many tokens ahead of the last one is waited for too
+_MOST_KNOWN = 2**14  # tokens of a prompt that sessions are told: entering them takes time
 
 
 class LocalTarget:
@@ -56,7 +58,7 @@ class LocalTarget:
         return self._runtime.forwards
 
     def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
-        """Of hidden states side by side `[..., taps * D]`, those that the drafter reads."""
+        """Returns those hidden states that the drafter reads, of all side by side `[..., taps * D]`."""
         layers = self._runtime.tap_layers
         if tuple(layers) == tuple(self._taps):
             return taps
@@ -146,8 +148,8 @@ class LocalTarget:
         own = self.own_taps(taps[nodes])
         return Accepted(row, tokens, own, places, torch.tensor(tokens), num_drafted=verdict.num_drafted)
 
-    def leaving(self) -> list[int]:
-        """The texts that stay if ended ones leave the forwards now; empty if leaving does not pay yet."""
+    def staying(self) -> list[int]:
+        """Returns the texts that stay if ended ones leave the forwards now; empty if leaving does not pay yet."""
         staying = [row for row in self.read if row not in self._closed]
         return staying if len(staying) <= _FEWER * len(self.read) else []
 
@@ -199,7 +201,7 @@ def prompt_news(
             known = known[attended[row].to(known.device)]
         real = positions.real[row].nonzero().flatten()
         taps, places = own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
-        earlier, tokens = known.tolist(), [texts.last_token(row)]
+        earlier, tokens = known[-_MOST_KNOWN:].tolist(), [texts.last_token(row)]
         if inputs_embeds is not None and text.ids.shape[1] <= count:
             after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :]
             embeds = after[real[:-1].to(after.device)]

@@ -75,7 +75,7 @@ class StatisticsKeeper(Observer):
     def ended(self, done: Round) -> None:
         self._clock.stop("commit_seconds")
         if self._statistics is not None:
-            self._statistics.target_forwards += done.forwards
+            self._statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
             self._statistics.row_forwards += len(done.nodes) * done.forwards
             self._statistics.accepted_lengths += done.accepted
             self._statistics.drafted_nodes += done.nodes

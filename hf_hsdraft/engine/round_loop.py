@@ -12,7 +12,7 @@ from .observers import Observer, Round
 
 
 class Target(Protocol):
-    """Verifies drafts, and holds the texts that grow by it. After the prompts were read.
+    """Verifies drafts, and holds the texts. The prompts have been read.
 
     Attributes:
         forwards: number of forwards so far.

@@ -33,9 +33,12 @@ class Setting:
     """What a call is made of.
 
     Attributes:
-        target: the model that verifies; drafter: what proposes.
+        target: the model that verifies.
+        drafter: what proposes.
         options: drafting options, as the user asks for them.
-        runtime: of the target; texts: that grow; recorder: of attentions and hidden states.
+        runtime: of the target.
+        texts: the texts that grow.
+        recorder: of attentions and hidden states.
         synced_gpus: whether all processes have to run the same forwards.
         outlives: whether the target's cache is for more than this call.
         stack: closes when the call ends.
@@ -86,7 +89,9 @@ class Rounds:
             DraftCall(call.target, rows, options, texts.foresight, runtime.slots, runtime.compile_config, call.stack),
         )
         if rows == 1:
-            self.drafting.session.resume(getattr(runtime.cache, _MEMORY, None), runtime.cached_before)
+            memory = getattr(runtime.cache, _MEMORY, None)
+            if memory is not None:
+                self.drafting.session.resume(memory, runtime.cached_before)
         asked_for = options.packed_weights if runtime.can_pack else False
         packing = Packing(call.target, asked_for, lambda: slower_packed(call.target, self._kind()))
         packer = Packer(packing, runtime, self._set_pace)
@@ -106,7 +111,12 @@ class Rounds:
 
         if not self._limits.presumed:
             call.texts.stream()
-        decode(self._target, self.drafting, goes_on, self._before_round, self._observers)
+        try:
+            decode(self._target, self.drafting, goes_on, self._before_round, self._observers)
+        except BaseException:
+            if self._limits.presumed:  # the cache holds what was emitted, so it is handed on too
+                call.texts.stream()
+            raise
         before = call.runtime.forwards
         if call.outlives and not call.synced_gpus:
             self._target.read_ends()
@@ -123,7 +133,7 @@ class Rounds:
 
     def _before_round(self) -> None:
         """Lets texts that have ended leave, and tries the target again where the texts have grown long."""
-        staying = self._target.leaving() if self._texts_leave else []
+        staying = self._target.staying() if self._texts_leave else []
         if staying:
             share = len(staying) / len(self._target.read)
             self._target.keep(staying)
@@ -138,7 +148,7 @@ class Rounds:
         """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed.
 
         Args:
-            share: of the texts that were read until now, how many still are.
+            share: share of the texts read until now that go on.
         """
         options, before = self._limits.options.shared_by(len(self._target.read)), self.drafting.pace
         if options.tree_sizing == "fixed" or options.depth == 0:
@@ -161,6 +171,7 @@ class Rounds:
             runtime.num_texts,
             draws,
             runtime.compile_config is not None,
+            type(session).__qualname__,
             *session.kind,
         )
         habits = draws, rows > 1, options.beam_width, options.ngram_length

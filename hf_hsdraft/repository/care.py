@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -61,8 +62,9 @@ class RepositoryCare:
             with tempfile.TemporaryDirectory() as place:
                 api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
                 check_is_drafter(Path(place), str(read_json(folder / CONFIG).get("model_type")))
-            ours = {WEIGHTS, INDEX, *DOCUMENTS} - {CARD}
-            stale = [name for name in there if name in ours and not (folder / name).is_file()]
+            ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *(set(DOCUMENTS) - {CARD})]
+            former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
+            stale = sorted(name for name in former if not (folder / name).is_file())
         foreign = [CARD] if CARD in there else []  # a card that is there may be somebody's
         chosen: dict[str, Any] = {"delete_patterns": stale or None, "allow_patterns": sent, "ignore_patterns": foreign}
         return api.upload_folder(repo_id=repo_id, folder_path=folder, **chosen, **options)

@@ -113,7 +113,7 @@ def remembered(
         sooner = found.get(ability.trees)
         found[ability.trees] = replace(ability, tried=max(length, sooner.tried if sooner else 0))
         if before is not None and length >= before.since:
-            del refusals[kind]
+            refusals.pop(kind, None)  # another call may have done so
     elif before is None:
         refusals[kind] = _Refusal(ability.reason, length, length)
     else:

@@ -65,7 +65,7 @@ class DraftTree:
         return nodes[::-1]
 
     def first_probability(self) -> float:
-        """That the next token is in the tree, as far as the scores are the probabilities of that."""
+        """Returns the probability that the next token is in the tree, as far as the scores tell it."""
         return min(sum(math.exp(s) for s, depth in zip(self.scores, self.depths, strict=True) if depth == 1), 1.0)
 
     def expected_length(self) -> float:
@@ -92,6 +92,11 @@ class DraftTree:
             rows.append(rows[self.parents[node]].copy())
             rows[node][node] = True
         return rows
+
+
+def certainty(trees: Sequence[DraftTree]) -> float:
+    """Returns the probability that the next token of a text is in its tree, on average; 0 for no trees."""
+    return math.fsum(tree.first_probability() for tree in trees) / max(len(trees), 1)
 
 
 # Maps (depth of the new nodes, parents' tokens [B, n], parents' states [B, n, S]) to the log-probabilities of the

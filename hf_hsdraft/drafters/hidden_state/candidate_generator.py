@@ -71,6 +71,7 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         drafter: HSDraftNetwork,
         weights: TargetWeights,
         options: DraftOptions | None = None,
+        *,
         batch_size: int = 1,
         working: WorkingWeights | None = None,
         foresight: Foresight | None = None,

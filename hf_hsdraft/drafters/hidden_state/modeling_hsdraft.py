@@ -79,7 +79,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
                     "target, or train one with `hsdraft train`."
                 )
 
-    def look_at(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         if all_processes or has_other_tokens(self, tokenizer):
             warn_of_mismatch(target, self, tokenizer)  # that reads a text: all processes do so, or none
 
@@ -88,7 +88,14 @@ class HSDrafter(HSDraftNetwork, Drafter):
         weights, working = self.borrow(*modules, with_head=False), working_weights(self, *modules)
         roll_out = self._compiled_roll_out(call, working)
         return HSCandidateGenerator(
-            self, weights, call.options, call.rows, working, call.foresight, roll_out, call.target
+            self,
+            weights,
+            call.options,
+            batch_size=call.rows,
+            working=working,
+            foresight=call.foresight,
+            roll_out=roll_out,
+            target=call.target,
         )
 
     def _compiled_roll_out(self, call: DraftCall, working: WorkingWeights) -> RollOut | None:

@@ -5,14 +5,11 @@ It also stands in front of other sessions, where the option `ngram_length` asks 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ...trees.draft_tree import DraftTree
 from ..protocol import Accepted, Ask, DraftCall, Session
 from .ngram_cache import MOST_NGRAM_DEPTH, FollowerTable, NgramCache
-
-_MOST_REMEMBERED = 2**14  # tokens of a prompt whose n-grams are kept: entering them takes time
 
 
 class NgramSession(Session):
@@ -26,6 +23,7 @@ class NgramSession(Session):
     """
 
     free = True
+    takes_ngrams = False
 
     def __init__(self, call: DraftCall, frozen: Sequence[FollowerTable] = (), obeys_depth: bool = False) -> None:
         vocab_size = call.target.get_input_embeddings().weight.shape[0]
@@ -52,12 +50,7 @@ class NgramSession(Session):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
-            self._caches[each.row].extend([*each.earlier[-_MOST_REMEMBERED:], *each.tokens])
+            self._caches[each.row].extend([*each.earlier, *each.tokens])
 
     def keep(self, rows: Sequence[int]) -> None:
         self._caches = {row: self._caches[row] for row in rows}
-
-
-def certainty(trees: Sequence[DraftTree]) -> float:
-    """Probability that the next token of a text is among those that these trees propose, on average; 0 for no trees."""
-    return math.fsum(tree.first_probability() for tree in trees) / max(len(trees), 1)
