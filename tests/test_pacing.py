@@ -249,7 +249,7 @@ def test_short_calls_find_out_what_drafts_cost(prompt):
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
     drafter.generation_config.packed_weights = None  # the round that packs, the first one otherwise, is not timed
     for _ in range(12):
-        target.generate(prompt, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+        target.generate(prompt, max_new_tokens=10, do_sample=False, assistant_model=drafter)
     [measured] = pacing._known[target].values()
     assert measured.plain > 0 and measured.widest > 0 and measured.costs != MeasuredCosts().costs
 

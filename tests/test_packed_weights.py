@@ -274,8 +274,8 @@ def test_calls_share_copies(copies):
 def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first):
     """And what the default has packed is not packed again where more is asked for."""
     monkeypatch.setattr(module, "_LEAST_NUMBERS", 2000)
-    monkeypatch.setattr("hf_hsdraft.packing._PACKING", 0.3)  # the default packs in the second round
-    monkeypatch.setattr("hf_hsdraft.decoding.slower_packed", lambda *kind: False)
+    monkeypatch.setattr("hf_hsdraft.acceleration.cpu.packing._PACKING", 0.3)  # the default packs in the second round
+    monkeypatch.setattr("hf_hsdraft.engine.rounds.slower_packed", lambda *kind: False)
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     drafter, expected = make_drafter(target), texts(target, ids)
     every, some = (len(linears_to_pack(target.model, asked_for)) for asked_for in (True, None))
@@ -297,7 +297,9 @@ def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(copies, monkey
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(module, "_MOST_BYTES", 0)
     monkeypatch.setattr(module, "_LEAST_NUMBERS", 0)
-    monkeypatch.setattr("hf_hsdraft.packing._PACKING", 0.3)  # the default would pack in the second round
+    monkeypatch.setattr(
+        "hf_hsdraft.acceleration.cpu.packing._PACKING", 0.3
+    )  # the default would pack in the second round
     drafter, expected = make_drafter(target), texts(target, ids)
     for asked_for in (True, None, True):
         drafter.generation_config.packed_weights = asked_for

@@ -126,7 +126,9 @@ class DraftLimits:
             return why_drafts_end(target, max(self._positions.roots) + PROBE_DEPTH) or (
                 "nothing is drafted so close to the last position that the target has or reads alike"
             )
-        if unknown and room <= STEPS + 1:  # not even the first text that is longer could gain by a trial
+        if (
+            unknown and room <= STEPS + 1 and self._tries_with_own_steps
+        ):  # not even the first text that is longer could gain by a trial
             return "nothing is drafted in so short a call before it is known what the target can do"
         return ""
 
@@ -135,8 +137,12 @@ class DraftLimits:
         """Whether a trial is made with tokens of the call, which are read one by one for it.
 
         In a batch rows end and leave. Processes have to try in the same round. Steps over a static cache are compiled.
+        Drawn trees take random numbers, and calls with the same seed have to take the same ones; where costs are given,
+        all calls have the same drafts.
         """
-        return len(self._texts.rows) == 1 and not self._synced_gpus and self._runtime.slots is None
+        single = len(self._texts.rows) == 1 and self._runtime.slots is None
+        repeats = self.options.tree_builder != "beam" or self.options.costs is not None
+        return single and not self._synced_gpus and not repeats
 
     def _check(self, ability: Ability) -> None:
         name = type(self._runtime.target).__name__

@@ -93,6 +93,11 @@ class PackedWeight:
         self._version = None if weight.is_inference() else weight._version
         self.size = weight.numel() * weight.element_size()  # of the copy, in bytes
 
+    @property
+    def made(self) -> bool:
+        """Whether the copy has been made, or could not be."""
+        return self._copy is not None or self._failed
+
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether `weight`, from which this was made, is what it was, as far as it tells: `.data` may be written to."""
         return weight.data_ptr() == self._place and (self._version is None or weight._version == self._version)
@@ -204,6 +209,11 @@ class PackedWeights:
             return False
         with _sharing:
             return all(copy.holds(linear.weight) for linear, copy in self._of.items())
+
+    @property
+    def made(self) -> bool:
+        """Whether all copies have been made, or could not be."""
+        return all(copy.made for copy in self._of.values())
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

@@ -75,6 +75,7 @@ class Packing:
                 return False
             if stock.copies.serve(self._target, None):
                 self.weights, self._settled = stock.copies, True
+                return not stock.copies.made  # a call that ended too soon has left them to this one
             elif linears_to_pack(self._target, None):  # else they are for calls that ask for them
                 stock.copies, stock.lost = None, 0.0
         return False
