@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.bench.support import check_type, model_types
-from hf_hsdraft.engine import decoding
+from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.target import target_ability, target_limits, target_probe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
@@ -668,7 +668,7 @@ def test_two_rows_of_a_batch_are_tried(monkeypatch, padded):
             trying.clear()
 
     monkeypatch.setattr(target, "forward", counted)
-    monkeypatch.setattr(decoding, "tried_ability", trial)
+    monkeypatch.setattr(draft_limits, "tried_ability", trial)
     monkeypatch.setattr(target_probe, "tried_ability", trial)
     inputs = batch_of(5)
     if not padded:
