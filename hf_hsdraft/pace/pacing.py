@@ -259,7 +259,9 @@ class CostPace:
                 gains[tree.depths[node] - 1] += (probability - least) / len(trees)
         gains = [max(gain, 0.0) for gain in gains]
         total = sum(gains)
-        share = max(1.0 - rate * costs.tree / total, 0.0) if total else 0.0  # where no tree is verified, none gains
+        if len(trees) == 1 or not total:  # of a single text `most_nodes` alone counts what a tree costs
+            return gains
+        share = max(1.0 - rate * costs.tree / total, 0.0)  # where no tree is verified, none gains
         return [share * gain for gain in gains]
 
     def most_nodes(self, trees: Sequence[DraftTree]) -> int:
