@@ -18,9 +18,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import CachebackDrafter
+from hf_hsdraft import CachebackDrafter, HSCandidateGenerator
 from hf_hsdraft.bench.support import check_type, model_types
 from hf_hsdraft.engine import draft_limits
+from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.target import target_ability, target_limits, target_probe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
@@ -136,6 +137,32 @@ def test_encoder_decoders(model_type, rows):
     assert drafted.statistics.tau > 1.1 and len(drafted.encoder_hidden_states) == len(plain.encoder_hidden_states)
     for ours, theirs in zip(drafted.decoder_hidden_states, plain.decoder_hidden_states, strict=True):
         assert [state.shape for state in ours] == [state.shape for state in theirs]
+
+
+BART = {"d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64}
+BART |= {"decoder_ffn_dim": 64, "init_std": 0.3, "max_position_embeddings": 128, "forced_eos_token_id": None}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("model_type", "fields", "layers"),
+    [
+        ("bart", {**BART, "encoder_layers": 1, "decoder_layers": 4}, 4),
+        ("bart", {**BART, "encoder_layers": 4, "decoder_layers": 2}, 2),
+        ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_decoder_layers": 2, "num_heads": 4}, 2),
+    ],
+)
+def test_a_decoder_of_other_depth_than_its_encoder(model_type, fields, layers, rows):
+    """transformers counts the encoder's layers where it selects hidden states, and in the configuration of T5."""
+    ids = {"decoder_start_token_id": 2, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=VOCAB, **ids, **fields)
+    target = AutoModelForSeq2SeqLM.from_config(config).eval()
+    drafter = make_drafter(target)
+    assert drafter.config.target_num_hidden_layers == layers
+    plain = target.generate(**batch_of(rows), max_new_tokens=NEW, do_sample=False)
+    drafted = target.generate(**batch_of(rows), max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    assert drafted.tolist() == plain.tolist()
 
 
 def test_a_hidden_state_that_is_left_out_is_named(monkeypatch):
@@ -631,6 +658,47 @@ def test_a_refusal_that_the_next_call_does_not_share_is_forgotten(monkeypatch):
         with pytest.raises(ValueError, match="otherwise than one by one"):
             repeating(other)
         assert len(trials) == expected
+
+
+@pytest.mark.parametrize("what", ["trees", "drafts"])
+def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(monkeypatch, what):
+    """They are at different lengths by then, so each is read as a tree of one node."""
+    target = make_target()
+    target.config.keep_last = 32
+    misread_beyond(monkeypatch, target, 32, what)
+    plain, drafted = repeating(target, rows=3)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert "nothing is drafted beyond" in drafted.statistics.reason
+
+    inputs, reads, told = batch_of(3), [], []
+    forward, rest, observe = type(target.model).forward, Drafting.rest, HSCandidateGenerator.observe
+
+    def counting(self, input_ids=None, *args, **kwargs):
+        reads.append(input_ids.shape[1])
+        return forward(self, input_ids, *args, **kwargs)
+
+    def resting(self):
+        rest(self)
+        assert not any(row.pending for row in getattr(self.session, "_rows", ()))
+        del reads[:], told[:]
+
+    def noting(self, news):
+        told.append(news)
+        observe(self, news)
+
+    monkeypatch.setattr(type(target.model), "forward", counting)
+    monkeypatch.setattr(HSCandidateGenerator, "observe", noting)
+    monkeypatch.setattr(Drafting, "rest", resting)
+    for drafter in (CachebackDrafter(plain.sequences.tolist()), make_drafter(target)):
+        kwargs = {**inputs, "max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+        plain = target.generate(**kwargs)
+        drafted = target.generate(**kwargs, assistant_model=drafter)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        furthest = int(drafted.statistics.reason.split(" tokens:")[0].split()[-1])
+        left = plain.sequences.shape[1] - furthest
+        assert set(reads) == {1} and len(reads) <= left + 3, "rows that are behind catch up by a few tokens"
+        assert not told
+        assert drafted.statistics.drafted_nodes[-3:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
