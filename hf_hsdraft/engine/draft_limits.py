@@ -137,11 +137,11 @@ class DraftLimits:
         """Whether a trial is made with tokens of the call, which are read one by one for it.
 
         In a batch rows end and leave. Processes have to try in the same round. Steps over a static cache are compiled.
-        Drawn trees take random numbers, and calls with the same seed have to take the same ones; where costs are given,
-        all calls have the same drafts.
+        Where sizes are fixed or costs are given, the first call drafts as all others do: its drafts are compared with
+        theirs, and drawn trees take random numbers.
         """
         single = len(self._texts.rows) == 1 and self._runtime.slots is None
-        repeats = self.options.tree_builder != "beam" or self.options.costs is not None
+        repeats = self.options.tree_sizing == "fixed" or self.options.costs is not None
         return single and not self._synced_gpus and not repeats
 
     def _check(self, ability: Ability) -> None:
