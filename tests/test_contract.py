@@ -1066,6 +1066,8 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
                 raise KeyboardInterrupt
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
+    drafter = make_drafter(target)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None  # else it is tried beforehand
     cache, streamer = DynamicCache(config=target.config), Steps()
     with pytest.raises(KeyboardInterrupt):
         target.generate(
@@ -1075,7 +1077,7 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
             past_key_values=cache,
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([Stops()]),
-            assistant_model=make_drafter(target),
+            assistant_model=drafter,
         )
     told = len(streamer.tokens)
     assert streamer.tokens == plain[0, :told].tolist() and cache.get_seq_length() == told - 1
