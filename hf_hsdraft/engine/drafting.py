@@ -27,7 +27,8 @@ class Drafting:
         self.session = session
         self.pace: Pace = FixedPace()
         self.depth = 0
-        self._free = [each for each in (front, session) if each is not None and each.free]
+        self._sessions = [session] if front is None else [front, session]
+        self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
         self._rests = False
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
@@ -82,15 +83,15 @@ class Drafting:
             if drafted is not None:
                 self.pace.learn(drafted, each.tokens)
         self._drafted = {}
-        for session in (*self._free, self._paced):
-            if session is not None:
-                session.observe(news)
+        for session in self._sessions:
+            session.observe(news)
 
     def keep(self, rows: Sequence[int]) -> None:
         """From here on only these texts go on."""
-        for session in (*self._free, self._paced) if not self._rests else ():
-            if session is not None:
-                session.keep(rows)
+        if self._rests:
+            return
+        for session in self._sessions:
+            session.keep(rows)
 
 
 def _checked(session: Session, trees: Sequence[DraftTree], asks: Sequence[Ask]) -> Sequence[DraftTree]:
