@@ -20,7 +20,7 @@ class Drafting:
 
     Attributes:
         pace: how much to draft. The call replaces it where another one is due.
-        depth: how deep the drafter's session was to draft in the last round; 0 for not at all.
+        depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
     def __init__(self, session: Session, front: NgramSession | None = None) -> None:

@@ -23,7 +23,7 @@ class Round:
         accepted: number of emitted tokens of each text that its tree held.
         forwards: number of forwards of the target.
         emitted: number of tokens emitted by each text that the batch waits for.
-        depth: how deep the drafter drafted.
+        depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
     """
 
     nodes: Sequence[int]
