@@ -127,7 +127,7 @@ def _compare(
     if len(plain) > 1 or run.same_rows:
         return
     if settings.temperature > 0:
-        shared = zip(plain[0], own[0], strict=False)
+        shared = zip(plain[0], own[0], strict=False)  # either text may end first
         first = next((index for index, (a, b) in enumerate(shared) if a != b), min(len(plain[0]), len(own[0])))
         run.divergence = Divergence(first, None)
         return

@@ -255,7 +255,7 @@ class CostPace:
         width = sum(sum(column) > least * len(trees) for column in zip_longest(*paths, fillvalue=0.0))
         gains = [0.0] * depth
         for tree, nodes, path in zip(trees, ranked, paths, strict=True):
-            for node, probability in zip(nodes[:width], path, strict=False):
+            for node, probability in zip(nodes[:width], path[:width], strict=True):
                 gains[tree.depths[node] - 1] += (probability - least) / len(trees)
         gains = [max(gain, 0.0) for gain in gains]
         total = sum(gains)

@@ -242,7 +242,7 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
         attempts = 1 if strict else _ATTEMPTS
         likely = [_likely(row, set(path), attempts) for row, path in zip(logits, paths, strict=True)]
         reason = _TOO_FEW
-        for beside in zip(*likely, strict=False):
+        for beside in zip(*likely, strict=True):
             problem = _problem_of_trees(steps, beside, strict)
             unclear, reason = problem is None, f"the branches of a tree are {problem}" if problem else ""
             if not unclear:
