@@ -40,7 +40,7 @@ from hf_hsdraft.bench.demo import DraftColourStreamer
 from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.pace.pacing import CostPace
-from hf_hsdraft.target import target_ability, target_limits
+from hf_hsdraft.target import target_ability
 from hf_hsdraft.target.ended_rows import EndedRows
 from hf_hsdraft.target.target_limits import cache_layers
 from hf_hsdraft.verifiers import own_choice, rejection
@@ -1013,7 +1013,7 @@ def test_rows_leave_one_after_the_other_whatever_is_drafted(target, do_sample):
 
 @pytest.mark.parametrize("misread", [False, True], ids=["read rightly", "misread beyond a length"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, misread, side):
+def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, misread, side, tuned):
     """One text has ended and left when the others outgrow what is known; where trees are misread then, all go on."""
     from hf_hsdraft.engine import draft_limits
 
@@ -1025,7 +1025,7 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
         return dataclasses.replace(found, trees=False, reason="so it is made") if misread else found
 
     monkeypatch.setattr(draft_limits, "tried_again", noting)
-    monkeypatch.setattr(target_limits, "_SURE", 16)
+    tuned(sure_length=16)
     for rows in (2, 4):
         target_ability.known.clear()
         inputs = batch_of(rows, length=8, side=side)

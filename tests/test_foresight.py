@@ -20,7 +20,6 @@ from transformers.generation.logits_process import (
 )
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.drafters.hidden_state import expansion
 from hf_hsdraft.drafters.hidden_state.expansion import Expansion
 from hf_hsdraft.drafters.hidden_state.working_weights import working_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
@@ -221,8 +220,8 @@ def test_each_row_of_a_batch_is_plain_decoding_with_a_seed_of_its_own(make):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, target, monkeypatch):
-    monkeypatch.setattr(expansion, "MOST_COLUMNS", 20)
+def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, target, tuned):
+    tuned(likely_columns=20)
     drafter = make_drafter(target)
     modules = target.get_input_embeddings(), target.get_output_embeddings()
     weights, working = drafter.borrow(*modules), working_weights(drafter, *modules)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..common.checks import few, is_integer, is_number, printable
+from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
 from ..trees.tree_builders import TREE_BUILDERS
 from ..verifiers.registry import VERIFIERS
@@ -66,7 +67,7 @@ class DraftOptions:
         """
         if rows == 1:
             return self
-        size = max(2 * self.tree_size // (3 * rows), 2)
+        size = max(int(TUNING.batch_share * self.tree_size / rows), TUNING.batch_least_nodes)
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     def as_chain(self) -> DraftOptions:

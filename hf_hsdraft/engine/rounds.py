@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..acceleration.cpu.packing import Packing
+from ..common.tuning import TUNING
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import DraftCall, Drafter
 from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_packed
@@ -167,7 +168,7 @@ class Rounds:
         costs = (
             *kind_of_call(runtime),
             options.beam_width,
-            (self._target.furthest() >> 10).bit_length(),
+            (self._target.furthest() // TUNING.cost_length).bit_length(),
             runtime.num_texts,
             draws,
             runtime.compile_config is not None,

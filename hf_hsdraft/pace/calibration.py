@@ -6,14 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
-
-# Lower ends of the bins of an edge's log-probability.
-_BINS = (-0.05, -0.15, -0.35, -0.7, -1.1, -1.6, -2.3, -3.0, -4.0, -5.0, -6.5, -8.0)
-_PRIOR_TRIALS = 64.0  # tokens that what is assumed of a bin counts for: drafters know well how sure they are
-_PRIOR_EXPECTED = 1.5  # right tokens that the drafter's own word counts for
-_MOST_TRIALS = 200.0  # that are remembered of a bin, and of all bins' expectations
-_KEPT_TRIALS = 24.0  # tokens that each bin of an earlier text counts for in the next one
 
 
 @dataclass
@@ -26,15 +20,16 @@ class Calibration:
             assumed of a bin as long as little of it was seen.
     """
 
-    trials: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
-    hits: list[float] = field(default_factory=lambda: [0.0] * (len(_BINS) + 1))
-    expected: float = _PRIOR_EXPECTED
-    right: float = _PRIOR_EXPECTED
+    trials: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
+    hits: list[float] = field(default_factory=lambda: [0.0] * (len(TUNING.calibration_bins) + 1))
+    expected: float = TUNING.calibration_prior_right
+    right: float = TUNING.calibration_prior_right
 
     def probability(self, log_prob: float) -> float:
         place = _bin(log_prob)
         assumed = min(math.exp(log_prob) * self.right / self.expected, 1.0)
-        return (self.hits[place] + _PRIOR_TRIALS * assumed) / (self.trials[place] + _PRIOR_TRIALS)
+        prior = TUNING.calibration_prior
+        return (self.hits[place] + prior * assumed) / (self.trials[place] + prior)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
         """Compares a tree with the tokens that were emitted after its root."""
@@ -45,14 +40,14 @@ class Calibration:
                 place = _bin(log_prob)
                 self.expected += math.exp(log_prob)
                 self.right += tree.tokens[child] == token
-                if self.trials[place] >= _MOST_TRIALS:  # texts change
+                if self.trials[place] >= TUNING.calibration_most:  # texts change
                     self.trials[place], self.hits[place] = self.trials[place] / 2, self.hits[place] / 2
                 self.trials[place] += 1.0
                 self.hits[place] += tree.tokens[child] == token
             if token not in children[node]:
                 break
             node = children[node][token]
-        if self.expected > _MOST_TRIALS:
+        if self.expected > TUNING.calibration_most:
             self.expected, self.right = self.expected / 2, self.right / 2
 
     def applied(self, tree: DraftTree) -> DraftTree:
@@ -66,8 +61,8 @@ class Calibration:
 
     def softened(self) -> Calibration:
         """The same for another text: what was counted weighs less."""
-        shares = [min(_KEPT_TRIALS / trials, 1.0) if trials else 0.0 for trials in self.trials]
-        share = min(_KEPT_TRIALS / self.expected, 1.0)
+        shares = [min(TUNING.calibration_kept / trials, 1.0) if trials else 0.0 for trials in self.trials]
+        share = min(TUNING.calibration_kept / self.expected, 1.0)
         return Calibration(
             [share * trials for share, trials in zip(shares, self.trials, strict=True)],
             [share * hits for share, hits in zip(shares, self.hits, strict=True)],
@@ -77,4 +72,5 @@ class Calibration:
 
 
 def _bin(log_prob: float) -> int:
-    return next((place for place, low in enumerate(_BINS) if log_prob >= low), len(_BINS))
+    bins = TUNING.calibration_bins
+    return next((place for place, low in enumerate(bins) if log_prob >= low), len(bins))

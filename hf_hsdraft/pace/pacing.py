@@ -16,16 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Protocol
 
+from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .calibration import Calibration
 from .round_costs import Costs, MeasuredCosts
-
-_PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, beside what came of them
-_FADING = 0.85  # of the weight of earlier rounds, with each further one
-_SLOWER = 1.1  # than without packed weights, and more than noise: there nothing is packed
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
-_KEPT_DRAFTS = 2  # drafts that the gains of an earlier text count for
-_KEPT_TRUST = 0.3  # of what was accepted and expected in an earlier text
 
 
 @dataclass
@@ -43,20 +37,21 @@ class Habits:
     calibration: Calibration
     gains: list[float]
     drafts: int = 0
-    tokens: float = 2.0
-    time: float = 1.4
+    tokens: float = TUNING.first_tokens
+    time: float = TUNING.first_time
     accepted: float = 0.0
     expected: float = 0.0
 
     @classmethod
     def assumed(cls, depth: int) -> Habits:
-        return cls(Calibration(), [0.5 * 0.4**d for d in range(depth)])
+        return cls(Calibration(), [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)])
 
     def of_depth(self, depth: int) -> Habits:
         """The same for drafts of another greatest depth; gains go on falling beyond what is known."""
         gains = self.gains[:depth]
         last = gains[-1] if gains else 0.0
-        return replace(self, gains=gains + [last * 0.5 ** (d + 1) for d in range(depth - len(gains))])
+        further = [last * TUNING.unknown_gain_ratio ** (d + 1) for d in range(depth - len(gains))]
+        return replace(self, gains=gains + further)
 
     def for_another_text(self) -> Habits:
         """What is expected of the next text."""
@@ -64,15 +59,15 @@ class Habits:
             self,
             calibration=self.calibration.softened(),
             gains=list(self.gains),
-            drafts=min(self.drafts, _KEPT_DRAFTS),
-            accepted=_KEPT_TRUST * self.accepted,
-            expected=_KEPT_TRUST * self.expected,
+            drafts=min(self.drafts, TUNING.kept_drafts),
+            accepted=TUNING.kept_trust * self.accepted,
+            expected=TUNING.kept_trust * self.expected,
         )
 
     @property
     def trust(self) -> float:
         """What an expected token has been worth of late."""
-        return min((self.accepted + _PRIOR_ACCEPTED) / (self.expected + _PRIOR_ACCEPTED), 1.5)
+        return min((self.accepted + TUNING.trust_prior) / (self.expected + TUNING.trust_prior), TUNING.most_trust)
 
     @property
     def rate(self) -> float:
@@ -205,13 +200,13 @@ class CostPace:
         if self._steps_plainly:
             return 0
         chosen = self._best_depth(certain)
-        if chosen or certain > 0.5:
+        if chosen or certain > TUNING.certain:
             return chosen
         self._waited += 1
         if self._waited <= self._pause:
             return 0
         self.habits.accepted, self.habits.expected = self.habits.accepted / 2, self.habits.expected / 2
-        self._waited, self._pause = 0, min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+        self._waited, self._pause = 0, min(max(2 * self._pause, TUNING.first_pause), TUNING.longest_pause)
         return min(1, self._depth)
 
     def _best_depth(self, certain: float) -> int:
@@ -231,14 +226,15 @@ class CostPace:
         trees, costs, habits, count = [self.scored(tree) for tree in trees], self.costs, self.habits, len(trees)
         gains = self._gains(trees, depth)
         habits.drafts += count
-        weight = max(1.0 - _FADING**count, count / (habits.drafts + 1))  # of the first few their mean
+        weight = max(1.0 - TUNING.pace_fading**count, count / (habits.drafts + 1))  # of the first few their mean
         known = habits.gains
         for level in range(len(known)):
             if level < depth:
                 known[level] += weight * (gains[level] - known[level])
             elif level > 0:  # not drafted: as the last one that was, on in the same ratio
-                ratio = known[level - 1] / known[level - 2] if level > 1 and known[level - 2] else 0.5
-                known[level] = known[level - 1] * min(ratio, 0.95)
+                before = known[level - 2] if level > 1 else 0.0
+                ratio = known[level - 1] / before if before else TUNING.unknown_gain_ratio
+                known[level] = known[level - 1] * min(ratio, TUNING.most_gain_ratio)
         if sum(gains) > self.rate * costs.drafting(depth):
             self._pause = 0
         return trees
@@ -299,13 +295,13 @@ class CostPace:
         if self.measured is not None and forward_seconds is not None:
             self.measured.add(nodes, forward_seconds, depth, draft_seconds)
         if nodes:
-            habits.accepted = _FADING * habits.accepted + emitted - 1.0
-            habits.expected = _FADING * habits.expected + self._promised
+            habits.accepted = TUNING.pace_fading * habits.accepted + emitted - 1.0
+            habits.expected = TUNING.pace_fading * habits.expected + self._promised
         self._promised = 0.0
         if self._steps_plainly:  # says nothing of what drafting yields
             return
-        habits.tokens += (1.0 - _FADING) * (emitted - habits.tokens)
-        habits.time += (1.0 - _FADING) * (costs.round(nodes, depth) - habits.time)
+        habits.tokens += (1.0 - TUNING.pace_fading) * (emitted - habits.tokens)
+        habits.time += (1.0 - TUNING.pace_fading) * (costs.round(nodes, depth) - habits.time)
 
 
 # Of each target, and of each drafter: kinds of calls, and what was learnt in them.
@@ -373,4 +369,4 @@ def slower_packed(target: Any, kind: KindOfCall) -> bool:
     packed, apart = known.get(kind.key(packed=True)), known.get(kind.key(packed=False))
     if packed is None or apart is None or not packed.plain or not apart.plain:
         return False
-    return packed.plain > _SLOWER * apart.plain
+    return packed.plain > TUNING.packed_slower * apart.plain

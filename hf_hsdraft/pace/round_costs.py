@@ -8,16 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-_FADING = 0.95  # of the weight of earlier rounds, with each further one
-_NOISE = 0.15  # standard deviation of one measured time, in plain rounds
-_PLAIN_WEIGHT = 0.2  # of the newest plain round in their running mean
-_FIRST_PLAIN = 2  # plain rounds before anything is drafted
-_MOST_PLAIN = 8  # plain rounds that are asked for, whatever drafting gains
-_BETWEEN_PLAIN = 8  # rounds between two of those
-_AGED = 24  # rounds after which the time of a plain round may have changed
-_HARDLY_FASTER = 1.15  # than plain decoding: below that, the time of a plain round has to be known well
-_FIRST_NODES = 4  # verified at most in the first tree; later trees have at most twice as many as one before had
-_LATE = 3.0, 0.5  # times longer than expected, and plain rounds beyond that: a later time counts as this much
+from ..common.tuning import TUNING, Assumption
 
 
 @dataclass(frozen=True)
@@ -51,19 +42,6 @@ class Costs:
         return 1.0 + self.verifying(nodes) + self.drafting(depth)
 
 
-@dataclass(frozen=True)
-class Assumption:
-    """What is believed of a number before it is measured: its value, and how far off it may be."""
-
-    value: float
-    spread: float
-
-
-# From runs on x86 CPUs: a tree costs 0 to 0.1 beside its nodes, a node 0.005 to 0.4, a draft of depth 6 0.2 to 0.5.
-_TREE, _NODE = Assumption(0.03, 0.1), Assumption(0.01, 0.05)
-_DRAFT, _DEPTH = Assumption(0.1, 0.1), Assumption(0.05, 0.05)
-
-
 @dataclass
 class Line:
     """A cost that grows by units: `start + each * units`, by least squares over measured rounds.
@@ -82,17 +60,17 @@ class Line:
     def add(self, units: int, cost: float) -> None:
         """Takes the cost of a round. A very late one was disturbed, and counts as less late."""
         start, each = self.found()
-        factor, beyond = _LATE
-        cost = min(cost, factor * (start + each * units) + beyond)
-        self._weight = _FADING * self._weight + 1.0
-        self._units = _FADING * self._units + units
-        self._squares = _FADING * self._squares + units**2
-        self._costs = _FADING * self._costs + cost
-        self._products = _FADING * self._products + units * cost
+        cost = min(cost, TUNING.late_factor * (start + each * units) + TUNING.late_rounds)
+        fading = TUNING.cost_fading
+        self._weight = fading * self._weight + 1.0
+        self._units = fading * self._units + units
+        self._squares = fading * self._squares + units**2
+        self._costs = fading * self._costs + cost
+        self._products = fading * self._products + units * cost
 
     def found(self) -> tuple[float, float]:
         """`start` and `each`; neither is negative."""
-        of_start, of_each = ((_NOISE / one.spread) ** 2 for one in (self.start, self.each))
+        of_start, of_each = ((TUNING.cost_noise / one.spread) ** 2 for one in (self.start, self.each))
         weight, squares = self._weight + of_start, self._squares + of_each
         costs, products = self._costs + of_start * self.start.value, self._products + of_each * self.each.value
         each = max((weight * products - self._units * costs) / (weight * squares - self._units**2), 0.0)
@@ -110,8 +88,8 @@ class MeasuredCosts:
         widest: number of nodes in the largest tree that was timed.
     """
 
-    verifying: Line = field(default_factory=lambda: Line(_TREE, _NODE))
-    drafting: Line = field(default_factory=lambda: Line(_DRAFT, _DEPTH))
+    verifying: Line = field(default_factory=lambda: Line(TUNING.tree_cost, TUNING.node_cost))
+    drafting: Line = field(default_factory=lambda: Line(TUNING.draft_cost, TUNING.depth_cost))
     plain: float | None = None
     widest: int = 0
     _plain_seconds: list[float] = field(default_factory=list)  # of the first few plain rounds
@@ -120,13 +98,13 @@ class MeasuredCosts:
     @classmethod
     def of_rows(cls, rows: int) -> MeasuredCosts:
         """For a batch: a node there is one of each row."""
-        return cls(Line(_TREE, Assumption(_NODE.value * rows, _NODE.spread)))
+        return cls(Line(TUNING.tree_cost, TUNING.node_cost.at(TUNING.node_cost.value * rows)))
 
     def of_fewer(self, share: float) -> MeasuredCosts:
         """What is assumed of rounds that read only a `share` of the rows."""
         costs = self.costs
-        verifying = Line(Assumption(costs.tree, _TREE.spread), Assumption(costs.node * share, _NODE.spread))
-        drafting = Line(Assumption(costs.draft, _DRAFT.spread), Assumption(costs.depth, _DEPTH.spread))
+        verifying = Line(TUNING.tree_cost.at(costs.tree), TUNING.node_cost.at(costs.node * share))
+        drafting = Line(TUNING.draft_cost.at(costs.draft), TUNING.depth_cost.at(costs.depth))
         return MeasuredCosts(verifying, drafting, widest=self.widest)
 
     @property
@@ -136,7 +114,7 @@ class MeasuredCosts:
     @property
     def most_nodes(self) -> int:
         """Nodes that may be verified next: trees grow step by step, so no one dear tree is verified unawares."""
-        return max(_FIRST_NODES, 2 * self.widest)
+        return max(TUNING.first_nodes, TUNING.node_growth * self.widest)
 
     def wants_plain(self, rate: float) -> bool:
         """Whether the next round had better be a plain one, to see how long it takes.
@@ -147,9 +125,9 @@ class MeasuredCosts:
         if self.plain is not None and self.plain <= 0.0:  # too coarse a clock
             return False
         count = len(self._plain_seconds)
-        if count < _MOST_PLAIN:
-            return count < _FIRST_PLAIN or self._since >= _BETWEEN_PLAIN
-        return self._since >= _AGED and rate < _HARDLY_FASTER
+        if count < TUNING.most_plain:
+            return count < TUNING.first_plain or self._since >= TUNING.between_plain
+        return self._since >= TUNING.plain_aged and rate < TUNING.hardly_faster
 
     def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
         """Takes a round that verified `nodes` nodes after a draft of depth `depth`."""
@@ -165,9 +143,9 @@ class MeasuredCosts:
             self.drafting.add(depth, draft_seconds / self.plain)
 
     def _add_plain(self, seconds: float) -> None:
-        if len(self._plain_seconds) < _MOST_PLAIN:
+        if len(self._plain_seconds) < TUNING.most_plain:
             self._plain_seconds.append(seconds)
             self.plain = statistics.median(self._plain_seconds)
         else:
             assert self.plain is not None
-            self.plain += _PLAIN_WEIGHT * (min(seconds, 2.0 * self.plain) - self.plain)
+            self.plain += TUNING.plain_weight * (min(seconds, TUNING.latest_plain * self.plain) - self.plain)

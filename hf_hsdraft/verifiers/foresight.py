@@ -22,13 +22,11 @@ from transformers import LogitsProcessor
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..common.tensors import on_device
+from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 
 _FORESEEABLE = ("cpu", "cuda")
-_SHARPNESS = 0.8  # of a race by the drafter's logits; 1 would be an error of the size of a Gumbel variable in each
 _USUAL_TIME = 0.56  # of a race: the geometric mean of an exponential variable
-_FURTHEST = 8  # draws that n-grams look ahead; further ones are seldom reached
-_MOST_MISSES = 3  # times in a row that what was foreseen did not come, until a text is drafted without
 _TAKING = threading.Lock()  # numbers of a generator that threads share
 
 
@@ -95,7 +93,7 @@ class Draws:
     @property
     def foreseeable(self) -> bool:
         """Whether what was foreseen of late came; it does not where others draw between, or of other numbers."""
-        return self._misses < _MOST_MISSES and self._right is not False
+        return self._misses < TUNING.most_misses and self._right is not False
 
     def ahead(self, count: int) -> list[torch.Tensor]:
         """Exponential times `[V]`, float32, of each of the next `count` draws, which go by these very tensors."""
@@ -211,7 +209,7 @@ class Foresight:
         ]
         picked, parts = on_device(nodes, device).split([len(tree) - 1 for tree in trees.values()]), []
         for (row, tree), part in zip(trees.items(), picked, strict=True):
-            ahead = self.draws[row].ahead(min(max(tree.depths), _FURTHEST))
+            ahead = self.draws[row].ahead(min(max(tree.depths), TUNING.draws_ahead))
             tokens = part[:, 0].clamp(max=len(ahead[0]) - 1)  # one beyond is never drawn, so its score does not matter
             known = torch.stack([*(times[tokens] for times in ahead), torch.full_like(ahead[0][tokens], _USUAL_TIME)])
             parts.append(known.gather(0, part[None, :, 1].clamp(max=len(ahead)))[0])
@@ -265,7 +263,7 @@ class Race:
             scaled = scaled + torch.where(left_out.any(dim=-1, keepdim=True), logsigmoid(logits - least), 0.0)
         ids = self.vocab_ids.expand(len(self.times), -1)
         times = torch.stack([row[level - 1][of.to(row[0].device)] for row, of in zip(self.times, ids, strict=True)])
-        return (_SHARPNESS * (scaled - times[:, None].to(logits.device).log())).log_softmax(dim=-1)
+        return (TUNING.race_sharpness * (scaled - times[:, None].to(logits.device).log())).log_softmax(dim=-1)
 
 
 @cache

@@ -9,11 +9,12 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...common.checks import is_integer
+from ...common.tuning import TUNING
 from ...target.target_limits import text_config
 from ..draft_options import default_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
-from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
+from .ngram_cache import MOST_LEADING, FollowerTable, tables_of
 from .ngram_session import NgramSession
 
 _OPTIONS = (
@@ -58,7 +59,7 @@ class CachebackDrafter(Drafter):
         ValueError: `ngram_length` is out of range, or an option is unknown.
     """
 
-    num_draft_steps = MOST_NGRAM_DEPTH
+    num_draft_steps = TUNING.ngram_depth
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
         if not is_integer(ngram_length) or not 1 <= ngram_length <= MOST_LEADING:
@@ -79,7 +80,7 @@ class CachebackDrafter(Drafter):
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options; `beam_width=1` drafts a chain, the other options of a beam have no effect."""
-        return default_options(MOST_NGRAM_DEPTH, tree_size=24, beam_width=24)
+        return default_options(TUNING.ngram_depth, tree_size=24, beam_width=24)
 
     def check(self, target: Any) -> None:
         vocab_size = text_config(target).vocab_size

@@ -14,15 +14,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ...common.tuning import TUNING
 from ...trees.draft_tree import DraftTree
 
 MOST_LEADING = 16  # tokens of a leader
-MOST_NGRAM_DEPTH = 24  # of a draft; nothing is right for longer often enough
-_MOST_LEADERS, _MOST_FOLLOWERS = 2**17, 8
-_PRIOR_WEIGHT = 8.0  # tokens that the assumptions below count for
-_PRIOR_RIGHT = 0.2, 0.45, 0.65, 0.75  # the latest follower is the next token, after leaders of 1, 2, ... tokens
-_BEYOND = 0.7  # power of the probabilities after a draft's first token
-_LEAST = 1e-3  # a path less probable than this is not worth a node
 
 
 @dataclass
@@ -39,19 +34,19 @@ class FollowerTable:
     length: int
     followers: OrderedDict[tuple[int, ...], list[int]] = field(default_factory=OrderedDict)
     reached: int = 0
-    right: list[int] = field(default_factory=lambda: [0] * _MOST_FOLLOWERS)
+    right: list[int] = field(default_factory=lambda: [0] * TUNING.ngram_followers)
 
     def probability(self, rank: int) -> float:
         """That the follower of a rank is the next token, where this leader was found."""
-        first = _PRIOR_RIGHT[min(self.length, len(_PRIOR_RIGHT)) - 1]
-        assumed = first if rank == 0 else (1.0 - first) * 0.5 ** (rank + 1)
-        return (self.right[rank] + _PRIOR_WEIGHT * assumed) / (self.reached + _PRIOR_WEIGHT)
+        first = TUNING.ngram_right[min(self.length, len(TUNING.ngram_right)) - 1]
+        assumed = first if rank == 0 else (1.0 - first) * TUNING.ngram_earlier ** (rank + 1)
+        return (self.right[rank] + TUNING.ngram_prior * assumed) / (self.reached + TUNING.ngram_prior)
 
     def enter(self, leader: tuple[int, ...], token: int) -> None:
         known = self.followers.get(leader)
         if known is None:
             self.followers[leader] = [token]
-            if len(self.followers) > _MOST_LEADERS:
+            if len(self.followers) > TUNING.ngram_leaders:
                 self.followers.popitem(last=False)
             return
         self.followers.move_to_end(leader)
@@ -59,7 +54,7 @@ class FollowerTable:
             if token in known:
                 known.remove(token)
             known.insert(0, token)
-            del known[_MOST_FOLLOWERS:]
+            del known[TUNING.ngram_followers :]
 
 
 class NgramCache:
@@ -121,7 +116,7 @@ class NgramCache:
             width: children of a node at most; 1 gives a chain.
             threshold: paths less probable than this are left out, 0 to 1.
         """
-        floor = math.log(max(threshold, _LEAST))
+        floor = math.log(max(threshold, TUNING.ngram_least))
         root = self._tail[-1]
         nodes: list[tuple[int, int, int, float]] = [(root, -1, 0, 0.0)]
         paths: list[tuple[int, ...]] = [tuple(self._tail)]
@@ -162,7 +157,7 @@ class NgramCache:
                 if token not in found:
                     found[token] = left * probability
             left *= max(1.0 - spent, 0.0)
-            if left < _LEAST:
+            if left < TUNING.ngram_least:
                 break
         return sorted(found.items(), key=lambda item: -item[1])
 
@@ -174,7 +169,7 @@ def _surer(following: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     before them was right, so that the text goes on as it did there: in greedy texts they are right more often. In
     sampled ones they are not, which costs next to nothing.
     """
-    raised = [probability**_BEYOND for _, probability in following]
+    raised = [probability**TUNING.ngram_beyond for _, probability in following]
     total = max(sum(raised), 1.0)
     return [(token, value / total) for (token, _), value in zip(following, raised, strict=True)]
 

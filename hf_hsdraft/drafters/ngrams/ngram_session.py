@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...common.tuning import TUNING
 from ...trees.draft_tree import DraftTree
 from ..protocol import Accepted, Ask, DraftCall, Session
-from .ngram_cache import MOST_NGRAM_DEPTH, FollowerTable, NgramCache
+from .ngram_cache import FollowerTable, NgramCache
 
 
 class NgramSession(Session):
@@ -39,7 +40,7 @@ class NgramSession(Session):
 
     def _tree(self, ask: Ask) -> DraftTree:
         """What the n-grams of a text propose, as a tree or, where only one path may be, as a chain."""
-        ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, MOST_NGRAM_DEPTH), self._options.threshold
+        ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth), self._options.threshold
         if self._obeys_depth:
             depth = min(depth, self._options.shared_by(ask.sharing).depth)
         if depth <= 0 or ngrams.last != ask.root:  # nobody told them the text
