@@ -972,11 +972,11 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
     """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
     inputs, ends = ending_apart(target)
     drafter = make_drafter(target, tree_size=24)
-    asked, sizes, size, draft = [], [], CostPace.most_nodes, Drafting.draft
+    asked, sizes, cut, draft = [], [], CostPace.cut, Drafting.draft
 
-    def noting_trees(self, trees):
-        asked.append([tree.tokens[0] for tree in trees])
-        return size(self, trees)
+    def noting_trees(self, trees, deciding):
+        asked.append([tree.tokens[0] for tree in deciding])
+        return cut(self, trees, deciding)
 
     def noting_sizes(self, asks):
         sizes.append((len(asks), asks[0].size))
@@ -987,7 +987,7 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
         return trees
 
     monkeypatch.setattr(local_target, "waited_for", lambda lengths: list(lengths)[-1:])
-    monkeypatch.setattr(CostPace, "most_nodes", noting_trees)
+    monkeypatch.setattr(CostPace, "cut", noting_trees)
     monkeypatch.setattr(Drafting, "draft", noting_sizes)
     call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
     target.generate(**inputs, **call, assistant_model=drafter)

@@ -218,4 +218,4 @@ def _given_costs(node: Any, depth: Any) -> Costs | None:
                 f"{name}={value!r} is invalid: expected 0 to 1, in forwards of one token; give both node_cost and "
                 "depth_cost, or neither to have them measured"
             )
-    return Costs.of(node, depth)
+    return Costs(tree=0.0, node=node, draft=depth, depth=depth)
