@@ -23,8 +23,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..trees.draft_tree import DraftTree, best_children, build_beam_trees
-from ..trees.sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
+from ..trees.builder_registry import TREE_BUILDERS
+from ..trees.draft_tree import DraftTree
+from ..trees.tree_builders import TreeLimits
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Nodes, Verifier, draw_token
 
@@ -41,7 +42,7 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-BUILDERS = ("beam", "gumbel", "stochastic_beam")
+LIMITS = {"beam": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4)}  # tree size and beam width of each builder
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,42 @@ class Table:
     def expand(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Expansion.__call__`."""
         return self.drafts[level - 1][tokens], torch.zeros(*tokens.shape, 1)
 
 
+@dataclass(frozen=True)
+class FullExpansion:
+    """An `Expansion` whose best children are found among all children.
+
+    Attributes:
+        expand: see `Expansion.__call__`. Column i of the log-probabilities is that of token i.
+        depth: greatest depth of a child.
+    """
+
+    expand: Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+    depth: int
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.expand(level, tokens, states)
+
+    def best(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_probs, states = self.expand(level, tokens, states)
+        totals = (scores[..., None] + log_probs).flatten(1)
+        values, places = totals.topk(min(count, totals.shape[1]))
+        width = log_probs.shape[-1]
+        return values, places % width, places // width, states
+
+
 def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
-    """Trees of one builder for `count` rounds."""
+    """Returns trees of one builder for `count` rounds."""
+    limits = TreeLimits(*LIMITS[builder], threshold=0.0, max_depths=[2] * count)
     roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
-    if builder == "gumbel":
-        return build_gumbel_trees(table.expand, roots, ids, branching=(3, 2))
-    if builder == "stochastic_beam":
-        return build_stochastic_beam_trees(table.expand, roots, ids, depth=2, beam_width=4)
-    return build_beam_trees(best_children(table.expand, ids), roots, depth=2, beam_width=3, tree_size=8)
+    return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
 
 
 def check(
@@ -160,6 +186,6 @@ def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
     """All settings; some rules are for drawn nodes only."""
-    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), BUILDERS):
+    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
         if builder != "beam" or not rule.drawn_nodes:
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)
