@@ -1,4 +1,4 @@
-"""The builders of draft trees by the name of the option `tree_builder`."""
+"""The builders of draft trees, by the value of the option `tree_builder`."""
 
 from __future__ import annotations
 
