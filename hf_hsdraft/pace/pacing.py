@@ -158,13 +158,16 @@ class CostPace(Pace):
     Args:
         depth: greatest depth of a draft.
         costs: costs as the user gives them, or costs that are measured here.
-        habits: what is known of the text, or of texts before it. They are updated here.
+
+    Attributes:
+        habits: what is known of the text, or of texts before it.
+        measured: the costs that are measured here; `None` if the user gives them.
     """
 
-    def __init__(self, depth: int, costs: Costs | MeasuredCosts, habits: Habits | None = None) -> None:
+    def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
+        self.habits = Habits.assumed(depth)
         self.measured = costs if isinstance(costs, MeasuredCosts) else None
         self.measures = self.measured is not None
-        self.habits = Habits.assumed(depth) if habits is None else habits
         self._depth, self._costs = depth, costs
         self._pause = 0  # number of rounds to wait before a draft is tried again
         self._waited = 0  # number of rounds waited so far

@@ -40,14 +40,11 @@ class Expansion(Protocol):
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the k most probable children of all nodes, the best first, where k is at most `count`.
+        """Returns the k most probable children of all nodes, the best first. The first arguments are as above.
 
         Args:
-            level: see `__call__`.
-            tokens: see `__call__`.
-            states: see `__call__`.
             scores: `[B, n]`, scores of the nodes.
-            count: greatest number of children.
+            count: greatest number k of children.
 
         Returns:
             The children's scores `[B, k]`, their tokens `[B, k]`, their parents `[B, k]` as columns of `tokens`, and
@@ -74,12 +71,11 @@ class TreeLimits:
 
 
 class TreeBuilder(Protocol):
-    """Grows a tree for each text of a batch."""
-
     def __call__(
         self, expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits, /
     ) -> list[DraftTree]:
-        """
+        """Grows a tree for each text of a batch.
+
         Args:
             expansion: tells which children nodes may have.
             root_tokens: `[B]`, int64, the last accepted token of each text.
