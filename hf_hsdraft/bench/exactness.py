@@ -1,8 +1,9 @@
-"""Is the sampled text distributed as the target's own? One round by itself, against the enumerated distribution.
+"""Tests whether sampled text is distributed as the target's own. One round is compared with the exact distribution.
 
-A target of a small vocabulary is a table here: its probabilities after every text of up to three tokens, put through
-the library's own logits processors. A round (a builder and a verifier, as decoding uses them) emits some tokens, and
-what is missing of three is drawn from the table. A chi-square test compares the counts with the product of the table.
+The target is a table here: its probabilities after every text of up to three tokens of a small vocabulary, put through
+transformers' own logits processors. A round (a builder and a verifier, as decoding uses them) emits some tokens. If
+these are fewer than three, the others are drawn from the table. A chi-square test compares the counts of the texts with
+their exact probabilities.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from ..trees.tree_builders import TreeLimits
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Nodes, Verifier, draw_token
 
-LENGTH = 3  # tokens compared
+LENGTH = 3  # number of tokens compared
 VOCABULARY = 6
-DRAFTED = 5  # of them drafted: the last token is never in a tree
+DRAFTED = 5  # size of the draft vocabulary: the last token is never in a tree
 _ROOT = 0
 
 PROCESSORS: dict[str, Callable[[], list[object]]] = {
@@ -47,13 +48,13 @@ LIMITS = {"beam": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4)}  # tree s
 
 @dataclass(frozen=True)
 class Outcome:
-    """One setting and how its texts were distributed.
+    """How the texts of one setting were distributed.
 
     Attributes:
         setting: verifier, builder, processor and temperature.
-        samples: texts drawn.
-        p_value: of the chi-square test that they follow the target.
-        accepted: drafted tokens accepted a round.
+        samples: number of texts drawn.
+        p_value: p-value of the chi-square test that the texts follow the target.
+        accepted: mean number of drafted tokens accepted in a round.
     """
 
     setting: tuple[str, str, str, float]
@@ -63,7 +64,13 @@ class Outcome:
 
 
 class Table:
-    """A target of `VOCABULARY` tokens: processed scores and log-probabilities after each text."""
+    """A target of `VOCABULARY` tokens and its drafter.
+
+    Attributes:
+        scores: processed scores `[1, VOCABULARY]` after each text.
+        probabilities: probabilities `[VOCABULARY]`, float64, after each text.
+        drafts: `[LENGTH + 1, VOCABULARY, DRAFTED]`, the drafter's log-probabilities by depth and parent.
+    """
 
     def __init__(self, processor: str, temperature: float, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -75,12 +82,11 @@ class Table:
                 raw = torch.randn(1, VOCABULARY, generator=generator) * 1.5
                 self.scores[text] = process(torch.tensor([[_ROOT, *text]]), raw)
         self.probabilities = {text: scores[0].softmax(-1).double() for text, scores in self.scores.items()}
-        # The drafter knows something of the target, and it does not know the last token.
         noise = torch.randn(LENGTH + 1, VOCABULARY, DRAFTED, generator=generator)
         self.drafts = (noise / temperature).log_softmax(-1)
 
     def exact(self) -> torch.Tensor:
-        """`[V, V, V]`: the probability of each text of three tokens."""
+        """Returns `[V, V, V]`, the probability of each text of three tokens."""
         joint = torch.ones((), dtype=torch.float64)
         for length in range(LENGTH):
             texts = itertools.product(range(VOCABULARY), repeat=length)
@@ -135,7 +141,12 @@ def check(
     """Draws texts by rounds of one setting and tests them.
 
     Args:
-        verifier: a name of `VERIFIERS`, or a rule of one's own.
+        verifier: a name of `VERIFIERS`, or another rule.
+        builder: a name of `TREE_BUILDERS`.
+        processor: a name of `PROCESSORS`.
+        temperature: temperature of the target.
+        samples: number of texts.
+        seed: seed of the draws.
     """
     torch.manual_seed(seed)
     rule = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
@@ -161,9 +172,9 @@ def check(
 
 
 def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
-    """Probability of counts at least as far from `exact` as these; cells expected less than 5 times are put together.
+    """Returns the probability of counts that are at least as far from `exact` as these are.
 
-    A text that cannot be gives 0.
+    Cells that are expected less than 5 times are put together. A text of probability 0 gives 0.
     """
     total = sum(counts.values())
     observed = torch.zeros_like(exact)
@@ -185,7 +196,7 @@ def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
 def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
-    """All settings; some rules are for drawn nodes only."""
+    """Yields all settings. Rules for drawn nodes are left out where a beam builds the trees."""
     for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
         if builder != "beam" or not rule.drawn_nodes:
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)
