@@ -600,7 +600,7 @@ def test_costs_are_those_of_packed_weights(packings):
     echo = CachebackDrafter([expected[0].tolist()])
     for _ in range(3):
         assert torch.equal(texts(target, ids, echo, max_new_tokens=200), expected)
-    known = {key[-1]: costs for key, costs in pacing._known[target].items()}
+    known = {kind.packed: costs for kind, costs in pacing._known[target].items()}
     assert packings and set(known) == {True, False}
     assert known[True].plain is not None and known[True].widest > 0
 
@@ -610,9 +610,9 @@ def test_packing_that_slows_plain_rounds_is_given_up(plain, slower):
     target, drafter = make_target(), CachebackDrafter()
     a_kind = pacing.KindOfCall(("a kind",), (), 0, 6)
     assert not pacing.slower_packed(target, a_kind)
-    pacing.pace_for(target, drafter, a_kind, None).timed(0, 1.0, 0.040, 0, 0.0)
+    pacing.pace_for(target, drafter, a_kind, None).note_round(0, 1.0, 0.040, 0, 0.0)
     assert not pacing.slower_packed(target, a_kind)
-    pacing.pace_for(target, drafter, replace(a_kind, packed=True), None).timed(0, 1.0, plain, 0, 0.0)
+    pacing.pace_for(target, drafter, replace(a_kind, packed=True), None).note_round(0, 1.0, plain, 0, 0.0)
     assert pacing.slower_packed(target, a_kind) is slower
 
 

@@ -31,7 +31,7 @@ from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.protocol import Accepted, Ask, DraftCall, Session
 from ..trees.draft_tree import DraftTree
-from ..verifiers.own_choice import OwnChoice, greedy_choice, own_choice
+from ..verifiers.own_choice import OwnChoice, own_choice
 from ..verifiers.verdict import Nodes, Verdict, Verifier, walk
 from .wrapped_drafter import WrappedDrafter
 
@@ -284,9 +284,7 @@ class _AlongPath(OwnChoice):
         self._path = path
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
-        plain = nodes.draw is None and not nodes.processed
-        own = greedy_choice(nodes.logits) if plain else own_choice(nodes.scores, nodes.draw)
-        children = tree.children()
+        own, children = own_choice(nodes), tree.children()
 
         def choose(node: int, tokens: list[int]) -> int:
             token = own(node, tokens)

@@ -65,9 +65,9 @@ class Drafting:
         drafted = _checked(self._paced, self._paced.draft(limited), limited)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
-        weighed = self.pace.weighed([self._drafted[row] for row in deciding], self.depth)
-        scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items() if row not in deciding}
-        return scored | dict(zip(deciding, weighed, strict=True))
+        scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items()}
+        self.pace.note_gains([scored[row] for row in deciding], self.depth)
+        return scored
 
     def rest(self) -> None:
         """Nothing is drafted any more; nothing is kept for it."""

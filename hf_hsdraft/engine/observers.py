@@ -105,7 +105,7 @@ class PaceTimer(Observer):
             emitted = sum(done.emitted) / len(done.emitted)
             seconds = None if self._packer.packs else self._verified - self._drafted
             draft_seconds = self._drafted - self._began
-            self._drafting.pace.timed(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
+            self._drafting.pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
 
 
 class Packer(Observer):

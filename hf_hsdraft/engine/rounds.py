@@ -164,7 +164,7 @@ class Rounds:
         rows, session, runtime = len(self._target.read), self.drafting.session, self._call.runtime
         options = self._limits.options.shared_by(rows)
         foresight = self._call.texts.foresight
-        draws = foresight.kind if foresight else None  # they take time, and drafts go by them
+        draws = foresight.warper_names if foresight else None  # they take time, and drafts go by them
         costs = (
             *kind_of_call(runtime),
             options.beam_width,

@@ -11,8 +11,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...common.target_weights import TargetWeights
 from ...common.tuning import TUNING
+from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree, merge_trees
-from ...trees.tree_builders import TREE_BUILDERS, TreeLimits
+from ...trees.tree_builders import TreeLimits
 from ...verifiers.foresight import Foresight
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, Session

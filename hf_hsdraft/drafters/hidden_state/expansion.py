@@ -73,7 +73,7 @@ class Expansion:
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The `count` most probable children of all the nodes, see `BestChildren`.
+        """The `count` most probable children of all the nodes, see `Expansion` in `trees/tree_builders.py`.
 
         Of a single text only the likely part of the vocabulary is looked at.
         """
