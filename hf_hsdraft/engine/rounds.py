@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..acceleration.cpu.packing import Packing
+from ..common.refusals import DraftingRefused
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import DraftCall, Drafter
 from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_packed
@@ -41,6 +43,7 @@ class Setting:
         recorder: of attentions and hidden states.
         synced_gpus: whether all processes have to run the same forwards.
         outlives: whether the target's cache is for more than this call.
+        refused: see `DraftLimits`.
         stack: closes when the call ends.
     """
 
@@ -52,6 +55,7 @@ class Setting:
     recorder: Recorder
     synced_gpus: bool
     outlives: bool
+    refused: Callable[[DraftingRefused], None]
     stack: contextlib.ExitStack
 
 
@@ -62,11 +66,11 @@ class Rounds:
         call: what it is made of.
         output: of the prompts' forward.
         inputs_embeds: `[B, length, D]`, for prompts that were given so.
-        statistics: of the call, if it keeps any.
+        statistics: of the call.
         clock: of the statistics.
 
     Raises:
-        ValueError: the target reads no drafts.
+        DraftingRefused: the target reads no drafts.
     """
 
     def __init__(
@@ -74,13 +78,13 @@ class Rounds:
         call: Setting,
         output: TargetOutput,
         inputs_embeds: torch.Tensor | None,
-        statistics: DraftStatistics | None,
+        statistics: DraftStatistics,
         clock: Clock,
     ) -> None:
         runtime, texts, rows = call.runtime, call.texts, len(call.texts.rows)
         self._call, self._statistics = call, statistics
         positions = TextPositions.of(runtime, output.taps.shape[1], rows)
-        self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus)
+        self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus, call.refused)
         self._limits.find(output.logits[:, -1])
         self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, call.drafter.taps)
         options = self._limits.options
@@ -120,9 +124,8 @@ class Rounds:
         before = call.runtime.forwards
         if call.outlives and not call.synced_gpus:
             self._target.read_ends()
-        if self._statistics is not None:
-            self._statistics.target_forwards += call.runtime.forwards - before
-            self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
+        self._statistics.target_forwards += call.runtime.forwards - before
+        self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
 
     def leave_memory(self) -> None:
         """Leaves what the drafter has read of a single text on the cache, for a call that goes on from there."""
