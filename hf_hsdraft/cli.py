@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ._version import __version__
 from .hub import commands
+from .serving import commands as serving_commands
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
@@ -522,6 +523,8 @@ def estimate(
         console.print(line, highlight=False, soft_wrap=True)
 
 
+app.command()(serving_commands.serve)
+app.command()(serving_commands.chat)
 app.command()(commands.push)
 app.command()(commands.pull)
 app.command()(commands.info)

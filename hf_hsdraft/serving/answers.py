@@ -56,9 +56,14 @@ class _OpenAISampling:
     """Temperature and seed of a request, as OpenAI's clients mean them. Stands in front of a handler."""
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        _seed.set(body.get("seed"))
+        seed, temperature = body.get("seed"), body.get("temperature")
+        if not (seed is None or isinstance(seed, int)):
+            raise HTTPException(400, f"`seed` has to be a whole number, found {seed!r}")
+        if not (temperature is None or (isinstance(temperature, int | float) and temperature >= 0)):
+            raise HTTPException(400, f"`temperature` has to be a number of at least 0, found {temperature!r}")
+        _seed.set(seed)
         config = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)  # type: ignore[misc]
-        if body.get("generation_config") is None and body.get("temperature"):
+        if body.get("generation_config") is None and temperature:
             config.do_sample = True
         return config
 
@@ -191,5 +196,5 @@ class _Answer(BaseStreamer):
 
     def _ends(self) -> list[int]:
         configs = (self._config, self._target.generation_config)
-        ends = next((config.eos_token_id for config in configs if config.eos_token_id is not None), [])
+        ends: Any = next((config.eos_token_id for config in configs if config.eos_token_id is not None), [])
         return ends if isinstance(ends, list) else [ends]

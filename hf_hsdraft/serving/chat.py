@@ -49,8 +49,11 @@ class TerminalChat:
                 self._console.print(line, markup=False, highlight=False)
             if line == "/exit":
                 return
-            if line.startswith("/"):
-                self._commands.get(line, lambda: self._unknown(line))()
+            if line in self._commands:
+                self._commands[line]()
+            elif line.startswith("/"):
+                self._console.print(f"no such command: {escape(line)}; expected one of these", highlight=False)
+                self._help()
             elif line:
                 self._answer(line)
 
@@ -81,10 +84,6 @@ class TerminalChat:
     def _help(self) -> None:
         self._console.print(HELP, style="dim", markup=False, highlight=False)
         self._console.print("[green]drafted and accepted[/], the target's own")
-
-    def _unknown(self, line: str) -> None:
-        self._console.print(f"no such command: {escape(line)}; expected one of these", highlight=False)
-        self._help()
 
 
 def figures(answer: Answer) -> str:

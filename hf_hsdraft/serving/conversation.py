@@ -59,9 +59,7 @@ class Conversation:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(
-        self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None, **options: Any
-    ) -> None:
+    def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None, **options: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the target's tokenizer has no chat template: choose a target that was trained to chat")
         self.target, self.tokenizer, self.drafter, self.options = target, tokenizer, drafter, options

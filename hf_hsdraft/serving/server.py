@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
-from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 
+from ..attachment import Attachment
 from .answers import ChatHandler, ClientAware, OneTarget, ResponsesHandler, TextHandler
 
 
@@ -45,19 +47,19 @@ class LoadedTarget(ModelManager):
             progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
         return self._target, self._tokenizer
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """Returns the list of models that clients see: this one."""
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_hsdraft"}]
 
 
-def build_app(target: Any, tokenizer: Any, name: str, drafting: Any) -> FastAPI:
+def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | None) -> FastAPI:
     """Builds the server's application.
 
     Args:
-        target: the model that answers, with its drafter attached.
+        target: the model that answers.
         tokenizer: of the target.
         name: what clients call the model.
-        drafting: called for what `GET /drafting` answers, a dictionary for JSON.
+        attachment: of the drafter to the target; `None` for plain decoding.
 
     Returns:
         an application for uvicorn. Beside transformers' own routes it has `GET /drafting`.
@@ -73,24 +75,46 @@ def build_app(target: Any, tokenizer: Any, name: str, drafting: Any) -> FastAPI:
         generation_state=state,
     )
     app.add_middleware(ClientAware)
-    app.get("/drafting")(drafting)
+
+    @app.get("/drafting")
+    def drafting() -> JSONResponse:
+        return JSONResponse(report(attachment))
+
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _refused)
+    app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(ValueError, _refused)
     app.add_exception_handler(TemplateError, _refused)
     app.add_exception_handler(Exception, _failed)
     return app
 
 
+def report(attachment: Attachment | None) -> dict[str, Any]:
+    """Returns what drafting did since the server started, and in the drafted call that ended last."""
+    if attachment is None:
+        return {"drafting": False}
+    total, last = attachment.statistics, attachment.last
+    return {
+        "drafting": True,
+        "lossless": total.exact,
+        "tau": total.tau,
+        **dataclasses.asdict(total),
+        "last": None if last is None else {"tau": last.tau, "new_tokens": last.new_tokens, "lossless": last.exact},
+    }
+
+
 def _error(status: int, message: str) -> JSONResponse:
     """An error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error: Mapping[str, Any] = {"message": message, "type": kind, "param": None, "code": None}
+    error = {"message": message, "type": kind, "param": None, "code": None}
     return JSONResponse({"error": error}, status_code=status)
 
 
 async def _http_error(_: Request, error: Any) -> JSONResponse:
     return _error(error.status_code, str(error.detail))
+
+
+async def _malformed(_: Request, error: Any) -> JSONResponse:
+    return _error(422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
