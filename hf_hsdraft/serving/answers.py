@@ -33,7 +33,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from .window import room_left
+from .limits import end_tokens, room_left
 
 CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
@@ -189,12 +189,7 @@ class _Answer(BaseStreamer):
             self._streamer.put(value)
 
     def end(self) -> None:
-        if self._last in self._ends():
+        if self._last in end_tokens(self._target, self._config):
             self._config.max_new_tokens = None  # a text with as many tokens as this is taken for one that was cut
         if self._streamer is not None:
             self._streamer.end()
-
-    def _ends(self) -> list[int]:
-        configs = (self._config, self._target.generation_config)
-        ends: Any = next((config.eos_token_id for config in configs if config.eos_token_id is not None), [])
-        return ends if isinstance(ends, list) else [ends]

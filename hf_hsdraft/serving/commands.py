@@ -107,7 +107,10 @@ def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str, pl
         loaded = AutoDrafter.from_pretrained(name, dtype=kind).to(device).eval()
     elif drafter is not None:
         raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
-    model, tokenizer = load_target(target, kind, device)
+    try:
+        model, tokenizer = load_target(target, kind, device)
+    except OSError as error:  # its message may not say what was looked for
+        raise OSError(f"the target {target or 'by default'} cannot be loaded: {error}") from None
     if loaded is not None:
         loaded.check(model)
     return model, tokenizer, loaded

@@ -10,7 +10,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ..engine.call_output import DraftStatistics
-from .window import room_left
+from .limits import end_tokens, room_left
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,14 @@ class Answer:
 class Conversation:
     """Messages, and the target's cache of them.
 
-    Every prompt is what the chat template makes of all messages, as without a cache. The cache is used as far as it
-    holds the beginning of that prompt. A template may write earlier turns anew, without their thoughts for example:
-    then the cache is shortened to what is still the same, and a cache that cannot be shortened is made anew. None of
-    this changes an answer.
+    Every prompt is the text that the chat template makes of all messages. Earlier turns keep the tokens that the target
+    chose for them, and only the text behind them is tokenized. So the cache holds the beginning of the prompt, and the
+    rest is read. Where a template writes earlier turns anew, without their thoughts for example, the whole text is
+    tokenized. Then the cache is shortened to the tokens that are still the same. A cache that cannot be shortened is
+    made anew. The answer to a prompt is the same with and without a cache.
 
-    A drafter goes on from what it had read only where the cache is used whole and the answer before was drafted.
-    Otherwise it begins with the tokens of the new turn, and finds less right at first.
+    A drafter goes on from what it had read where the cache is used whole and the answer before was drafted. Otherwise
+    it begins with the tokens that are read in this turn, and finds less right at first.
 
     Args:
         target: the model that answers.
@@ -86,13 +87,11 @@ class Conversation:
             ValueError: the conversation does not fit into the target's context window, or the drafter refuses.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        encoding = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        ids = encoding["input_ids"].to(self.target.device)
+        prompt = self._prompt(messages)
+        ids = torch.tensor([prompt], device=self.target.device)
         room = room_left(self.target, ids.shape[1])
         limit = min(room, self.options.get("max_new_tokens") or room)
-        cache = self._cache_of(ids[0].tolist())
+        cache = self._cache_of(prompt)
         self._forget()  # a call that does not end well may leave anything in it
         kept = 0 if cache is None else cache.get_seq_length()
         begin = time.perf_counter()
@@ -110,8 +109,16 @@ class Conversation:
         new = output.sequences[0, ids.shape[1] :]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": text}]
-        cut = len(new) >= limit and int(new[-1]) not in self.tokenizer.all_special_ids
+        cut = len(new) >= limit and int(new[-1]) not in end_tokens(self.target)
         return Answer(text, len(new), kept, seconds, getattr(output, "statistics", None), cut)
+
+    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of a conversation, those of earlier turns as they are."""
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        held = self.tokenizer.decode(self._text, clean_up_tokenization_spaces=False) if self._text else ""
+        kept = self._text if text.startswith(held) else []
+        new = self.tokenizer(text[len(held) if kept else 0 :], add_special_tokens=False)["input_ids"]
+        return [*kept, *new]
 
     def _cache_of(self, ids: list[int]) -> Any:
         """The cache of the beginning of a prompt, which leaves at least one token to be read; `None` for none."""

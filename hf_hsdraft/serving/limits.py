@@ -1,4 +1,4 @@
-"""How much a conversation may still grow."""
+"""How far an answer may grow, and which tokens end it."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def room_left(target: Any, length: int) -> int:
             f"shorten it to {window - 1} tokens or fewer"
         )
     return window - length
+
+
+def end_tokens(target: Any, config: Any = None) -> list[int]:
+    """Returns the ids of the tokens that end an answer.
+
+    Args:
+        target: the model that answers.
+        config: generation configuration of the call; where it names none, the target's own does.
+    """
+    configs = (config, target.generation_config)
+    found: Any = next((each.eos_token_id for each in configs if each is not None and each.eos_token_id is not None), [])
+    return found if isinstance(found, list) else [found]
