@@ -6,6 +6,7 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 
 from ._version import __version__
 from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
+from .by_name import allow_names
 from .drafters.auto_drafter import AutoDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
@@ -18,6 +19,7 @@ from .repository.care import register_care
 from .repository.package_care import PackageCare
 from .trees.draft_tree import DraftTree
 
+allow_names()
 install()
 allow_attachments()
 register_care(PackageCare())

@@ -33,8 +33,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
+from .by_name import follow, load_for
 from .common.refusals import DraftingRefused
-from .drafters.auto_drafter import AutoDrafter
 from .drafters.draft_options import DraftOptions
 from .drafters.protocol import Drafter
 from .engine.call_output import DraftStatistics
@@ -170,8 +170,8 @@ class Attachment:
         except ValueError as error:
             DraftOptions.of(self.drafter)  # its own options are wrong: that is an error
             raise DraftingRefused(f"the call sets a drafting option: {error}") from error
-        if self._owned and isinstance(self.drafter, torch.nn.Module):
-            _follow(self.drafter, target, self._lock)
+        if self._owned:
+            follow(self.drafter, target)
 
     def _count(self, done: DraftStatistics, seconds: float) -> None:
         with self._lock:
@@ -217,7 +217,7 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any
     _check_decoding(target)
     named = isinstance(drafter, str | os.PathLike)
     if isinstance(drafter, str | os.PathLike):
-        drafter = AutoDrafter.from_pretrained(drafter, **{"dtype": target.dtype, **loading}).to(target.device).eval()
+        drafter = load_for(target, drafter, **loading)
     elif loading:
         raise TypeError(f"attach() takes {', '.join(sorted(loading))} only with the name of a drafter")
     if not isinstance(drafter, Drafter):
@@ -333,17 +333,10 @@ def _samples_itself(method: Any) -> bool:
 
 def _check_training(target: Any) -> None:
     """Raises a DraftingRefused where a model in training mode draws numbers in its forwards, or keeps no cache."""
-    if getattr(target, "is_gradient_checkpointing", False):
+    if getattr(target, "is_activation_checkpointing", False):
         raise DraftingRefused("the model trains with gradient checkpointing, which keeps no cache")
     for module in target.modules():
         dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
         named = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
         if module.training and (dropout or any(value > 0 for value in named)):
             raise DraftingRefused("the model is in training mode with dropout, so that no forward repeats another")
-
-
-def _follow(drafter: Any, target: Any, lock: threading.Lock) -> None:
-    """Moves a drafter to where its target is, and to its dtype."""
-    if target.device.type != "meta" and (drafter.device, drafter.dtype) != (target.device, target.dtype):
-        with lock:
-            drafter.to(device=target.device, dtype=target.dtype)

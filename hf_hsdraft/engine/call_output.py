@@ -15,7 +15,7 @@ from .decoded_texts import DecodedTexts
 
 @dataclass
 class DraftStatistics:
-    """What one call did; returned when `return_dict_in_generate=True`.
+    """What one call did; kept when `return_dict_in_generate=True`, and for an [`Attachment`].
 
     Attributes:
         new_tokens: tokens emitted, of all rows.

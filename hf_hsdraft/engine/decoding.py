@@ -43,8 +43,8 @@ def speculative_decoding(
     `return_dict_in_generate` an [`HSDraftGenerateOutput`].
 
     Args:
-        statistics: is filled in, whatever the call returns. Seconds are counted with `return_dict_in_generate` only, as
-            that waits for the device.
+        statistics: are filled in, whatever the call returns. Seconds are counted with `return_dict_in_generate` only,
+            as that waits for the device.
         refused: told that the target turns out to read no drafts, which takes a few tokens to find out. Where it raises
             nothing, the call goes on without drafts.
 
@@ -60,16 +60,18 @@ def speculative_decoding(
     verifier = drafter.verifier(options)
     runtime = TargetRuntime(target, sorted({*drafter.taps, *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
-    statistics = DraftStatistics() if statistics is None else statistics
-    statistics.exact = verifier.exact
-    clock = Clock(statistics if generation_config.return_dict_in_generate else None, target.device)
+    returned = generation_config.return_dict_in_generate
+    if statistics is None and returned:
+        statistics = DraftStatistics()
+    clock = Clock(statistics if returned else None, target.device)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         clock.start()
         recorder = Recorder(runtime, generation_config)
         output = _read_prompts(runtime, texts, input_ids, generation_config, recorder)
         clock.stop("prefill_seconds")
-        statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
-        outlives = generation_config.return_dict_in_generate or getattr(runtime.cache, "_is_user_defined", False)
+        if statistics is not None:
+            statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
+        outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         rounds = None
         if texts.active or synced_gpus:
             setting = Setting(target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack)
@@ -84,12 +86,11 @@ def speculative_decoding(
     if rounds is not None and not synced_gpus:
         rounds.drafting.session.end()
     clock.finish()
-    new_tokens = texts.length() - texts.prompt_length
-    statistics.packed_weights = runtime.packed
-    statistics.new_tokens = sum(min(texts.new_tokens(row), new_tokens) for row in range(len(texts.rows)))
-    if not generation_config.return_dict_in_generate:
+    if statistics is None:
         return texts.sequences()
-    return as_output(texts, runtime, statistics, generation_config, model_kwargs)
+    statistics.new_tokens, statistics.packed_weights = texts.all_new_tokens(), runtime.packed
+    statistics.exact = verifier.exact
+    return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
 def _read_prompts(

@@ -58,9 +58,9 @@ class Observer:
 
 
 class StatisticsKeeper(Observer):
-    """Enters rounds into the statistics of a call."""
+    """Enters rounds into the statistics of a call, if it keeps any."""
 
-    def __init__(self, statistics: DraftStatistics, clock: Clock) -> None:
+    def __init__(self, statistics: DraftStatistics | None, clock: Clock) -> None:
         self._statistics, self._clock = statistics, clock
 
     def began(self) -> None:
@@ -74,10 +74,11 @@ class StatisticsKeeper(Observer):
 
     def ended(self, done: Round) -> None:
         self._clock.stop("commit_seconds")
-        self._statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
-        self._statistics.row_forwards += len(done.nodes) * done.forwards
-        self._statistics.accepted_lengths += done.accepted
-        self._statistics.drafted_nodes += done.nodes
+        if self._statistics is not None:
+            self._statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
+            self._statistics.row_forwards += len(done.nodes) * done.forwards
+            self._statistics.accepted_lengths += done.accepted
+            self._statistics.drafted_nodes += done.nodes
 
 
 class PaceTimer(Observer):

@@ -66,7 +66,7 @@ class Rounds:
         call: what it is made of.
         output: of the prompts' forward.
         inputs_embeds: `[B, length, D]`, for prompts that were given so.
-        statistics: of the call.
+        statistics: of the call, if it keeps any.
         clock: of the statistics.
 
     Raises:
@@ -78,7 +78,7 @@ class Rounds:
         call: Setting,
         output: TargetOutput,
         inputs_embeds: torch.Tensor | None,
-        statistics: DraftStatistics,
+        statistics: DraftStatistics | None,
         clock: Clock,
     ) -> None:
         runtime, texts, rows = call.runtime, call.texts, len(call.texts.rows)
@@ -124,8 +124,9 @@ class Rounds:
         before = call.runtime.forwards
         if call.outlives and not call.synced_gpus:
             self._target.read_ends()
-        self._statistics.target_forwards += call.runtime.forwards - before
-        self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
+        if self._statistics is not None:
+            self._statistics.target_forwards += call.runtime.forwards - before
+            self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
 
     def leave_memory(self) -> None:
         """Leaves what the drafter has read of a single text on the cache, for a call that goes on from there."""
