@@ -28,10 +28,10 @@ from hf_hsdraft.cli import app
 from hf_hsdraft.target.target_loading import default_drafter, embedded_gguf, load_target
 
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from hf_hsdraft.serving.server import bound_socket, build_app  # noqa: E402
+from hf_hsdraft.serving.server import Server, bound_socket, build_app  # noqa: E402
 
 NAME = "user/tiny"
 WINDOW = 4096
@@ -51,6 +51,7 @@ class Served:
     tokenizer: Any
     name: str
     port: int
+    server: Server
 
     @property
     def client(self):
@@ -113,19 +114,19 @@ def number_of_caches() -> int:
 def serving(target, tokenizer, drafter, name: str = NAME) -> Iterator[Served]:
     reference, attachment = copy.deepcopy(target), attach(target, drafter)
     listener = bound_socket("127.0.0.1", 0)
-    config = uvicorn.Config(build_app(target, tokenizer, name, attachment), log_level="error")
-    server = uvicorn.Server(config)
+    server = Server(build_app(target, tokenizer, name, attachment), "error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         deadline = time.monotonic() + 30
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.01)
-        yield Served(target, reference, tokenizer, name, listener.getsockname()[1])
+        yield Served(target, reference, tokenizer, name, listener.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join(20)
         attachment.detach()
+        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +293,19 @@ def test_the_other_routes(endless):
         )
         assert f'"{status}"' in urllib.request.urlopen(request, timeout=10).read().decode()
     assert endless.streamed("w1", max_tokens=4)[2].completion_tokens == 4
+
+
+def test_a_server_that_is_stopped_ends_its_answers(tokenizer):
+    target = make_target(max_position_embeddings=2 * WINDOW)
+    with serving(target, tokenizer, make_drafter(target)) as served:
+        stream = served.ask(words(0), stream=True, max_tokens=2 * WINDOW - 100)
+        next(piece for piece in stream if piece.choices[0].delta.content)
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(lambda: [piece for piece in stream])
+            served.server.should_exit = True
+            with pytest.raises(openai.APIError) as error:
+                told.result(30)
+    assert error.value.body == "the server was stopped"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -92,25 +93,37 @@ class OneTarget(GenerationState):
 
     def __init__(self) -> None:
         super().__init__()
-        self._manager = AnswerManager()
+        self.manager = AnswerManager()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        return self._manager
+        return self.manager
 
 
 class AnswerManager(GenerateManager):
     """Decodes requests one after the other; each is an `_Answer`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ends all answers at their next token; their clients are told."""
+        self._stopped.set()
+
+    async def idle(self) -> None:
+        """Waits until nothing is decoded any more."""
+        await self.async_submit(lambda: None)
+
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[asyncio.Queue[Any], Any]:
-        answer = _Answer(model, inputs, gen_config, _seed.get())
+        answer = _Answer(model, inputs, gen_config, _seed.get(), self._stopped)
         return super().generate_streaming(answer, processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[str, int, torch.Tensor]:
-        answer = _Answer(model, inputs, gen_config, _seed.get())
+        answer = _Answer(model, inputs, gen_config, _seed.get(), self._stopped)
         decoding = super().generate_non_streaming(answer, processor, inputs, gen_config, *args, **kwargs)
         try:
             return await _unless_client_leaves(decoding, answer.cancel)
@@ -139,13 +152,14 @@ class _Answer(BaseStreamer):
         inputs: the tokenized prompt.
         config: generation configuration of the request; `max_new_tokens` is brought down to what fits.
         seed: for sampling; `None` goes on with the random numbers as they are.
+        stopped: set when the server ends.
 
     Raises:
         HTTPException: the prompt does not fit (400).
     """
 
-    def __init__(self, target: Any, inputs: Any, config: Any, seed: int | None) -> None:
-        self._target, self._config, self._seed = target, config, seed
+    def __init__(self, target: Any, inputs: Any, config: Any, seed: int | None, stopped: threading.Event) -> None:
+        self._target, self._config, self._seed, self._stopped = target, config, seed, stopped
         self._streamer: Any = None
         self._last: int | None = None  # token
         self._cancelled = False
@@ -165,13 +179,12 @@ class _Answer(BaseStreamer):
 
     def generate(self, streamer: Any = None, **kwargs: Any) -> torch.Tensor:
         """Calls the target's `generate`; runs on the decoding thread."""
-        if self._cancelled:
-            raise _GenerationCancelled
         if self._seed is not None:
             set_torch_seed(self._seed)
         self._streamer = streamer
         beams = (self._config.num_beams or 1) > 1  # they take no streamer
         try:
+            self._check()
             return self._target.generate(streamer=streamer if beams else self, **kwargs)
         except _GenerationCancelled:
             raise
@@ -182,8 +195,7 @@ class _Answer(BaseStreamer):
             raise RuntimeError(json.dumps(str(error))[1:-1]) from error
 
     def put(self, value: torch.Tensor) -> None:
-        if self._cancelled:
-            raise _GenerationCancelled
+        self._check()
         self._last = int(value.flatten()[-1])
         if self._streamer is not None:
             self._streamer.put(value)
@@ -193,3 +205,10 @@ class _Answer(BaseStreamer):
             self._config.max_new_tokens = None  # a text with as many tokens as this is taken for one that was cut
         if self._streamer is not None:
             self._streamer.end()
+
+    def _check(self) -> None:
+        """Ends the call where nobody waits for it any more."""
+        if self._cancelled:
+            raise _GenerationCancelled
+        if self._stopped.is_set():
+            raise RuntimeError("the server was stopped")

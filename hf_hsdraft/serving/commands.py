@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 console = Console()
-_PATIENCE = 5  # seconds that answers may take to end when the server is stopped
 
 
 class Dtype(str, Enum):
@@ -41,9 +40,7 @@ def serve(
 ) -> None:
     """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed."""
     try:
-        import uvicorn
-
-        from .server import bound_socket, build_app
+        from .server import Server, bound_socket, build_app
     except ImportError as error:
         raise ImportError(f"{error}: `hsdraft serve` needs pip install 'hf-hsdraft[serve]'") from None
     from transformers.utils import logging
@@ -55,12 +52,11 @@ def serve(
     name = target or DEFAULT_TARGET
     model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
     attachment = None if loaded is None else attach(model, loaded)
-    app = build_app(model, tokenizer, name, attachment)
-    config = uvicorn.Config(app, log_level="warning" if quiet else "info", timeout_graceful_shutdown=_PATIENCE)
+    server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns of each request that one was received
     address = f"http://{host}:{listener.getsockname()[1]}"
     console.print(f"{name} at {address}/v1, what drafting does at {address}/drafting", highlight=False, soft_wrap=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])
 
 
 def chat(

@@ -6,6 +6,7 @@ import dataclasses
 import socket
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -62,7 +63,7 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
         attachment: of the drafter to the target; `None` for plain decoding.
 
     Returns:
-        an application for uvicorn. Beside transformers' own routes it has `GET /drafting`.
+        an application for `Server`. Beside transformers' own routes it has `GET /drafting`.
     """
     manager, state = LoadedTarget(target, tokenizer, name), OneTarget()
     app = build_server(
@@ -74,6 +75,7 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
         systemone_handler=SystemOneHandler(manager, state),
         generation_state=state,
     )
+    app.state.manager = state.manager
     app.add_middleware(ClientAware)
 
     @app.get("/drafting")
@@ -86,6 +88,19 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
     app.add_exception_handler(TemplateError, _refused)
     app.add_exception_handler(Exception, _failed)
     return app
+
+
+class Server(uvicorn.Server):
+    """A server of one application, which ends the answers that are under way when it is stopped."""
+
+    def __init__(self, app: FastAPI, log_level: str = "info") -> None:
+        super().__init__(uvicorn.Config(app, log_level=log_level))
+        self._manager = app.state.manager
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._manager.stop()
+        await super().shutdown(sockets)
+        await self._manager.idle()
 
 
 def report(attachment: Attachment | None) -> dict[str, Any]:
