@@ -43,6 +43,8 @@ from .target.capture_hooks import no_hooks_left
 
 logger = logging.get_logger(__name__)
 
+_CUSTOM = "custom_generate is given"
+
 
 @dataclass
 class AttachmentStatistics:
@@ -96,7 +98,9 @@ class Attachment:
         self.last: DraftStatistics | None = None
         self._model, self._owned = weakref.ref(model), owned
         self._statistics, self._lock = AttachmentStatistics(), threading.Lock()
-        self._before = _attachments.get(model)
+        self._before, self._in_block = _attachments.get(model), False
+        if self._before is not None and not self._before._in_block:
+            self._before._before = None  # it was replaced for good
 
     @property
     def statistics(self) -> AttachmentStatistics:
@@ -116,6 +120,7 @@ class Attachment:
             del _attachments[model]
 
     def __enter__(self) -> Attachment:
+        self._in_block = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -249,7 +254,7 @@ def allow_attachments() -> None:
     for name, reason in (
         ("_validate_generation_mode", _reason_of_mode),
         ("_extract_generation_mode_kwargs", _reason_of_callable),
-        ("load_custom_generate", lambda *_: "custom_generate is given"),
+        ("load_custom_generate", lambda *_, **__: _CUSTOM),
     ):
         setattr(GenerationMixin, name, _counting(getattr(GenerationMixin, name), reason))
 
@@ -294,7 +299,7 @@ def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mod
 
 
 def _reason_of_callable(custom_generate: Any, *_: Any, **__: Any) -> str:
-    return "custom_generate is given" if callable(custom_generate) else ""
+    return _CUSTOM if callable(custom_generate) else ""
 
 
 def _decoding_model(model: Any) -> Any:
