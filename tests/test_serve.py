@@ -301,7 +301,7 @@ def test_a_server_that_is_stopped_ends_its_answers(tokenizer):
         stream = served.ask(words(0), stream=True, max_tokens=2 * WINDOW - 100)
         next(piece for piece in stream if piece.choices[0].delta.content)
         with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(lambda: [piece for piece in stream])
+            told = pool.submit(lambda: list(stream))
             served.server.should_exit = True
             with pytest.raises(openai.APIError) as error:
                 told.result(30)
