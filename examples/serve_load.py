@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,7 @@ from openai import OpenAI
 from hf_hsdraft.training.conversations import read_prompts
 
 
-def streamed(client: OpenAI, model: str, question: str, max_tokens: int) -> tuple[str, int]:
+def streamed(client: OpenAI, model: str, max_tokens: int, question: str) -> tuple[str, int]:
     """Text and number of new tokens of a streamed answer."""
     stream = client.chat.completions.create(
         model=model,
@@ -55,9 +56,10 @@ def main() -> None:
         said = []
         for url, client in clients.items():
             model = client.models.list().data[0].id
+            ask = partial(streamed, client, model, arguments.max_tokens)
             begin = time.perf_counter()
             with ThreadPoolExecutor(len(questions)) as pool:
-                answers = list(pool.map(lambda text: streamed(client, model, text, arguments.max_tokens), questions))
+                answers = list(pool.map(ask, questions))
             taken = time.perf_counter() - begin
             if number:
                 seconds[url].append(taken)

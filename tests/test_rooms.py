@@ -21,6 +21,7 @@ FLOORS = (
     "bench",
     "hub",
     "serving",
+    "commands",
     "cli",
 )
 WORKSHOP = {"training", "bench", "hub", "serving"}  # they use one another, and never travel

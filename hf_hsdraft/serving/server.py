@@ -111,8 +111,8 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
     return {
         "drafting": True,
         "lossless": total.exact,
-        "tau": total.tau,
-        **dataclasses.asdict(total),
+        "tau": total.tau if total.calls else None,
+        **{name: value for name, value in dataclasses.asdict(total).items() if name != "exact"},
         "last": None if last is None else {"tau": last.tau, "new_tokens": last.new_tokens, "lossless": last.exact},
     }
 

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-console = Console()
+from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_pair
 
-
-class Dtype(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+app = typer.Typer()
 
 
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct.")
-]
-DrafterOption = Annotated[
-    str | None, typer.Option("--drafter", help="Hub name or folder; default: the one that comes with the target.")
-]
-DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")]
-DeviceOption = Annotated[str, typer.Option(help="Device to run on.")]
-
-
+@app.command()
 def serve(
     target: TargetOption = None,
     drafter: DrafterOption = None,
@@ -39,13 +24,14 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
 ) -> None:
     """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed."""
-    try:
-        from .server import Server, bound_socket, build_app
-    except ImportError as error:
-        raise ImportError(f"{error}: `hsdraft serve` needs pip install 'hf-hsdraft[serve]'") from None
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ImportError("`hsdraft serve` needs fastapi, uvicorn and openai: pip install 'hf-hsdraft[serve]'")
     from transformers.utils import logging
 
     from ..attachment import attach
+    from ..serving.server import Server, bound_socket, build_app
     from ..target.target_loading import DEFAULT_TARGET
 
     listener = bound_socket(host, port)
@@ -59,6 +45,7 @@ def serve(
     server.run(sockets=[listener])
 
 
+@app.command()
 def chat(
     target: TargetOption = None,
     drafter: DrafterOption = None,
@@ -73,8 +60,8 @@ def chat(
     """A chat in the terminal: drafted tokens coloured, tau and tokens/s after each answer."""
     import torch
 
-    from .chat import TerminalChat, warm_up
-    from .conversation import Conversation
+    from ..serving.chat import TerminalChat, warm_up
+    from ..serving.conversation import Conversation
 
     model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -87,26 +74,13 @@ def chat(
 
 
 def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter; no drafter for plain decoding. The smaller one is loaded first."""
-    import torch
+    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding."""
+    from ..target.target_loading import load_target
 
-    from ..drafters.auto_drafter import AutoDrafter
-    from ..target.target_loading import default_drafter, load_target
-
-    kind: torch.dtype = getattr(torch, dtype.value)
-    loaded = None
     if not plain:
-        name = drafter or default_drafter(target)
-        if name is None:
-            advice = "no drafter comes with this target: name one, train one with `hsdraft train`, or pass --plain"
-            raise typer.BadParameter(advice, param_hint="--drafter")
-        loaded = AutoDrafter.from_pretrained(name, dtype=kind).to(device).eval()
-    elif drafter is not None:
-        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
-    try:
-        model, tokenizer = load_target(target, kind, device)
-    except OSError as error:  # its message may not say what was looked for
-        raise OSError(f"the target {target or 'by default'} cannot be loaded: {error}") from None
-    if loaded is not None:
+        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
         loaded.check(model)
-    return model, tokenizer, loaded
+        return model, tokenizer, loaded
+    if drafter is not None:
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
+    return *load_target(target, dtype.torch, device), None
