@@ -156,6 +156,8 @@ class Attachment:
                     target, self.drafter, input_ids, statistics=statistics, refused=refusals.append, **kwargs
                 )
         except DraftingRefused as refusal:
+            if statistics.target_forwards:  # the text has begun: this is a fault of the target
+                raise
             self.step_aside(str(refusal))
             return plainly(target, input_ids, **kwargs)
         if refusals:

