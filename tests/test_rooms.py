@@ -20,10 +20,11 @@ FLOORS = (
     "training",
     "bench",
     "hub",
+    "serving",
     "commands",
     "cli",
 )
-WORKSHOP = {"training", "bench", "hub"}  # they use one another, and never travel
+WORKSHOP = {"training", "bench", "hub", "serving"}  # they use one another, and never travel
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent == PACKAGE)
 
 

@@ -49,10 +49,13 @@ def drafter_of(target: str | None, drafter: str | None) -> str:
 
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter, in one dtype on one device; the drafter first, as it may not be there."""
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..drafters.auto_drafter import AutoDrafter
     from ..target.target_loading import load_target
 
     name = drafter_of(target, drafter)
-    loaded = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
-    model, tokenizer = load_target(target, dtype.torch, device)
+    loaded = AutoDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
+    try:
+        model, tokenizer = load_target(target, dtype.torch, device)
+    except OSError as error:  # its message does not always say what was looked for
+        raise OSError(f"the target {target} cannot be loaded: {error}") from None
     return model, tokenizer, loaded

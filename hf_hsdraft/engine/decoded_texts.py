@@ -48,6 +48,7 @@ class _Row:
         ids: `[1, length]`, prompt and new tokens.
         end: length at which it ended; 0 while it goes on.
         emitted: the tokens appended last.
+        ends: length after each round that was not handed on yet.
         scores, logits: `[1, V]` each new token, if asked for.
         judged: raw and processed scores `[1, V]` at the nodes of the tree that is being verified, as far as they were
             asked for; emptied when a path of it is accepted.
@@ -57,6 +58,7 @@ class _Row:
     ids: torch.Tensor
     end: int = 0
     emitted: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     scores: tuple[torch.Tensor, ...] = ()
     logits: tuple[torch.Tensor, ...] = ()
     judged: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -206,6 +208,7 @@ class DecodedTexts:
         if self._draws is not None:
             self._draws[index].settle(len(tokens))
         row.ids = torch.cat([row.ids, on_device([tokens], row.ids.device)], dim=-1)
+        row.ends.append(row.ids.shape[1])
         row.scores, row.logits = self._with_path(row, verdict.path)
         row.judged.clear()
         row.steps.extend(steps)
@@ -230,17 +233,20 @@ class DecodedTexts:
             self._steps_asked += 1
 
     def stream(self) -> None:
-        """Hands on what is new: of one text its tokens `[n]`, of a batch each step `[B]` that all rows have reached.
+        """Hands on what is new: of one text the tokens `[n]` of each round, of a batch each step `[B]` of all rows.
 
-        Plain decoding hands on `[1]` and `[B]`: streamers may count the items of what they get.
+        Plain decoding hands on `[1]` and `[B]`: streamers may count the items of what they get. The last token of a
+        round is the target's own, those before it were drafted.
         """
         if self._streamer is None:
             return
         ready = self._steps_taken()
         ids = self.sequences(self.prompt_length + max(ready, self._streamed))
-        if len(self.rows) == 1 and ready > self._streamed:
-            self._streamer.put(ids[0, self.prompt_length + self._streamed :].cpu())
-            self._streamed = ready
+        if len(self.rows) == 1:
+            for end in self.rows[0].ends:
+                self._streamer.put(ids[0, self.prompt_length + self._streamed : end].cpu())
+                self._streamed = end - self.prompt_length
+            self.rows[0].ends.clear()
         while self._streamed < ready:
             self._streamer.put(ids[:, self.prompt_length + self._streamed].cpu())
             self._streamed += 1

@@ -1,0 +1,86 @@
+"""`hsdraft serve` and `hsdraft chat`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_pair
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8000,
+    plain: Annotated[bool, typer.Option("--plain", help="Without a drafter, to compare.")] = False,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
+) -> None:
+    """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ImportError("`hsdraft serve` needs fastapi, uvicorn and openai: pip install 'hf-hsdraft[serve]'")
+    from transformers.utils import logging
+
+    from ..attachment import attach
+    from ..serving.server import Server, bound_socket, build_app
+    from ..target.target_loading import DEFAULT_TARGET
+
+    listener = bound_socket(host, port)
+    name = target or DEFAULT_TARGET
+    model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
+    attachment = None if loaded is None else attach(model, loaded)
+    server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
+    logging.set_verbosity_error()  # transformers warns of each request that one was received
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    console.print(f"{name} at {address}/v1, what drafting does at {address}/drafting", highlight=False, soft_wrap=True)
+    server.run(sockets=[listener])
+
+
+@app.command()
+def chat(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without a drafter.")] = False,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """A chat in the terminal: drafted tokens coloured, tau and tokens/s after each answer."""
+    import torch
+
+    from ..serving.chat import TerminalChat, warm_up
+    from ..serving.conversation import Conversation
+
+    model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    conversation = Conversation(model, tokenizer, loaded, system, max_new_tokens=max_new_tokens, **sampling)
+    with console.status("trying what decoding costs on this machine"):
+        warm_up(model, tokenizer, loaded)
+    if seed is not None:
+        torch.manual_seed(seed)
+    TerminalChat(conversation, console).run(echo=not sys.stdin.isatty())
+
+
+def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool) -> tuple[Any, Any, Any]:
+    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding."""
+    from ..target.target_loading import load_target
+
+    if not plain:
+        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+        loaded.check(model)
+        return model, tokenizer, loaded
+    if drafter is not None:
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
+    return *load_target(target, dtype.torch, device), None

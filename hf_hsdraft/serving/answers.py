@@ -1,0 +1,214 @@
+"""How a request is decoded: on transformers' own thread, with what OpenAI's clients rely on made right.
+
+transformers' server decodes one request after the other, each on the same thread. What is changed here:
+
+- A prompt beyond the context window is refused before anything is decoded, and no answer grows beyond the window.
+- The seed of a request is set on the decoding thread, right before its own call. transformers sets it when the request
+  arrives, where it changes the random numbers of whatever is being decoded.
+- A temperature above 0 samples. transformers leaves that to the model's own configuration.
+- An answer that ends by itself with its last permitted token has ended, it was not cut.
+- A request whose client has left ends at its next token. transformers ends streams only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    GenerateManager,
+    GenerationState,
+    _GenerationCancelled,
+    set_torch_seed,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from .limits import end_tokens, room_left
+
+CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
+
+_seed: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request
+_receive: ContextVar[Receive | None] = ContextVar("receive", default=None)
+
+
+class ClientAware:
+    """Lets a request know its connection, so that it can tell when its client has left."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _receive.set(receive)
+        await self.app(scope, receive, send)
+
+
+class _OpenAISampling:
+    """Temperature and seed of a request, as OpenAI's clients mean them. Stands in front of a handler."""
+
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        seed, temperature = body.get("seed"), body.get("temperature")
+        if not (seed is None or isinstance(seed, int)):
+            raise HTTPException(400, f"`seed` has to be a whole number, found {seed!r}")
+        if not (temperature is None or (isinstance(temperature, int | float) and temperature >= 0)):
+            raise HTTPException(400, f"`temperature` has to be a number of at least 0, found {temperature!r}")
+        _seed.set(seed)
+        config = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)  # type: ignore[misc]
+        if body.get("generation_config") is None and temperature:
+            config.do_sample = True
+        return config
+
+
+class ChatHandler(_OpenAISampling, ChatCompletionHandler):
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise HTTPException(400, "`messages` is missing: expected a list of at least one message")
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise HTTPException(400, f"a message has to be an object with `role` and `content`, found {message!r}")
+
+
+class TextHandler(_OpenAISampling, CompletionHandler):
+    pass
+
+
+class ResponsesHandler(_OpenAISampling, ResponseHandler):
+    pass
+
+
+class OneTarget(GenerationState):
+    """The state of a server that decodes with one target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = AnswerManager()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        return self.manager
+
+
+class AnswerManager(GenerateManager):
+    """Decodes requests one after the other; each is an `_Answer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Ends all answers at their next token; their clients are told."""
+        self._stopped.set()
+
+    async def idle(self) -> None:
+        """Waits until nothing is decoded any more."""
+        await self.async_submit(lambda: None)
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[asyncio.Queue[Any], Any]:
+        answer = _Answer(model, inputs, gen_config, _seed.get(), self._stopped)
+        return super().generate_streaming(answer, processor, inputs, gen_config, *args, **kwargs)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[str, int, torch.Tensor]:
+        answer = _Answer(model, inputs, gen_config, _seed.get(), self._stopped)
+        decoding = super().generate_non_streaming(answer, processor, inputs, gen_config, *args, **kwargs)
+        try:
+            return await _unless_client_leaves(decoding, answer.cancel)
+        except _GenerationCancelled:
+            raise HTTPException(CLIENT_LEFT, "the client has left") from None
+
+
+async def _unless_client_leaves(decoding: Awaitable[Any], cancel: Callable[[], None]) -> Any:
+    """Returns what decoding gives; where the client leaves before, decoding is cancelled."""
+    receive = _receive.get()
+    task = asyncio.ensure_future(decoding)
+    if receive is not None:
+        leaving = asyncio.ensure_future(receive())  # the request has been read: what comes now is its end
+        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            cancel()
+        leaving.cancel()
+    return await task
+
+
+class _Answer(BaseStreamer):
+    """One request: the target as its call uses it, and the streamer that sees the tokens of the call.
+
+    Args:
+        target: the model that answers.
+        inputs: the tokenized prompt.
+        config: generation configuration of the request; `max_new_tokens` is brought down to what fits.
+        seed: for sampling; `None` goes on with the random numbers as they are.
+        stopped: set when the server ends.
+
+    Raises:
+        HTTPException: the prompt does not fit (400).
+    """
+
+    def __init__(self, target: Any, inputs: Any, config: Any, seed: int | None, stopped: threading.Event) -> None:
+        self._target, self._config, self._seed, self._stopped = target, config, seed, stopped
+        self._streamer: Any = None
+        self._last: int | None = None  # token
+        self._cancelled = False
+        try:
+            room = room_left(target, inputs["input_ids"].shape[-1])
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        if config.max_new_tokens is not None:
+            config.max_new_tokens = min(room, config.max_new_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def cancel(self) -> None:
+        """The call ends at its next token."""
+        self._cancelled = True
+
+    def generate(self, streamer: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Calls the target's `generate`; runs on the decoding thread."""
+        if self._seed is not None:
+            set_torch_seed(self._seed)
+        self._streamer = streamer
+        beams = (self._config.num_beams or 1) > 1  # they take no streamer
+        try:
+            self._check()
+            return self._target.generate(streamer=streamer if beams else self, **kwargs)
+        except _GenerationCancelled:
+            raise
+        except Exception as error:
+            if streamer is None:
+                raise
+            # transformers puts the message between quotation marks as it is.
+            raise RuntimeError(json.dumps(str(error))[1:-1]) from error
+
+    def put(self, value: torch.Tensor) -> None:
+        self._check()
+        self._last = int(value.flatten()[-1])
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        if self._last in end_tokens(self._target, self._config):
+            self._config.max_new_tokens = None  # a text with as many tokens as this is taken for one that was cut
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def _check(self) -> None:
+        """Ends the call where nobody waits for it any more."""
+        if self._cancelled:
+            raise _GenerationCancelled
+        if self._stopped.is_set():
+            raise RuntimeError("the server was stopped")

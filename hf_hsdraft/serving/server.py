@@ -1,0 +1,160 @@
+"""An OpenAI-compatible server on transformers' own serving code, of one target with a drafter attached."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+
+from ..attachment import Attachment
+from .answers import ChatHandler, ClientAware, OneTarget, ResponsesHandler, TextHandler
+
+
+class LoadedTarget(ModelManager):
+    """The one model of a server. It is loaded before the server starts and stays as long as the server lives.
+
+    Args:
+        target: the model that answers, with its drafter attached.
+        tokenizer: of the target.
+        name: what clients call the model.
+    """
+
+    def __init__(self, target: Any, tokenizer: Any, name: str) -> None:
+        super().__init__()
+        self._target, self._tokenizer, self.force_model = target, tokenizer, name
+
+    def load_model_and_processor(
+        self, model_id_and_revision: str, progress_callback: Any = None, tqdm_class: Any = None, gguf_file: Any = None
+    ) -> tuple[Any, Any]:
+        """Returns target and tokenizer.
+
+        Raises:
+            ValueError: another model is asked for.
+        """
+        if model_id_and_revision != self.process_model_name(str(self.force_model)):
+            raise ValueError(f"this server has one model, {self.force_model!r}; found {model_id_and_revision!r}")
+        if progress_callback is not None:
+            progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
+        return self._target, self._tokenizer
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        """Returns the list of models that clients see: this one."""
+        return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_hsdraft"}]
+
+
+def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | None) -> FastAPI:
+    """Builds the server's application.
+
+    Args:
+        target: the model that answers.
+        tokenizer: of the target.
+        name: what clients call the model.
+        attachment: of the drafter to the target; `None` for plain decoding.
+
+    Returns:
+        an application for `Server`. Beside transformers' own routes it has `GET /drafting`.
+    """
+    manager, state = LoadedTarget(target, tokenizer, name), OneTarget()
+    app = build_server(
+        manager,
+        ChatHandler(manager, state),
+        completion_handler=TextHandler(manager, state),
+        response_handler=ResponsesHandler(manager, state),
+        transcription_handler=TranscriptionHandler(manager, state),
+        systemone_handler=SystemOneHandler(manager, state),
+        generation_state=state,
+    )
+    app.state.manager = state.manager
+    app.add_middleware(ClientAware)
+
+    @app.get("/drafting")
+    def drafting() -> JSONResponse:
+        return JSONResponse(report(attachment))
+
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(ValueError, _refused)
+    app.add_exception_handler(TemplateError, _refused)
+    app.add_exception_handler(Exception, _failed)
+    return app
+
+
+class Server(uvicorn.Server):
+    """A server of one application, which ends the answers that are under way when it is stopped."""
+
+    def __init__(self, app: FastAPI, log_level: str = "info") -> None:
+        super().__init__(uvicorn.Config(app, log_level=log_level))
+        self._manager = app.state.manager
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._manager.stop()
+        await super().shutdown(sockets)
+        await self._manager.idle()
+
+
+def report(attachment: Attachment | None) -> dict[str, Any]:
+    """Returns what drafting did since the server started, and in the drafted call that ended last."""
+    if attachment is None:
+        return {"drafting": False}
+    total, last = attachment.statistics, attachment.last
+    return {
+        "drafting": True,
+        "lossless": total.exact,
+        "tau": total.tau if total.calls else None,
+        **{name: value for name, value in dataclasses.asdict(total).items() if name != "exact"},
+        "last": None if last is None else {"tau": last.tau, "new_tokens": last.new_tokens, "lossless": last.exact},
+    }
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status_code=status)
+
+
+async def _http_error(_: Request, error: Any) -> JSONResponse:
+    return _error(error.status_code, str(error.detail))
+
+
+async def _malformed(_: Request, error: Any) -> JSONResponse:
+    return _error(422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    return _error(400, str(error))
+
+
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    return _error(500, f"{type(error).__name__}: {error}")
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Takes a port before anything is loaded.
+
+    Args:
+        host: name or address to listen at.
+        port: number of the port; 0 takes any free one.
+
+    Raises:
+        OSError: it is taken, or the host is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host} port {port} ({error}): choose another --host or --port") from None
+    return taken

