@@ -54,7 +54,7 @@ def answered(
         identity: fingerprint of the target.
     """
     state = PartialState()
-    recipe = _recipe(target, tokenizer, plan, seed, identity)
+    recipe = recipe_of(target, tokenizer, plan, seed, identity)
     sharded = is_sharded(target)
     same = RowFolder if state.is_main_process else _ReadOnlyRows  # where all processes do the same, one keeps it
     if plan.invents:
@@ -135,7 +135,7 @@ def _temperatures(plan: TrainingPlan) -> Sequence[float]:
     return (0.0,) if plan.greedy_only else plan.temperatures
 
 
-def _recipe(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
+def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
     """Everything that decides the answers."""
     return {
         "target": identity,
