@@ -75,10 +75,13 @@ class DraftTree:
     def first(self, size: int) -> DraftTree:
         """Its `size` most probable nodes beside the root; of equals the ones that come first."""
         ranked = sorted(range(1, len(self)), key=lambda node: -self.scores[node])
-        return self if size >= len(self) - 1 else self._of({0, *ranked[:size]})
+        return self if size >= len(self) - 1 else self.part({0, *ranked[:size]})
 
-    def _of(self, kept: set[int]) -> DraftTree:
-        """A part that holds the parent of each of its nodes."""
+    def part(self, kept: set[int]) -> DraftTree:
+        """The tree of some of its nodes, with the root and the parent of each of them.
+
+        It has no `log_probs`: of drawn nodes a part is not a draw.
+        """
         nodes = sorted(kept)
         place = {old: new for new, old in enumerate(nodes)}
         return _from_nodes(
