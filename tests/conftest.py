@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # there is one worker for each core
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.scripted import ScriptedDrafter
+from hf_hsdraft.common.tuning import Tuning
 
 VOCAB = 97
 TEMPLATE = (
@@ -108,6 +111,18 @@ def write_prompts(path: Path, count: int) -> Path:
     rows = [{"turns": [f"w{index} w{2 * index + 1} w3"], "category": "ab"[index % 2]} for index in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """A function that gives tuned numbers other values, in every module that reads them, for one test."""
+
+    def change(**values):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("hf_hsdraft.") and isinstance(getattr(module, "TUNING", None), Tuning):
+                monkeypatch.setattr(module, "TUNING", replace(module.TUNING, **values))
+
+    return change
 
 
 @contextmanager

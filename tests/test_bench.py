@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_drafter, write_prompts
+from conftest import VOCAB, make_drafter, make_target, write_prompts
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
@@ -28,6 +28,7 @@ from hf_hsdraft.bench.run import measure, turn_order
 from hf_hsdraft.bench.summary import quantile, summarise
 from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, NEW, check_points, padded_batches, padded_prompt
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
+from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.cli import app
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 from hf_hsdraft.hub.measured import enter_benchmarks
@@ -143,6 +144,19 @@ def test_greedy_texts_are_plains_and_the_drafter_is_left_as_it_was(target, draft
     assert all(len(nodes) and max(nodes) <= 6 for one in measured.runs["tree6x2+tree_builder=gumbel"]
                for nodes in [one.statistics.drafted_nodes])  # fmt: skip
     assert drafter.generation_config.to_dict() == before
+
+
+def test_a_wrapped_drafter_drafts_as_the_other_one_does_with_fixed_sizes_and_leaves_it_alone(target, drafter, inputs):
+    before = drafter.generation_config.to_dict()
+    call = {**inputs[0], "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    wrapped = target.generate(**call, assistant_model=WrappedDrafter(drafter))
+    assert drafter.generation_config.to_dict() == before
+    drafter.generation_config.tree_sizing, drafter.generation_config.ngram_length = "fixed", 0
+    own = target.generate(**call, assistant_model=drafter)
+    assert wrapped.statistics.drafted_nodes == own.statistics.drafted_nodes
+    assert wrapped.statistics.accepted_lengths == own.statistics.accepted_lengths
+    with pytest.raises(ValueError, match="vocab_size"):
+        make_target(vocab_size=VOCAB + 1).generate(**call, assistant_model=WrappedDrafter(drafter))
 
 
 def test_sampled_texts_are_compared_where_the_draws_are_alike(target, drafter, inputs):

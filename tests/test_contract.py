@@ -40,10 +40,11 @@ from hf_hsdraft.bench.demo import DraftColourStreamer
 from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.pace.pacing import CostPace
-from hf_hsdraft.target import target_ability, target_limits
+from hf_hsdraft.target import target_ability
 from hf_hsdraft.target.ended_rows import EndedRows
 from hf_hsdraft.target.target_limits import cache_layers
-from hf_hsdraft.verifiers import own_choice, rejection
+from hf_hsdraft.verifiers.own_choice import OwnChoice
+from hf_hsdraft.verifiers.rejection import Rejection
 
 NEW = 24
 OUTPUTS = {
@@ -190,23 +191,20 @@ def test_outputs_are_those_of_plain_decoding(make, rows):
 def test_judging_changes_nothing(target, drafter, monkeypatch, verification, rows):
     """A verifier may ask for the scores at a node as often as it likes."""
 
-    def curious(rule):
-        def choice(scores_at, *args):
+    def curious(judge):
+        def asking(self, tree, nodes):
             def ask(node, tokens):
-                first = scores_at(node, tokens).clone()
-                assert torch.equal(scores_at(node, tokens), first)
+                first = nodes.scores(node, tokens).clone()
+                assert torch.equal(nodes.scores(node, tokens), first)
                 return first
 
-            choose = rule(ask, *args)
+            verdict = judge(self, tree, dataclasses.replace(nodes, scores=ask))
+            tokens = [tree.tokens[node] for node in verdict.path]
+            for depth, node in enumerate([0, *verdict.path]):
+                nodes.scores(node, tokens[:depth])
+            return verdict
 
-            def chosen(node, tokens):
-                token = choose(node, tokens)
-                scores_at(node, tokens)
-                return token
-
-            return chosen
-
-        return choice
+        return asking
 
     class Counts(LogitsProcessor):
         """Asked once for each token, or another text comes out."""
@@ -230,8 +228,8 @@ def test_judging_changes_nothing(target, drafter, monkeypatch, verification, row
     outputs, seen = [], []
     for rule in (None, curious):
         if rule is not None:
-            for module, name in ((own_choice, "own_choice"), (rejection, "rejection_choice")):
-                monkeypatch.setattr(module, name, rule(getattr(module, name)))
+            for verifier in (OwnChoice, Rejection):
+                monkeypatch.setattr(verifier, "judge", rule(verifier.judge))
         steps = []
         torch.manual_seed(0)
         given = {"logits_processor": LogitsProcessorList([Counts()]), "stopping_criteria": [scores_so_far]}
@@ -972,11 +970,11 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
     """What is worth verifying is asked of the trees of those rows alone; of fewer rows each may have more nodes."""
     inputs, ends = ending_apart(target)
     drafter = make_drafter(target, tree_size=24)
-    asked, sizes, size, draft = [], [], CostPace.most_nodes, Drafting.draft
+    asked, sizes, cut, draft = [], [], CostPace.cut, Drafting.draft
 
-    def noting_trees(self, trees):
-        asked.append([tree.tokens[0] for tree in trees])
-        return size(self, trees)
+    def noting_trees(self, trees, deciding):
+        asked.append([tree.tokens[0] for tree in deciding])
+        return cut(self, trees, deciding)
 
     def noting_sizes(self, asks):
         sizes.append((len(asks), asks[0].size))
@@ -987,7 +985,7 @@ def test_rows_that_are_behind_decide_and_those_that_stay_share_what_is_verified(
         return trees
 
     monkeypatch.setattr(local_target, "waited_for", lambda lengths: list(lengths)[-1:])
-    monkeypatch.setattr(CostPace, "most_nodes", noting_trees)
+    monkeypatch.setattr(CostPace, "cut", noting_trees)
     monkeypatch.setattr(Drafting, "draft", noting_sizes)
     call = {"eos_token_id": ends, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
     target.generate(**inputs, **call, assistant_model=drafter)
@@ -1013,7 +1011,7 @@ def test_rows_leave_one_after_the_other_whatever_is_drafted(target, do_sample):
 
 @pytest.mark.parametrize("misread", [False, True], ids=["read rightly", "misread beyond a length"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, misread, side):
+def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, misread, side, tuned):
     """One text has ended and left when the others outgrow what is known; where trees are misread then, all go on."""
     from hf_hsdraft.engine import draft_limits
 
@@ -1025,7 +1023,7 @@ def test_the_target_is_tried_again_after_rows_have_left(target, monkeypatch, mis
         return dataclasses.replace(found, trees=False, reason="so it is made") if misread else found
 
     monkeypatch.setattr(draft_limits, "tried_again", noting)
-    monkeypatch.setattr(target_limits, "_SURE", 16)
+    tuned(sure_length=16)
     for rows in (2, 4):
         target_ability.known.clear()
         inputs = batch_of(rows, length=8, side=side)

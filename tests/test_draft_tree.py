@@ -9,13 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.trees.draft_tree import DraftTree, best_children, build_beam_trees, merge_trees
+from hf_hsdraft.bench.exactness import FullExpansion
+from hf_hsdraft.trees.beam_trees import beam_trees
+from hf_hsdraft.trees.draft_tree import DraftTree, merge_trees
+from hf_hsdraft.trees.tree_builders import TreeLimits
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:
     """`[depth, vocab, vocab]`: log-probabilities of the next token given depth and parent."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(depth, vocab, vocab, generator=generator).mul(2).log_softmax(-1)
+
+
+def beams(expand, roots, vocab, depths, width, size, threshold=0.0) -> list[DraftTree]:
+    limits = TreeLimits(size, width, threshold, depths)
+    return beam_trees(FullExpansion(expand, max(depths)), torch.tensor(roots), torch.arange(vocab), limits)
 
 
 def grow(seed: int, depth: int, vocab: int, width: int, size: int, **kwargs) -> tuple[DraftTree, torch.Tensor]:
@@ -27,8 +35,7 @@ def grow(seed: int, depth: int, vocab: int, width: int, size: int, **kwargs) -> 
         assert states.eq(level).all()
         return table[level - 1][tokens], states
 
-    best = best_children(expand, torch.arange(vocab))
-    [tree] = build_beam_trees(best, torch.tensor([0]), depth=depth, beam_width=width, tree_size=size, **kwargs)
+    [tree] = beams(expand, [0], vocab, [depth], width, size, **kwargs)
     return tree, table
 
 
@@ -146,8 +153,7 @@ def test_equal_scores_keep_parents_before_children():
         log_probs[..., level % 4] = 0.0
         return log_probs, torch.zeros(*tokens.shape, 1)
 
-    best = best_children(certain, torch.arange(4))
-    [tree] = build_beam_trees(best, torch.tensor([0]), depth=4, beam_width=3, tree_size=3)
+    [tree] = beams(certain, [0], 4, [4], width=3, size=3)
     assert tree.tokens == (0, 1, 2, 3)
     assert tree.parents == (-1, 0, 1, 2)
 
@@ -159,11 +165,9 @@ def test_sequences_of_a_batch_grow_their_own_trees():
     def expand(level, tokens, states):
         return table[level - 1][tokens], torch.zeros(*tokens.shape, 1)
 
-    best = best_children(expand, torch.arange(9))
-    shape = {"depth": 4, "beam_width": 3, "tree_size": 12}
-    together = build_beam_trees(best, torch.tensor([0, 5, 7]), **shape, max_depths=[4, 2, 1])
+    together = beams(expand, [0, 5, 7], 9, [4, 2, 1], width=3, size=12)
     for root, depth, tree in zip((0, 5, 7), (4, 2, 1), together, strict=True):
-        [alone] = build_beam_trees(best, torch.tensor([root]), **{**shape, "depth": depth})
+        [alone] = beams(expand, [root], 9, [depth], width=3, size=12)
         assert max(tree.depths) <= depth
         assert (tree.tokens, tree.parents) == (alone.tokens, alone.parents)
         assert tree.scores == pytest.approx(alone.scores)

@@ -20,7 +20,6 @@ from transformers.generation.logits_process import (
 )
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.drafters.hidden_state import expansion
 from hf_hsdraft.drafters.hidden_state.expansion import Expansion
 from hf_hsdraft.drafters.hidden_state.working_weights import working_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
@@ -51,7 +50,7 @@ def test_draws_are_plain_whatever_was_foreseen_or_taken_back(rounds, seed):
     generator = torch.Generator().manual_seed(seed)
     draws, drawn, given = Draws(generator, VOCAB), [], probabilities(40)
     for foreseen, kept, cut in rounds:
-        draws.ahead(foreseen)
+        draws.foresee(foreseen)
         tokens = [draws(given[len(drawn) + place]) for place in range(kept + cut)]
         draws.settle(kept)
         drawn += tokens[:kept]
@@ -67,8 +66,8 @@ def test_draws_of_others_are_noticed(ahead):
     generator, again = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     draws, given = Draws(generator, VOCAB), probabilities(20)
     for place, p in enumerate(given):
-        draws.ahead(ahead)
-        draws.ahead(ahead)
+        draws.foresee(ahead)
+        draws.foresee(ahead)
         if place >= 10:
             torch.rand(3, generator=generator)
             torch.rand(3, generator=again)
@@ -82,7 +81,7 @@ def test_foreseen_numbers_are_made_once(monkeypatch):
     monkeypatch.setattr(torch, "multinomial", lambda *args, **kwargs: calls.append(1) or multinomial(*args, **kwargs))
     draws, drawn = Draws(torch.Generator().manual_seed(5), VOCAB), []
     for p in probabilities(10):
-        draws.ahead(2)
+        draws.foresee(2)
         drawn.append(draws(p))
         draws.settle(1)
     assert len(calls) == 1
@@ -98,13 +97,13 @@ def test_who_draws_meanwhile_gets_other_numbers(monkeypatch):
         return winner(numbers, probabilities)
 
     draws, flat = Draws(generator, 5000), torch.full((1, 5000), 1 / 5000)
-    draws.ahead(1)
+    draws.foresee(1)
     draws(flat)
     draws.settle(1)
     monkeypatch.setattr(_Numbers, "winner", interrupted)
     mine = []
     for _ in range(2):  # after three such misses in a row nothing is foreseen any more
-        draws.ahead(1)
+        draws.foresee(1)
         mine.append(draws(flat))
         draws.settle(1)
     again = torch.Generator().manual_seed(5)
@@ -118,7 +117,7 @@ def test_who_draws_meanwhile_gets_other_numbers(monkeypatch):
 def test_probabilities_of_another_kind_are_drawn_from_as_ever(change):
     draws, drawn, again = Draws(torch.Generator().manual_seed(5), VOCAB), [], torch.Generator().manual_seed(5)
     for place, p in enumerate(probabilities(12)):
-        draws.ahead(2)
+        draws.foresee(2)
         drawn.append(draws(change(p) if place > 3 else p))
         draws.settle(1)
     expected = [
@@ -130,7 +129,7 @@ def test_probabilities_of_another_kind_are_drawn_from_as_ever(change):
 def test_draws_are_plain_where_the_first_one_did_not_come_as_foreseen():
     draws, drawn = Draws(torch.Generator().manual_seed(5), VOCAB), []
     for p in probabilities(10):
-        for times in draws.ahead(3):
+        for times in draws.foresee(3):
             times.copy_(times.flip(0))
         drawn.append(draws(p))
         draws.settle(1)
@@ -141,10 +140,10 @@ def test_draws_are_plain_where_the_first_one_did_not_come_as_foreseen():
 def test_what_cannot_be_drawn_from_is_refused_as_ever(wrong):
     draws = Draws(torch.Generator().manual_seed(5), VOCAB)
     for p in probabilities(3):
-        draws.ahead(1)
+        draws.foresee(1)
         draws(p)
         draws.settle(1)
-    draws.ahead(1)
+    draws.foresee(1)
     with pytest.raises(RuntimeError, match="probabilit"):
         draws(torch.full((1, VOCAB), wrong))
 
@@ -183,7 +182,7 @@ def test_counted_probabilities_follow_the_times():
     draws = Draws(torch.Generator().manual_seed(3), VOCAB)
     foresight, total = Foresight([draws], [], VOCAB), torch.zeros(4)
     for p in probabilities(400):
-        first, second = draws.ahead(2)
+        first, second = draws.foresee(2)
         scored = foresight.scored({0: tree})[0]
         assert (scored.tokens, scored.parents, scored.depths) == (tree.tokens, tree.parents, tree.depths)
         assert (scored.scores[1] > half) == (float(first[2]) < 0.56)
@@ -221,8 +220,8 @@ def test_each_row_of_a_batch_is_plain_decoding_with_a_seed_of_its_own(make):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, target, monkeypatch):
-    monkeypatch.setattr(expansion, "MOST_COLUMNS", 20)
+def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, target, tuned):
+    tuned(likely_columns=20)
     drafter = make_drafter(target)
     modules = target.get_input_embeddings(), target.get_output_embeddings()
     weights, working = drafter.borrow(*modules), working_weights(drafter, *modules)
@@ -324,7 +323,7 @@ def test_whatever_warps_the_scores_the_text_is_plain(warper, target, drafter, pr
 def test_drawn_trees_foresee_nothing(verification, builder, target, drafter, prompt, monkeypatch):
     """Rejection holds only for nodes that were drawn independently of what they are compared with."""
     seeded(target, {"input_ids": prompt}, assistant_model=drafter)  # finds out how draws are made
-    monkeypatch.setattr(Draws, "ahead", lambda *_: pytest.fail("looked ahead"))
+    monkeypatch.setattr(Draws, "foresee", lambda *_: pytest.fail("looked ahead"))
     drafter.generation_config.verification, drafter.generation_config.tree_builder = verification, builder
     for rows in (1, 2):
         ids = prompt.repeat(rows, 1)

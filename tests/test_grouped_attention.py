@@ -41,9 +41,9 @@ def of_transformers(*layer, **kwargs):
 
 
 @pytest.fixture(params=[True, False], ids=["joined", "apart"])
-def either_way(request, monkeypatch):
+def either_way(request, monkeypatch, tuned):
     monkeypatch.setattr(module, "_are_fewer_together", lambda *sizes: request.param)
-    monkeypatch.setattr(module, "_LONG", 0)
+    tuned(many_keys=0)
 
 
 @pytest.fixture
@@ -246,9 +246,9 @@ def test_compiled_layers_take_the_way_of_transformers():
         torch.testing.assert_close(forward(*tensors), of_transformers(layer, *tensors))
 
 
-def test_every_round_of_a_call_joins_heads_and_the_prompt_does_not(kernel_calls, monkeypatch):
+def test_every_round_of_a_call_joins_heads_and_the_prompt_does_not(kernel_calls, monkeypatch, tuned):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(module, "_LONG", 0)
+    tuned(many_keys=0)
     target = make_target()
     heads, key_heads = target.config.num_attention_heads, target.config.num_key_value_heads
     assert heads > key_heads

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
     "attention.py",
+    "beam_trees.py",
+    "builder_registry.py",
     "cache_marks.py",
     "cache_slots.py",
     "calibration.py",

@@ -10,14 +10,8 @@ from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.drafters.ngrams.ngram_cache import (
-    _BEYOND,
-    _LEAST,
-    _MOST_FOLLOWERS,
-    _PRIOR_RIGHT,
-    _PRIOR_WEIGHT,
-    NgramCache,
-)
+from hf_hsdraft.common.tuning import TUNING
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=60)
 LENGTHS = st.integers(1, 4)
@@ -27,7 +21,7 @@ def followers(text, leader):
     """The tokens that followed a leader, the latest first."""
     size = len(leader)
     found = [text[end] for end in range(size, len(text)) if tuple(text[end - size : end]) == leader]
-    return list(dict.fromkeys(reversed(found)))[:_MOST_FOLLOWERS]
+    return list(dict.fromkeys(reversed(found)))[: TUNING.ngram_followers]
 
 
 def counts(text, length):
@@ -53,17 +47,18 @@ def next_tokens(text, length, path, drafted=False):
         known = followers(text, tuple(path[-size:]))
         if not known:
             continue
-        first = _PRIOR_RIGHT[min(size, len(_PRIOR_RIGHT)) - 1]
+        first = TUNING.ngram_right[min(size, len(TUNING.ngram_right)) - 1]
         shares = []
         for rank, token in enumerate(known):
-            assumed = first if rank == 0 else (1 - first) * 0.5 ** (rank + 1)
-            shares.append((right.get((size, rank), 0) + _PRIOR_WEIGHT * assumed) / (reached[size] + _PRIOR_WEIGHT))
+            assumed = first if rank == 0 else (1 - first) * TUNING.ngram_earlier ** (rank + 1)
+            prior = TUNING.ngram_prior
+            shares.append((right.get((size, rank), 0) + prior * assumed) / (reached[size] + prior))
             found.setdefault(token, left * shares[-1])
         left *= max(1 - sum(shares), 0.0)
-        if left < _LEAST:
+        if left < TUNING.ngram_least:
             break
     if drafted:  # what came before was right, then
-        found = {token: probability**_BEYOND for token, probability in found.items()}
+        found = {token: probability**TUNING.ngram_beyond for token, probability in found.items()}
         found = {token: value / max(sum(found.values()), 1.0) for token, value in found.items()}
         assert sum(found.values()) < 1.0 + 1e-9
     return found
@@ -92,7 +87,7 @@ def test_a_draft_holds_the_most_probable_continuations(text, length, tree_size, 
         longer = []
         for path, score in ends:
             for token, probability in next_tokens(text, length, [*text[-length:], *path], drafted=bool(path)).items():
-                if score + math.log(probability) >= math.log(_LEAST):
+                if score + math.log(probability) >= math.log(TUNING.ngram_least):
                     longer.append(((*path, token), score + math.log(probability)))
         every |= dict(longer)
         ends = longer if len(longer) < 300 else []
@@ -114,8 +109,8 @@ def test_a_chain_follows_the_first_choice_and_a_threshold_cuts():
     assert kept.tokens == chain.tokens[:4]
 
 
-def test_what_was_not_used_for_longest_is_forgotten(monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.drafters.ngrams.ngram_cache._MOST_LEADERS", 3)
+def test_what_was_not_used_for_longest_is_forgotten(tuned):
+    tuned(ngram_leaders=3)
     cache = NgramCache(1)
     cache.extend([1, 2, 3, 4, 1, 2, 5, 6])  # leaders 1 2 3 4, then 1 and 2 again, then 5
     [table] = cache._tables

@@ -29,6 +29,19 @@ def chain(*probabilities):
     return DraftTree(tuple(depths), tuple(depth - 1 for depth in depths), tuple(depths), tuple(scores))
 
 
+def draft(pace, trees, depth):
+    """What a round drafts, scored and noted."""
+    trees = [pace.scored(tree) for tree in trees]
+    if depth:
+        pace.note_gains(trees, depth)
+    return trees
+
+
+def cut_size(pace, trees):
+    """Number of nodes of the largest tree that is verified."""
+    return max(map(len, pace.cut(trees, trees))) - 1
+
+
 def run(pace, rounds, right, drafted=0.6):
     """Lets a drafter draft chains whose tokens are right with probability `right`; returns time and tokens."""
     draw = random.Random(0)
@@ -36,14 +49,13 @@ def run(pace, rounds, right, drafted=0.6):
     for _ in range(rounds):
         depth = pace.plan()
         tree = chain(*[drafted] * depth)
-        weighed = pace.weighed([tree], depth)[0] if depth else tree
-        cut = weighed.first(pace.most_nodes([weighed]))
+        size = cut_size(pace, draft(pace, [tree], depth))
         length = next((n for n in range(depth) if draw.random() >= right), depth)
         if depth:
             pace.learn(tree, [*range(1, length + 1), 99])
-        emitted = 1 + min(length, len(cut) - 1)
-        pace.timed(len(cut) - 1, emitted, 1.0, depth, 0.0)
-        time += 1 + COSTS.verifying(len(cut) - 1) + COSTS.drafting(depth)
+        emitted = 1 + min(length, size)
+        pace.note_round(size, emitted, 1.0, depth, 0.0)
+        time += 1 + COSTS.verifying(size) + COSTS.drafting(depth)
         tokens += emitted
     return time, tokens
 
@@ -95,8 +107,8 @@ def test_what_is_proposed_for_nothing_is_not_drafted_again():
 def test_nodes_are_verified_as_long_as_they_pay(probabilities, node):
     pace = CostPace(8, Costs(0.0, node, 0.0, 0.0))
     tree = chain(*probabilities)
-    size = pace.most_nodes([tree])
-    least = pace.rate * node
+    size = cut_size(pace, [tree])
+    least = pace.habits.rate * node
     paths = [math.exp(score) for score in tree.scores[1:]]
     assume(all(abs(path - least) > 1e-6 for path in paths))
     paying = [path for path in paths if path > least]
@@ -112,10 +124,10 @@ def test_a_batch_is_cut_where_a_further_column_does_not_pay(rows, node):
     trees = [chain(*row) for row in rows]
     paths = [sorted((math.exp(score) for score in tree.scores[1:]), reverse=True) for tree in trees]
     worth = [
-        sum(sum(path[:size]) for path in paths) / len(rows) - pace.rate * (0.02 + node * size if size else 0.0)
+        sum(sum(path[:size]) for path in paths) / len(rows) - pace.habits.rate * (0.02 + node * size if size else 0.0)
         for size in range(max(map(len, rows)) + 1)
     ]
-    assert worth[pace.most_nodes(trees)] == pytest.approx(max(worth), abs=1e-9)
+    assert worth[cut_size(pace, trees)] == pytest.approx(max(worth), abs=1e-9)
 
 
 def batch_rounds(rows, costs, rounds=60):
@@ -123,10 +135,9 @@ def batch_rounds(rows, costs, rounds=60):
     pace, drafts, unused = CostPace(1, costs), 0, 0
     for _ in range(rounds):
         depth = pace.plan()
-        trees = pace.weighed([chain(each) for each in rows], depth) if depth else [chain() for _ in rows]
-        size = pace.most_nodes(trees)
+        size = cut_size(pace, draft(pace, [chain(each) if depth else chain() for each in rows], depth))
         drafts, unused = drafts + (depth > 0), unused + (depth > 0 and size == 0)
-        pace.timed(size, 1.0 + (sum(rows) / len(rows) if size else 0.0), None, depth, 0.0)
+        pace.note_round(size, 1.0 + (sum(rows) / len(rows) if size else 0.0), None, depth, 0.0)
     return drafts, unused
 
 
@@ -203,11 +214,10 @@ def test_no_dear_tree_is_verified_unawares():
     pace, seconds, tokens = CostPace(6, MeasuredCosts()), 0.0, 0
     for _ in range(32):
         depth = pace.plan()
-        weighed = pace.weighed([chain(*[0.4] * depth)], depth)[0] if depth else chain()
-        size = len(weighed.first(pace.most_nodes([weighed]))) - 1
+        size = cut_size(pace, draft(pace, [chain(*[0.4] * depth)], depth))
         assert size <= 8
         forward = 0.040 * (1.0 + 0.4 * size)
-        pace.timed(size, 1.0, forward, depth, 0.002 * depth)
+        pace.note_round(size, 1.0, forward, depth, 0.002 * depth)
         seconds, tokens = seconds + forward + 0.002 * depth, tokens + 1
     assert seconds < 1.15 * 0.040 * tokens, "not one draft was right"
 
@@ -366,15 +376,14 @@ def test_nothing_is_drafted_once_rounds_take_longer_than_they_earn(right):
     for _ in range(600):
         depth = pace.plan()
         tree = chain(*[right] * depth)
-        weighed = pace.weighed([tree], depth)[0] if depth else tree
-        size = len(weighed.first(pace.most_nodes([weighed]))) - 1
+        size = cut_size(pace, draft(pace, [tree], depth))
         length = next((n for n in range(depth) if draw.random() >= right), depth)
         if depth:
             pace.learn(tree, [*range(1, length + 1), 99])
         emitted = 1 + min(length, size)
-        forward, draft = 0.040 * (1.0 + 0.1 * size), 0.040 * 0.15 * depth
-        pace.timed(size, emitted, forward, depth, draft)
-        seconds, tokens = seconds + forward + draft, tokens + emitted
+        forward, drafting = 0.040 * (1.0 + 0.1 * size), 0.040 * 0.15 * depth
+        pace.note_round(size, emitted, forward, depth, drafting)
+        seconds, tokens = seconds + forward + drafting, tokens + emitted
     assert tokens * 0.040 / seconds > 0.96
 
 
@@ -389,8 +398,8 @@ def test_rows_that_have_ended_make_nodes_cheaper():
     left = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)
     assert left.costs.node == pytest.approx(whole.costs.node / 2)
     assert left.costs.depth == pytest.approx(whole.costs.depth)
-    assert left.plan() == 0 and left.most_nodes([chain(0.9)]) == 0  # the first round says what a plain one takes now
-    left.timed(0, 1.0, 0.030, 0, 0.0)
+    assert left.plan() == 0 and cut_size(left, [chain(0.9)]) == 0  # the first round says what a plain one takes now
+    left.note_round(0, 1.0, 0.030, 0, 0.0)
     assert left.measured.plain == 0.030
     again = pacing.pace_for(target, drafter, kind("part", 4, 8, rows=2), None, whole, share=0.5)
     assert again.measured is left.measured

@@ -46,8 +46,8 @@ def packings(monkeypatch):
 
 
 @pytest.fixture
-def no_least(monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_NUMBERS", 0)
+def no_least(tuned):
+    tuned(packed_least_numbers=0)
 
 
 def own_forwards(target) -> list[str]:
@@ -271,10 +271,9 @@ def test_calls_share_copies(copies):
 
 
 @pytest.mark.parametrize("first", [True, None])
-def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first):
+def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first, tuned):
     """And what the default has packed is not packed again where more is asked for."""
-    monkeypatch.setattr(module, "_LEAST_NUMBERS", 2000)
-    monkeypatch.setattr("hf_hsdraft.acceleration.cpu.packing._PACKING", 0.3)  # the default packs in the second round
+    tuned(packed_least_numbers=2000, packing_forwards=0.3)  # the default packs in the second round
     monkeypatch.setattr("hf_hsdraft.engine.rounds.slower_packed", lambda *kind: False)
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     drafter, expected = make_drafter(target), texts(target, ids)
@@ -293,13 +292,10 @@ def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first):
     assert torch.equal(texts(target, ids, drafter), texts(target, ids))
 
 
-def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(copies, monkeypatch):
+def test_copies_beyond_the_limit_stay_for_calls_that_ask_for_them(copies, tuned):
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(module, "_MOST_BYTES", 0)
-    monkeypatch.setattr(module, "_LEAST_NUMBERS", 0)
-    monkeypatch.setattr(
-        "hf_hsdraft.acceleration.cpu.packing._PACKING", 0.3
-    )  # the default would pack in the second round
+    # The default would pack in the second round.
+    tuned(packed_bytes=0, packed_least_numbers=0, packing_forwards=0.3)
     drafter, expected = make_drafter(target), texts(target, ids)
     for asked_for in (True, None, True):
         drafter.generation_config.packed_weights = asked_for
@@ -357,12 +353,12 @@ def test_a_call_takes_no_copy_of_what_has_been_changed(way):
 
 
 @pytest.mark.usefixtures("no_least")
-def test_the_limit_is_that_of_the_process(monkeypatch):
+def test_the_limit_is_that_of_the_process(monkeypatch, tuned):
     gc.collect()
     monkeypatch.setattr(module, "_alive", weakref.WeakSet())  # others in this process are not ours
     targets = [make_target(), make_target()]
     size = sum(4 * linear.weight.numel() for linear in linears_to_pack(targets[0], None))
-    monkeypatch.setattr(module, "_MOST_BYTES", 2 * size - 1)
+    tuned(packed_bytes=2 * size - 1)
     first = PackedWeights.of(targets[0], None)
     assert first is not None and PackedWeights.of(targets[0], None) is not None, "they share"
     assert PackedWeights.of(targets[1], None) is None
@@ -396,14 +392,15 @@ def test_what_is_left_as_it_is():
     assert linears_to_pack(gpt2, True) == [gpt2.lm_head]  # its other products are of another kind of layer
 
 
-def test_large_targets_are_packed_when_asked_for_alone(monkeypatch):
+def test_large_targets_are_packed_when_asked_for_alone(tuned):
     target = make_target(hidden_size=256, num_hidden_layers=1)
     by_default = linears_to_pack(target, None)
     assert by_default and all(linear.weight.numel() >= 2**16 for linear in by_default)
     assert set(by_default) < set(linears_to_pack(target, True))
-    monkeypatch.setattr(module, "_MOST_BYTES", sum(4 * linear.weight.numel() for linear in by_default))
+    size = sum(4 * linear.weight.numel() for linear in by_default)
+    tuned(packed_bytes=size)
     assert linears_to_pack(target, None) == by_default
-    monkeypatch.setattr(module, "_MOST_BYTES", module._MOST_BYTES - 1)
+    tuned(packed_bytes=size - 1)
     assert linears_to_pack(target, None) == [] and linears_to_pack(target, True)
 
 
@@ -603,7 +600,7 @@ def test_costs_are_those_of_packed_weights(packings):
     echo = CachebackDrafter([expected[0].tolist()])
     for _ in range(3):
         assert torch.equal(texts(target, ids, echo, max_new_tokens=200), expected)
-    known = {key[-1]: costs for key, costs in pacing._known[target].items()}
+    known = {kind.packed: costs for kind, costs in pacing._known[target].items()}
     assert packings and set(known) == {True, False}
     assert known[True].plain is not None and known[True].widest > 0
 
@@ -613,9 +610,9 @@ def test_packing_that_slows_plain_rounds_is_given_up(plain, slower):
     target, drafter = make_target(), CachebackDrafter()
     a_kind = pacing.KindOfCall(("a kind",), (), 0, 6)
     assert not pacing.slower_packed(target, a_kind)
-    pacing.pace_for(target, drafter, a_kind, None).timed(0, 1.0, 0.040, 0, 0.0)
+    pacing.pace_for(target, drafter, a_kind, None).note_round(0, 1.0, 0.040, 0, 0.0)
     assert not pacing.slower_packed(target, a_kind)
-    pacing.pace_for(target, drafter, replace(a_kind, packed=True), None).timed(0, 1.0, plain, 0, 0.0)
+    pacing.pace_for(target, drafter, replace(a_kind, packed=True), None).note_round(0, 1.0, plain, 0, 0.0)
     assert pacing.slower_packed(target, a_kind) is slower
 
 

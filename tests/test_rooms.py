@@ -20,6 +20,7 @@ FLOORS = (
     "training",
     "bench",
     "hub",
+    "commands",
     "cli",
 )
 WORKSHOP = {"training", "bench", "hub"}  # they use one another, and never travel

@@ -503,10 +503,10 @@ def test_a_text_that_repeats_itself_is_no_proof(monkeypatch, what, dtype):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3_next"])
-def test_after_a_failed_trial_the_cache_holds_what_plain_decoding_reads(monkeypatch, model_type):
+def test_after_a_failed_trial_the_cache_holds_what_plain_decoding_reads(monkeypatch, model_type, tuned):
     fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
     target = model_of(model_type, **fields.get(model_type, LLAMA))
-    monkeypatch.setattr(target_limits, "_SURE", 16)
+    tuned(sure_length=16)
     assert repeating(target, new=10)[1].statistics.tau > 1.0  # short texts are known to be read rightly
     misread_beyond(monkeypatch, target, 20, "drafts")
     plain, drafted = repeating(target)
@@ -601,14 +601,14 @@ def misread_beyond(monkeypatch, target, length: int, what: str) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(("what", "goes_on"), [("trees", "chains are drafted"), ("drafts", "nothing is drafted")])
-def test_long_texts_are_tried_again(monkeypatch, what, goes_on, named):
+def test_long_texts_are_tried_again(monkeypatch, what, goes_on, named, tuned):
     """In the middle of a call, at lengths that the configuration names and wherever the text has doubled."""
     target = make_target()
     if named:
         target.config.keep_last = 32
         misread_beyond(monkeypatch, target, 32, what)
     else:
-        monkeypatch.setattr(target_limits, "_SURE", 16)
+        tuned(sure_length=16)
         misread_beyond(monkeypatch, target, 25, what)  # twice the 13 tokens of the first trial are sure
     for _ in range(2):
         plain, drafted = repeating(target)
@@ -626,10 +626,10 @@ def count_trials(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_refusal_is_remembered_once_it_is_found_again(monkeypatch, rows):
+def test_a_refusal_is_remembered_once_it_is_found_again(monkeypatch, rows, tuned):
     """In the middle of a call; shorter texts are drafted for as before, and the first trial is known."""
     target, trials = make_target(), count_trials(monkeypatch)
-    monkeypatch.setattr(target_limits, "_SURE", 16)
+    tuned(sure_length=16)
     misread_beyond(monkeypatch, target, 25, "drafts")
     found = []
     for _ in range(4):
@@ -704,8 +704,8 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3_next"])
-def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type, rows):
-    monkeypatch.setattr(target_limits, "_SURE", 16)
+def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type, rows, tuned):
+    tuned(sure_length=16)
     fields = {"mistral": TREES["windows in all layers"][1], "qwen3_next": CHAINS["recurrent layers"][1]}
     target, trials = model_of(model_type, **fields.get(model_type, LLAMA)), []
     tried = target_probe._tried
@@ -719,9 +719,9 @@ def test_a_trial_in_the_middle_of_a_call_leaves_no_trace(monkeypatch, model_type
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_two_rows_of_a_batch_are_tried(monkeypatch, padded):
+def test_two_rows_of_a_batch_are_tried(monkeypatch, padded, tuned):
     """The first trial and one in the middle of a call: of a large batch they would take longer than many rounds."""
-    monkeypatch.setattr(target_limits, "_SURE", 16)
+    tuned(sure_length=16)
     target, sizes, trying = make_target(), [], []
     forward, tried = target.forward, target_probe.tried_ability
 

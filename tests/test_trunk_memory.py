@@ -7,7 +7,7 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hsdraft.drafters.hidden_state import contexts, trunk_sight
+from hf_hsdraft.drafters.hidden_state import contexts
 from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 
@@ -28,7 +28,7 @@ def read(drafter, lengths, context=None):
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 6])
-def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window):
+def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window, tuned):
     drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window)
     first, context = read(drafter, [20, 20, 20])
     expected, _ = read(drafter, [5, 1, 9], context)
@@ -39,8 +39,7 @@ def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window):
         return attention(queries, keys, values, seen)
 
     monkeypatch.setattr(contexts, "shared_attention", noting)
-    monkeypatch.setattr(trunk_sight, "_LARGE_MASK", 0)
-    monkeypatch.setattr(trunk_sight, "_BLOCK", 4)
+    tuned(large_mask=0, mask_rows=4)
     torch.testing.assert_close(read(drafter, [20, 20, 20])[0], first, rtol=1e-4, atol=1e-3)
     assert max(sizes) <= 4 * 20, "four rows of one text and what they see"
     torch.testing.assert_close(read(drafter, [5, 1, 9], context)[0], expected, rtol=1e-4, atol=1e-3)
@@ -91,14 +90,14 @@ def test_no_tensor_is_as_large_as_the_square_of_a_batch(window):
 @torch.no_grad()
 @pytest.mark.parametrize("before", [0, 300])
 @pytest.mark.parametrize("window", [None, 40, 300])
-def test_a_long_text_is_read_in_blocks(monkeypatch, window, before):
+def test_a_long_text_is_read_in_blocks(window, before, tuned):
     drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window, head="trained")
     weights = WorkingWeights.of(drafter, None)
     embeds = torch.randn(900, 32)
     taps = torch.randn(900, drafter.config.target_hidden_size * len(drafter.config.target_tap_layers))
 
     def states(block):
-        monkeypatch.setattr(contexts, "_BLOCK", block)
+        tuned(mask_rows=block)
         rolled = RollOut(weights, drafter.config, drafter.device, drafter.dtype)
         for part in (slice(0, before), slice(before, 900)):
             if part.stop:

@@ -109,14 +109,14 @@ def test_large_weights_are_packed_for_fewer_rows():
 
 
 @torch.no_grad()
-def test_what_is_not_packed(monkeypatch):
+def test_what_is_not_packed(tuned):
     weight, x = torch.randn(40, 24), torch.randn(5, 24)
     product = Product(weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert product(x).dtype == torch.bfloat16
     with in_full_precision():
         assert torch.equal(Product(weight)(x), F.linear(x, weight))
-    monkeypatch.setattr("hf_hsdraft.acceleration.cpu.products._MOST_BYTES", 40 * 24 * 4 - 1)
+    tuned(product_bytes=40 * 24 * 4 - 1)
     assert torch.equal(Product(weight)(x), F.linear(x, weight))  # copies are kept
 
 

@@ -1,4 +1,4 @@
-"""Whose time it is: seconds by part of a program, told by the functions that run. Nothing is put in their place."""
+"""Which part of a program takes how much time. The interpreter says which functions run; none of them is replaced."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from .machine import synchronise
 
 
 class Attribution:
-    """Seconds by part. Of functions within functions only the innermost counts, so no time is counted twice.
+    """Counts the seconds of each part of a program.
 
-    The interpreter tells of every Python function that begins and ends. That takes time of its own, in parts of many
-    small functions most. Within a leaf it is not asked, so a leaf takes as long as ever.
+    Where functions call one another, only the innermost counts, so no time is counted twice. The interpreter reports
+    every Python function that begins and ends. The reports take time themselves, most of all in parts with many small
+    functions. There are no reports within the leaf, so it takes no longer than usual.
 
     Args:
         device: waited for whenever a part begins or ends.
-        functions: those of each part.
-        leaf: a part, and the module whose forward it is.
-        outermost: a part, and its function. The part is given what no other part takes of the function's time; what
-            runs outside the function is not counted.
+        functions: functions of each part.
+        leaf: name of a part, and the module whose forward it is.
+        outermost: name of a part, and its function. The part gets the time of the function that no other part takes.
+            Time outside the function is not counted.
 
     Attributes:
-        seconds: by part; total: of the outermost function, all parts together.
+        seconds: seconds of each part.
     """
 
     def __init__(
@@ -45,22 +46,23 @@ class Attribution:
         self._parts[_code(function)] = self._outermost
         self.seconds = dict.fromkeys([*functions, self._leaf, self._outermost], 0.0)
         self._device = device
-        self._open: list[str] = []
-        self._last = 0.0
+        self._open: list[str] = []  # the parts that have begun, the innermost last
+        self._last = 0.0  # time when the last part began or ended
 
     @property
     def total(self) -> float:
+        """Seconds of the outermost function: those of all parts."""
         return sum(self.seconds.values())
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within, the functions that this thread runs are counted."""
+        """Counts the functions that this thread runs within the context."""
         before = sys.getprofile()
         hooks = [
             self._module.register_forward_pre_hook(self._leaf_begins),
             self._module.register_forward_hook(self._leaf_ends, always_call=True),
         ]
-        sys.setprofile(self._told)
+        sys.setprofile(self._on_event)
         try:
             yield
         finally:
@@ -68,13 +70,13 @@ class Attribution:
             for hook in hooks:
                 hook.remove()
 
-    def _told(self, frame: FrameType, event: str, argument: Any) -> None:
+    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         part = self._parts.get(frame.f_code)
         if part is None:
             return
         if event == "call":
             self._enter(part)
-        elif event == "return":  # also by an exception
+        elif event == "return":  # an exception is reported as a return too
             self._leave()
 
     def _leaf_begins(self, *_: Any) -> None:
@@ -83,14 +85,14 @@ class Attribution:
 
     def _leaf_ends(self, *_: Any) -> None:
         self._leave()
-        sys.setprofile(self._told)
+        sys.setprofile(self._on_event)
 
     def _now(self) -> float:
         synchronise(self._device)
         return time.perf_counter()
 
     def _enter(self, part: str) -> None:
-        if not self._open and part != self._outermost:  # not in a round: the prompt's forward
+        if not self._open and part != self._outermost:  # outside the outermost function
             return
         now = self._now()
         if self._open:

@@ -1,19 +1,18 @@
-"""What verification costs over a long context, with and without what we change about caches, attention and weights.
+"""Measures what verification costs over a long context, with and without our caches, attention and packed weights.
 
     python -m hf_hsdraft.bench.cache_cost --context-lengths 256,2048,8192
 
-Forwards over one token and over a chain of drafted tokens under an explicit mask, on the same text:
+It times forwards over one token, and over a chain of drafted tokens under an explicit mask. There are four ways:
 
-- plain: transformers' `DynamicCache`, which concatenates; grouped keys and values repeated under a mask.
-- growing: the cache that grows in place (`growing_cache.py`).
-- grouped: that, and keys that are read once for all heads that share them (`grouped_attention.py`).
-- packed: that, and packed copies of the weights (`packed_weights.py`).
+- plain: transformers' `DynamicCache`, which concatenates. Under a mask, grouped keys and values are repeated.
+- growing: a cache that grows in place (`growing_cache.py`).
+- grouped: the same cache, and keys are read once for all heads that share them (`grouped_attention.py`).
+- packed: as grouped, with packed copies of the weights (`packed_weights.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,13 +27,18 @@ from ..acceleration.cpu.grouped_attention import grouped_attention
 from ..acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
 from ..target.growing_cache import make_room
 from ..target.target_loading import load_target
+from ..training.files import write_json
+from .machine import synchronise
 
 WAYS = ("plain", "growing", "grouped", "packed")
-_CHUNK = 1024  # tokens of the context that are read at once
+_CHUNK = 1024  # number of tokens of the context read at once
 
 
 def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a forward over one token and over `nodes`, way by way, alternating."""
+    """Returns for each way the median milliseconds of a forward over one token and over `nodes` tokens.
+
+    The ways take turns.
+    """
     cache = _filled(target, context)
     growing = copy.deepcopy(cache)
     make_room(growing)
@@ -67,17 +71,17 @@ def _filled(target: Any, context: int) -> DynamicCache:
 @torch.inference_mode()
 def _forward(target: Any, cache: DynamicCache, context: int, size: int) -> float:
     kwargs: dict[str, Any] = {}
-    if size > 1:  # as a draft tree is read
+    if size > 1:  # with a mask, as for a draft tree
         own = torch.ones(size, size, dtype=torch.bool).tril()
         seen = torch.cat([torch.ones(size, context, dtype=torch.bool), own], dim=1)
         mask = torch.zeros_like(seen, dtype=target.dtype).masked_fill_(~seen, float("-inf"))
         kwargs["attention_mask"] = mask[None, None].to(target.device)
         kwargs["position_ids"] = torch.arange(context, context + size, device=target.device)[None]
     tokens = _tokens(target, size)
-    _wait(target)
+    synchronise(target.device)
     begin = time.perf_counter()
     target(tokens, past_key_values=cache, **kwargs)
-    _wait(target)
+    synchronise(target.device)
     seconds = time.perf_counter() - begin
     cache.crop(-size)
     return seconds
@@ -88,14 +92,9 @@ def _tokens(target: Any, count: int) -> torch.Tensor:
     return torch.randint(target.config.get_text_config().vocab_size, (1, count), generator=generator).to(target.device)
 
 
-def _wait(target: Any) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-
-
 def main(
     context_lengths: Annotated[str, typer.Option(help="Tokens in the cache.")] = "256,2048,8192",
-    nodes: Annotated[int, typer.Option(min=2, help="Of the verified draft, the root among them.")] = 25,
+    nodes: Annotated[int, typer.Option(min=2, help="Number of nodes of the draft, the root included.")] = 25,
     repeats: Annotated[int, typer.Option(min=1)] = 15,
     target: Annotated[str | None, typer.Option(help="Hub name, folder or .gguf file.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
@@ -112,9 +111,7 @@ def main(
                 f"{length:6d} tokens, {way:8s} one token {times['one']:7.1f} ms, {nodes} {times['nodes']:7.1f} ms"
             )
     if out is not None:
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(json.dumps({"nodes": nodes, "dtype": dtype, "milliseconds": rows}, indent=1) + "\n")
-        partial.replace(out)
+        write_json(out, {"nodes": nodes, "dtype": dtype, "milliseconds": rows})
 
 
 if __name__ == "__main__":

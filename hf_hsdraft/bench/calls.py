@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
 from ..engine.call_output import DraftStatistics
 from .machine import PeakMemory, synchronise
-from .measure import Divergence
+from .measure import Divergence, end_tokens
 from .systems import PLAIN, System, with_options
 
 
@@ -23,10 +23,11 @@ class Settings:
     """How every system decodes.
 
     Attributes:
-        max_new_tokens: at most, each prompt.
-        temperature: 0 decodes greedily; above it, tokens are drawn at that temperature as `generate()` draws them by
-            itself (transformers' own top-k of 50 among it), the same seed set before every call.
-        max_cache_len: tokens that caches of a fixed length hold, so that all calls share one.
+        max_new_tokens: greatest number of new tokens of a prompt.
+        temperature: 0 decodes greedily. Above 0, `generate()` draws tokens at this temperature, with transformers' own
+            default of top-k 50.
+        seed: seed set before every call.
+        max_cache_len: number of tokens that caches of a fixed length hold, so that all calls share one cache.
     """
 
     max_new_tokens: int
@@ -35,7 +36,7 @@ class Settings:
     max_cache_len: int | None = None
 
     def generate_kwargs(self) -> dict[str, Any]:
-        """For `generate()`; a target's own generation configuration stands where these say nothing."""
+        """Returns arguments for `generate()`. The target's own generation configuration says the rest."""
         common: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "return_dict_in_generate": True}
         if self.temperature == 0:
             return {**common, "do_sample": False}
@@ -44,19 +45,23 @@ class Settings:
 
 @dataclass
 class Run:
-    """One call; times in seconds, memory in bytes.
+    """What one call took and gave.
 
     Attributes:
-        tokens: new tokens of all its rows, ends of text included and padding not.
-        forwards: of the target, the prompts' included; counted by rows where our statistics are there.
-        rows: prompts in the call.
-        statistics: of our decoding; `None` where others decode.
-        first_seconds: until the first new token was handed on; first_tokens: how many came with it.
-        accepted: drafted tokens accepted in each round, where the system tells.
-        memory_before, memory_peak: what was held when the call began, and at most while it ran.
-        same_rows: rows with plain decoding's text; `None` where there is nothing to compare.
-        divergence: of a single prompt, where its text parted from plain decoding's.
-        question, repeat: which prompt (or batch) it was, and which round of all of them.
+        tokens: number of new tokens of all rows, ends of text included and padding not.
+        seconds: seconds of the call.
+        forwards: number of forwards of the target, the prompts' included. Our decoding counts each one for every row.
+        rows: number of prompts in the call.
+        statistics: statistics of our decoding; `None` where others decode.
+        first_seconds: seconds until the first new token was handed on.
+        first_tokens: number of tokens handed on with the first one.
+        accepted: number of drafted tokens accepted in each round; `None` where the system does not tell.
+        memory_before: bytes held when the call began.
+        memory_peak: greatest number of bytes held while the call ran.
+        same_rows: number of rows with plain decoding's text; `None` where there is nothing to compare.
+        divergence: where the text of a single prompt parted from plain decoding's; `None` if it did not.
+        question: index of the prompt or batch.
+        repeat: index of the repetition of all prompts.
     """
 
     tokens: int
@@ -76,7 +81,12 @@ class Run:
 
 
 class ArrivalStreamer(BaseStreamer):
-    """Notes when the first new tokens came, and how many came at each time; the prompt, handed on first, is none."""
+    """Notes when the first new tokens come, and how many come each time. The prompt, which comes first, is left out.
+
+    Attributes:
+        first: time when the first new tokens came; `None` before.
+        sizes: number of tokens that came each time.
+    """
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -96,9 +106,12 @@ class ArrivalStreamer(BaseStreamer):
 
 
 class ForwardCounter:
-    """Counts the target's forwards, whoever calls them: tau of every system comes from the same count.
+    """Counts the forwards of the target in the same way for every system.
 
-    A forward is a call of the first decoder layer; not everyone calls the model as a whole.
+    It counts calls of the first decoder layer, because some systems do not call the model as a whole.
+
+    Attributes:
+        count: number of forwards so far.
     """
 
     def __init__(self, target: Any) -> None:
@@ -119,14 +132,17 @@ def time_call(
     """Decodes a prompt, or a batch padded at the left, once.
 
     Args:
+        target: the target.
         inputs: `input_ids` and `attention_mask`, each `[B, length]`.
+        system: the system that decodes.
+        settings: how it decodes.
 
     Returns:
-        the new tokens of each row, and what was measured.
+        The new tokens of each row, and what was measured.
     """
     stored = system.drafter.generation_config if system.options else None
     memory = PeakMemory(target.device)
-    # A hook would be compiled into a static forward, and compiled anew with every count.
+    # A static forward is compiled with its hooks, and would be compiled anew with every count.
     counter = None if system.static else ForwardCounter(target)
     try:
         if system.options:
@@ -150,7 +166,7 @@ def time_call(
     run.rows, run.tokens = len(rows), sum(map(len, rows))
     run.forwards = max(map(len, rows)) if counter is None else counter.count
     if system.decode is not None and len(rows) == 1 and run.accepted is not None:
-        # Rounds without a draft are not among them, and accepted nothing.
+        # The list leaves out rounds without a draft, which accepted nothing.
         run.accepted += [0] * (run.forwards - 1 - len(run.accepted))
     if run.statistics is not None and len(rows) > 1:
         run.forwards = run.statistics.row_forwards
@@ -174,7 +190,7 @@ def _generate(
         run.accepted = list(statistics.accepted_lengths)
     elif system.name != PLAIN and not (system.static or system.packed) and len(inputs["input_ids"]) == 1:
         rounds = streamer.sizes[1:] if system.drafts_later else streamer.sizes
-        run.accepted = [size - 1 for size in rounds]  # assisted decoding hands on a round at a time
+        run.accepted = [size - 1 for size in rounds]  # assisted decoding hands on round by round
     start = inputs["input_ids"].shape[1] if not target.config.is_encoder_decoder else 1
     return output.sequences[:, start:].tolist(), run
 
@@ -200,7 +216,6 @@ def _decode(
 
 
 def until_end(tokens: Sequence[int], target: Any) -> list[int]:
-    """New tokens up to and with the first end of text; what comes after it is padding."""
-    ends = target.generation_config.eos_token_id
-    stops = set(ends) if isinstance(ends, list | tuple) else {ends} - {None}
-    return list(tokens[: next((index + 1 for index, token in enumerate(tokens) if token in stops), len(tokens))])
+    """Returns the new tokens up to the first end of text, which is included. Padding follows after it."""
+    ends = end_tokens(target)
+    return list(tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))])

@@ -1,7 +1,7 @@
-"""Memory of several calls at once: each number of calls is measured in a process of its own.
+"""Measures the memory of several calls at once. Each number of calls is measured in a process of its own.
 
-Every process loads target and drafter and makes one plain call. What its calls with the drafter add to that is the
-peak of its resident memory while they run, less what it held before.
+Every process loads target and drafter and makes one plain call. Then it makes its calls with the drafter. What they add
+is the peak of resident memory while they run, less the memory held before.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from .measure import encode_prompt
 
 _MB = 10**6
 DEFINITION = (
-    "added MB: the peak of resident memory while the calls run, less what the process held after loading and one plain "
-    "call. packed: calls that multiplied by packed weights, from some round on."
+    "added MB: peak of resident memory while the calls run, less the memory held after loading and one plain call. "
+    "packed: number of calls that used packed weights, at least in their later rounds."
 )
 
 
 @dataclass(frozen=True)
 class ConcurrentCalls:
-    """So many calls at once.
+    """What was measured of one number of calls.
 
     Attributes:
-        calls: threads, with a call each.
-        packed: how many of them used packed weights.
-        before, peak: bytes of resident memory, before the calls and at most while they ran.
+        calls: number of calls at once, each in a thread of its own.
+        packed: number of calls that used packed weights.
+        before: bytes of resident memory before the calls.
+        peak: greatest number of bytes of resident memory while they ran.
     """
 
     calls: int
@@ -44,7 +45,7 @@ class ConcurrentCalls:
 
     @property
     def added(self) -> float:
-        """MB that the calls took."""
+        """Number of megabytes that the calls took."""
         return (self.peak - self.before) / _MB
 
 
@@ -60,13 +61,16 @@ def run_concurrent(
     """Measures each number of calls in a fresh process.
 
     Args:
-        target, drafter: names, which every process loads.
-        prompts: of the calls, taken in turn.
+        target: name of the target; `None` for the default one. Every process loads it.
+        drafter: name of the drafter. Every process loads it.
+        dtype: dtype of both.
+        prompts: prompts, which the calls take in turn.
         counts: numbers of calls at once.
+        max_new_tokens: number of new tokens of each call.
         packed_weights: the drafter's option of that name; `None` leaves it as it is.
 
     Raises:
-        ValueError: a count below 1, or a system that does not tell a process's peak of memory.
+        ValueError: a count is below 1, or the system does not tell the peak of a process's memory.
     """
     if min(counts) < 1:
         raise ValueError(f"calls={min(counts)} is invalid: expected numbers of at least 1")
@@ -101,7 +105,7 @@ def _load_and_measure(
 def measure_calls(
     target: Any, drafter: Any, inputs: Sequence[dict[str, torch.Tensor]], max_new_tokens: int
 ) -> ConcurrentCalls:
-    """Decodes all inputs at once, with a thread for each, after one plain call.
+    """Makes one plain call, and then decodes all inputs at once, each in a thread of its own.
 
     Raises:
         ValueError: the system does not tell a process's peak of memory.

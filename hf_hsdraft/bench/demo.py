@@ -1,4 +1,4 @@
-"""`hsdraft demo`: one prompt, drafted tokens coloured, then the figures."""
+"""`hsdraft demo`: answers a prompt, colours the drafted tokens, and prints the figures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .measure import DEFINITIONS, encode_prompt, first_divergence
 
 _DRAFTED, _OWN = "green", "default"
-_WARM_UP = 24  # tokens
+_WARM_UP = 24  # number of tokens
 
 
 class DraftColourStreamer(BaseStreamer):
-    """Prints tokens as they come, accepted drafts in colour; each round's last token is the target's own.
+    """Prints tokens as they come, with accepted drafts in colour. The last token of each round is the target's own.
 
-    Text is held back while its last character is still incomplete.
+    Text waits for as long as its last character is incomplete.
     """
 
     def __init__(self, tokenizer: Any, console: Console) -> None:
@@ -52,10 +52,10 @@ class DraftColourStreamer(BaseStreamer):
 def run_demo(
     target: Any, tokenizer: Any, drafter: HSDrafter, prompt: str, max_new_tokens: int, console: Console
 ) -> None:
-    """Answers `prompt` with the drafter (streamed) and without it, and prints what the drafter gained."""
+    """Answers a prompt with the drafter and without it, and prints what the drafter gained."""
     inputs = encode_prompt(tokenizer, prompt, target.device)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    # First calls pay for lazy initialisation, and measure what forwards and drafts cost here.
+    # The first calls also initialise libraries, and measure what forwards and drafts cost here.
     with console.status("measuring what drafting costs on this machine"):
         for assistant in (None, drafter):
             target.generate(**inputs, do_sample=False, max_new_tokens=_WARM_UP, assistant_model=assistant)
@@ -67,7 +67,7 @@ def run_demo(
     )
     statistics = output.statistics
     texts, speeds = {}, {}
-    for name, assistant in (("plain", None), ("with drafter", drafter)):  # both without a streamer
+    for name, assistant in (("plain", None), ("with drafter", drafter)):  # a streamer would take time
         begin = time.perf_counter()
         texts[name] = target.generate(**inputs, **settings, assistant_model=assistant)
         speeds[name] = (texts[name].shape[1] - inputs["input_ids"].shape[1]) / (time.perf_counter() - begin)

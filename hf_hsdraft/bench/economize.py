@@ -1,4 +1,4 @@
-"""The package `economize` as a system to compare with: prompt lookup, EAGLE-3, and a hybrid of both."""
+"""The package `economize`, with which we compare: prompt lookup, EAGLE-3, and a hybrid of both."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ from typing import Any
 
 import torch
 
+from .measure import end_tokens
+
 KINDS = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
-CYCLE = 4  # its own default: tokens a cycle, one by the target and the others drafted
+CYCLE = 4  # economize's own default: number of tokens of a cycle, one by the target and the others drafted
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One row's new tokens, and how many drafted tokens each cycle accepted."""
+    """The answer to one prompt.
+
+    Attributes:
+        tokens: new tokens.
+        accepted: number of drafted tokens accepted in each cycle.
+    """
 
     tokens: list[int]
     accepted: list[int]
 
 
-# Prompts (each `[length]`), new tokens at most, temperature (0: greedy), seed, and what to call at the first token.
+# Takes prompts (each [length]), the greatest number of new tokens, a temperature (0 is greedy), a seed, and a function
+# to call when the first token is there. Returns the answers.
 Decode = Callable[[Sequence[torch.Tensor], int, float, int, Callable[[], None]], list[Answer]]
 
 
@@ -35,13 +43,14 @@ def check_installed() -> None:
 def decoder(
     kind: str, target: Any, folder: Path | None = None, cycle_length: int = CYCLE, min_confidence: float | None = None
 ) -> Decode:
-    """economize's decoding of `target`.
+    """Returns the function by which economize decodes with a target.
 
     Args:
         kind: one of `KINDS`.
-        folder: what `economize.save` wrote: an EAGLE-3, or for the hybrid also a hybrid; none for the lookup.
-        cycle_length: tokens a cycle, the target's own one included.
-        min_confidence: drafting stops below this probability; `None` never does.
+        target: the target.
+        folder: folder that `economize.save` wrote, with an EAGLE-3 or, for the hybrid, a hybrid; `None` for the lookup.
+        cycle_length: number of tokens of a cycle, the target's own one included.
+        min_confidence: probability below which drafting stops; `None` if it never does.
 
     Raises:
         ImportError: economize is not installed.
@@ -51,19 +60,18 @@ def decoder(
     import economize
 
     model = _model(kind, target, folder)
-    ends = target.generation_config.eos_token_id
-    stops = set(ends) if isinstance(ends, list | tuple) else {ends} - {None}
+    ends = end_tokens(target)
 
     def decode(
         prompts: Sequence[torch.Tensor], max_new_tokens: int, temperature: float, seed: int, first: Callable[[], None]
     ) -> list[Answer]:
         waiting = [True]
 
-        def ends_text(text: torch.Tensor) -> bool:  # asked after every token, the first one too
+        def ends_text(text: torch.Tensor) -> bool:  # economize calls it after every token
             if waiting:
                 waiting.clear()
                 first()
-            return int(text[-1]) in stops
+            return int(text[-1]) in ends
 
         sampler = economize.TopPSampler(temperature, seed=seed) if temperature > 0 else None
         options = economize.DecodeConfig(
@@ -91,7 +99,7 @@ def _model(kind: str, target: Any, folder: Path | None) -> Any:
     if found not in (("eagle3",) if kind == "economize-eagle3" else ("eagle3", "hybrid")):
         raise ValueError(f"{folder} holds {found!r} of economize; {kind} expects an EAGLE-3")
     config, state = checkpoint.configs[0], checkpoint.states[found]
-    # In the target's dtype, as our drafter: its default is float32.
+    # It gets the target's dtype, as our drafter does. Its default is float32.
     if found == "hybrid":
         model = economize.apply(target, replace(config, fallback=replace(config.fallback, param_dtype="model")))
         model.techniques["hybrid"].load_state_dict(state)

@@ -1,8 +1,9 @@
-"""Is the sampled text distributed as the target's own? One round by itself, against the enumerated distribution.
+"""Tests whether sampled text is distributed as the target's own. One round is compared with the exact distribution.
 
-A target of a small vocabulary is a table here: its probabilities after every text of up to three tokens, put through
-the library's own logits processors. A round (a builder and a verifier, as decoding uses them) emits some tokens, and
-what is missing of three is drawn from the table. A chi-square test compares the counts with the product of the table.
+The target is a table here: its probabilities after every text of up to three tokens of a small vocabulary, put through
+transformers' own logits processors. A round (a builder and a verifier, as decoding uses them) emits some tokens. If
+these are fewer than three, the others are drawn from the table. A chi-square test compares the counts of the texts with
+their exact probabilities.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..trees.draft_tree import DraftTree, best_children, build_beam_trees
-from ..trees.sampled_trees import build_gumbel_trees, build_stochastic_beam_trees
+from ..trees.builder_registry import TREE_BUILDERS
+from ..trees.draft_tree import DraftTree
+from ..trees.tree_builders import TreeLimits
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Nodes, Verifier, draw_token
 
-LENGTH = 3  # tokens compared
+LENGTH = 3  # number of tokens compared
 VOCABULARY = 6
-DRAFTED = 5  # of them drafted: the last token is never in a tree
+DRAFTED = 5  # size of the draft vocabulary: the last token is never in a tree
 _ROOT = 0
 
 PROCESSORS: dict[str, Callable[[], list[object]]] = {
@@ -41,18 +43,18 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-BUILDERS = ("beam", "gumbel", "stochastic_beam")
+LIMITS = {"beam": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4)}  # tree size and beam width of each builder
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One setting and how its texts were distributed.
+    """How the texts of one setting were distributed.
 
     Attributes:
         setting: verifier, builder, processor and temperature.
-        samples: texts drawn.
-        p_value: of the chi-square test that they follow the target.
-        accepted: drafted tokens accepted a round.
+        samples: number of texts drawn.
+        p_value: p-value of the chi-square test that the texts follow the target.
+        accepted: mean number of drafted tokens accepted in a round.
     """
 
     setting: tuple[str, str, str, float]
@@ -62,7 +64,13 @@ class Outcome:
 
 
 class Table:
-    """A target of `VOCABULARY` tokens: processed scores and log-probabilities after each text."""
+    """A target of `VOCABULARY` tokens and its drafter.
+
+    Attributes:
+        scores: processed scores `[1, VOCABULARY]` after each text.
+        probabilities: probabilities `[VOCABULARY]`, float64, after each text.
+        drafts: `[LENGTH + 1, VOCABULARY, DRAFTED]`, the drafter's log-probabilities by depth and parent.
+    """
 
     def __init__(self, processor: str, temperature: float, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -74,12 +82,11 @@ class Table:
                 raw = torch.randn(1, VOCABULARY, generator=generator) * 1.5
                 self.scores[text] = process(torch.tensor([[_ROOT, *text]]), raw)
         self.probabilities = {text: scores[0].softmax(-1).double() for text, scores in self.scores.items()}
-        # The drafter knows something of the target, and it does not know the last token.
         noise = torch.randn(LENGTH + 1, VOCABULARY, DRAFTED, generator=generator)
         self.drafts = (noise / temperature).log_softmax(-1)
 
     def exact(self) -> torch.Tensor:
-        """`[V, V, V]`: the probability of each text of three tokens."""
+        """Returns `[V, V, V]`, the probability of each text of three tokens."""
         joint = torch.ones((), dtype=torch.float64)
         for length in range(LENGTH):
             texts = itertools.product(range(VOCABULARY), repeat=length)
@@ -90,17 +97,42 @@ class Table:
     def expand(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Expansion.__call__`."""
         return self.drafts[level - 1][tokens], torch.zeros(*tokens.shape, 1)
 
 
+@dataclass(frozen=True)
+class FullExpansion:
+    """An `Expansion` whose best children are found among all children.
+
+    Attributes:
+        expand: see `Expansion.__call__`. Column i of the log-probabilities is that of token i.
+        depth: greatest depth of a child.
+    """
+
+    expand: Callable[[int, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+    depth: int
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.expand(level, tokens, states)
+
+    def best(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_probs, states = self.expand(level, tokens, states)
+        totals = (scores[..., None] + log_probs).flatten(1)
+        values, places = totals.topk(min(count, totals.shape[1]))
+        width = log_probs.shape[-1]
+        return values, places % width, places // width, states
+
+
 def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
-    """Trees of one builder for `count` rounds."""
+    """Returns trees of one builder for `count` rounds."""
+    limits = TreeLimits(*LIMITS[builder], threshold=0.0, max_depths=[2] * count)
     roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
-    if builder == "gumbel":
-        return build_gumbel_trees(table.expand, roots, ids, branching=(3, 2))
-    if builder == "stochastic_beam":
-        return build_stochastic_beam_trees(table.expand, roots, ids, depth=2, beam_width=4)
-    return build_beam_trees(best_children(table.expand, ids), roots, depth=2, beam_width=3, tree_size=8)
+    return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
 
 
 def check(
@@ -109,7 +141,12 @@ def check(
     """Draws texts by rounds of one setting and tests them.
 
     Args:
-        verifier: a name of `VERIFIERS`, or a rule of one's own.
+        verifier: a name of `VERIFIERS`, or another rule.
+        builder: a name of `TREE_BUILDERS`.
+        processor: a name of `PROCESSORS`.
+        temperature: temperature of the target.
+        samples: number of texts.
+        seed: seed of the draws.
     """
     torch.manual_seed(seed)
     rule = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
@@ -135,9 +172,9 @@ def check(
 
 
 def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
-    """Probability of counts at least as far from `exact` as these; cells expected less than 5 times are put together.
+    """Returns the probability of counts that are at least as far from `exact` as these are.
 
-    A text that cannot be gives 0.
+    Cells that are expected less than 5 times are put together. A text of probability 0 gives 0.
     """
     total = sum(counts.values())
     observed = torch.zeros_like(exact)
@@ -159,7 +196,7 @@ def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
 def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
-    """All settings; some rules are for drawn nodes only."""
-    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), BUILDERS):
+    """Yields all settings. Rules for drawn nodes are left out where a beam builds the trees."""
+    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
         if builder != "beam" or not rule.drawn_nodes:
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

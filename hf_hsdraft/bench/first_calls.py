@@ -1,7 +1,6 @@
-"""The first call of a process, plain and drafted: each one is measured in a process of its own.
+"""Measures the first call of a process, plain and drafted, each in a process of its own.
 
-Every process loads target and drafter, makes one call, and ends. So nothing that an earlier call has found out, loaded
-or prepared makes it quicker.
+Every process loads target and drafter, makes one call, and ends. So no earlier call has prepared anything for it.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from .machine import processor, synchronise
 from .measure import encode_prompt
 
 DEFINITION = (
-    "seconds of the first generate() of a process, target and drafter loaded before and not counted; a process for "
-    "each call, plain and drafted in turn, every text of exactly so many new tokens; median, and least and greatest in "
-    "brackets. time: the drafted median over the plain one; below 1 is quicker."
+    "seconds: of the first generate() of a process, without loading target and drafter; plain and drafted calls take "
+    "turns, each in a process of its own, and every text has exactly so many new tokens; median, with least and "
+    "greatest in brackets. time: the drafted median over the plain one; below 1 is quicker."
 )
 
 
 @dataclass(frozen=True)
 class FirstCalls:
-    """First calls of one length.
+    """What was measured of the first calls of one length.
 
     Attributes:
-        new_tokens: that each call emits.
-        plain, drafted: seconds, a process each.
+        new_tokens: number of tokens that each call emits.
+        plain: seconds of each plain call.
+        drafted: seconds of each drafted call.
     """
 
     new_tokens: int
@@ -43,6 +43,7 @@ class FirstCalls:
 
     @property
     def time_ratio(self) -> float:
+        """Median seconds of the drafted calls divided by those of the plain ones."""
         return statistics.median(self.drafted) / statistics.median(self.plain)
 
 
@@ -58,11 +59,16 @@ def run_first_calls(
     """Measures calls of each length, every one in a fresh process.
 
     Args:
-        target, drafter: names, which every process loads.
-        repeats: processes for each length, plain and drafted.
+        target: name of the target; `None` for the default one. Every process loads it.
+        drafter: name of the drafter. Every process loads it.
+        dtype: dtype of both.
+        device: device of both.
+        prompt: prompt of all calls.
+        lengths: numbers of new tokens.
+        repeats: number of plain calls and of drafted calls of each length.
 
     Raises:
-        ValueError: there is no length, or one below 1.
+        ValueError: there is no length, or one is below 1.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths={list(lengths)} is invalid: expected numbers of at least 1, such as 8,32,128")
@@ -93,7 +99,7 @@ def _load_and_time(
 
 
 def time_first_call(target: Any, inputs: dict[str, torch.Tensor], new_tokens: int, drafter: Any = None) -> float:
-    """Seconds of one greedy call, plain without a drafter."""
+    """Returns the seconds of one greedy call, which is plain without a drafter."""
     assistant = {} if drafter is None else {"assistant_model": drafter}
     synchronise(target.device)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the figures were measured on, and how much memory a call takes there."""
+"""The machine that figures are measured on, and the memory that a call takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def processor(device: torch.device) -> str:
-    """The name of a GPU, or the number and kind of a machine's cores."""
+    """Returns the name of a GPU, or the number and kind of the machine's cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names, flags = (re.findall(rf"^{field}\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE) for field in ("model name", "flags"))
@@ -28,22 +28,22 @@ def _cpuinfo() -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Waits for a GPU, so that a clock read afterwards counts what it did."""
+    """Waits until a GPU has done its work, so that a clock counts it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class PeakMemory:
-    """The most memory held since `start`, in bytes: a GPU's allocated memory, or this process's resident memory.
+    """The greatest number of bytes held since `start`: allocated memory of a GPU, or resident memory of this process.
 
-    Weights of every model loaded are part of it. Linux alone tells the peak of a process anew.
+    It includes the weights of all loaded models. For a process it works on Linux only.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def start(self) -> int | None:
-        """Forgets earlier peaks; returns what is held now, or `None` where the system does not tell."""
+        """Forgets earlier peaks. Returns the bytes held now, or `None` where the system does not tell."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
@@ -54,7 +54,7 @@ class PeakMemory:
             return None
 
     def peak(self) -> int | None:
-        """The most held since `start`; only of meaning where that returned a number."""
+        """Returns the greatest number of bytes held since `start`; meaningless where that returned `None`."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         try:

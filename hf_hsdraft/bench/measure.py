@@ -1,8 +1,8 @@
-"""Measurements of decoding. Every figure has one definition, printed with it.
+"""Measurements of decoding. Every figure has one definition, which is printed with it.
 
-- tau: tokens emitted per target forward, bonus included; plain decoding has exactly 1.
-- tokens/s: new tokens over wall-clock seconds of `generate()`, the prompt's forward included.
-- speed-up: tokens/s over plain `generate()` with the same settings, in the same process, alternating.
+- tau: number of tokens emitted per target forward, bonus tokens included; plain decoding has exactly 1.
+- tokens/s: number of new tokens per second of `generate()`, the prompt's forward included.
+- speed-up: tokens/s divided by those of plain `generate()`, with the same settings and process, in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFINITIONS = (
 
 
 def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Model inputs of a user's message: under the chat template if the tokenizer has one, as plain text otherwise."""
+    """Returns the inputs of a user's message: in the chat template if the tokenizer has one, else as plain text."""
     if getattr(tokenizer, "chat_template", None):
         encoding = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -33,14 +33,33 @@ def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu
     return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
+def encode_batch(tokenizer: Any, prompts: Sequence[str], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Returns the inputs of several users' messages, padded on the tokenizer's side. See `encode_prompt`."""
+    plain = not getattr(tokenizer, "chat_template", None)
+    texts = list(prompts)
+    if not plain:
+        texts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
+            for p in prompts
+        ]
+    encoding = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=plain)
+    return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def end_tokens(target: Any) -> set[int]:
+    """Returns the tokens that end a text of the target."""
+    ends = target.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list | tuple) else {ends} - {None}
+
+
 def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
-    """tau over several calls: all tokens emitted over all target forwards, each counted for every row."""
+    """Returns tau over several calls: all emitted tokens per target forward, each counted for every row."""
     forwards = sum(call.row_forwards for call in statistics)
     return sum(call.new_tokens for call in statistics) / max(forwards, 1)
 
 
 def measure_tau(target: Any, tokenizer: Any, drafter: HSDrafter, prompts: Sequence[str], max_new_tokens: int) -> float:
-    """tau of greedy decoding with `drafter`, by actually generating."""
+    """Returns tau of greedy decoding with a drafter. The texts are generated for it."""
     calls = [
         target.generate(
             **encode_prompt(tokenizer, prompt, target.device),
@@ -59,9 +78,9 @@ class Divergence:
     """The first place where two texts differ.
 
     Attributes:
-        step: index of the first differing new token.
-        margin: the target's own logit difference between its first and second choice there, in one plain forward over
-            the shared text; rounding decides where it is tiny. `None` of sampled texts, which it says nothing about.
+        step: index of the first new token that differs.
+        margin: difference between the target's two greatest logits there, in one plain forward over the shared text.
+            Where it is tiny, rounding decides. `None` for sampled texts, about which it says nothing.
     """
 
     step: int
@@ -75,7 +94,7 @@ class Divergence:
 
 @torch.inference_mode()
 def first_divergence(target: Any, prompt_length: int, plain: torch.Tensor, other: torch.Tensor) -> Divergence | None:
-    """Compares two outputs of `generate()`, each `[1, length]`; `None` if they hold the same tokens."""
+    """Compares two outputs of `generate()`, each `[1, length]`. Returns `None` if they hold the same tokens."""
     shared = min(plain.shape[1], other.shape[1])
     differing = torch.nonzero(plain[0, :shared] != other[0, :shared]).flatten().tolist()
     if not differing and plain.shape[1] == other.shape[1]:

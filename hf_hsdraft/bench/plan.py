@@ -1,4 +1,4 @@
-"""`hsdraft bench`: what is asked for, checked before any model is loaded, and its course."""
+"""`hsdraft bench`: what the user asks for, which is checked before any model is loaded, and the run itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .run import Measured, measure, spread
 from .sweeps import BATCH, CONTEXT, NEW, check_points, sweep
 from .systems import PLAIN, System, Variant, make_systems, parse_variants
 
-PROFILED = 8  # prompts at most
+PROFILED = 8  # greatest number of prompts in a profile
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,21 @@ class BenchPlan:
     """What `hsdraft bench` is to do.
 
     Attributes:
-        prompts: prompt files; limit: prompts in all, taken evenly from all categories; `None` for all.
+        prompts: prompt files.
         variants: comma-separated names, see `systems.Variant`.
-        temperature: 0 is greedy; seed: of the first prompt, for `temperature` above 0.
-        repeats: how often all prompts are decoded by every system.
-        context_lengths, batch_sizes, new_tokens: points of the sweeps: tokens of a prompt, prompts a call, and tokens
-            that a call may emit; none: no sweep.
-        profile: time the parts of a round too, for each variant of ours.
-        json_out: file of the report; pictures: folder of the pictures, by default the report's.
+        limit: greatest number of prompts, taken evenly from all categories; `None` for all.
+        max_new_tokens: greatest number of new tokens of a prompt.
+        temperature: 0 is greedy.
+        seed: seed of the first prompt, for a temperature above 0.
+        repeats: how often every system decodes all prompts.
+        context_lengths: numbers of prompt tokens to measure at; empty for no such sweep.
+        batch_sizes: numbers of prompts a call to measure at; empty for no such sweep.
+        profile: whether the parts of a round are timed too, for each variant of ours.
+        json_out: file of the report; `None` for none.
+        pictures: folder of the pictures; `None` for the report's.
+        new_tokens: greatest numbers of new tokens to measure at; empty for no such sweep.
+        parsed: the variants.
+        questions: the prompts.
     """
 
     prompts: Sequence[Path]
@@ -63,7 +70,7 @@ class BenchPlan:
         """Reads the variants' names and the prompts.
 
         Raises:
-            ValueError: something cannot be done; the message says what, and what is expected.
+            ValueError: something cannot be done. The message says what, and what is expected.
             ImportError: a package is missing.
         """
         object.__setattr__(self, "parsed", parse_variants(self.variants))
@@ -73,8 +80,8 @@ class BenchPlan:
             raise ValueError(f"--temperature {self.temperature} is invalid: expected 0 (greedy) or more")
         if self.profile and not self.takes_drafter:
             raise ValueError("--profile times the rounds of our decoding: name a variant such as tree or default too")
-        for kind, values in self.points.items():
-            name = "--" + kind.replace("_", "-")
+        for axis, values in self.points.items():
+            name = "--" + axis.replace("_", "-")
             if any(value < 1 for value in values) or len(set(values)) < len(values):
                 raise ValueError(f"{name}: expected different whole numbers of 1 or more, found {list(values)}")
         if self.pictures is not None and importlib.util.find_spec("matplotlib") is None:
@@ -96,31 +103,31 @@ class BenchPlan:
 
     @property
     def points(self) -> dict[str, Sequence[int]]:
-        """Points of each sweep, by kind."""
+        """The points of each sweep, by the name of the sweep."""
         return {CONTEXT: self.context_lengths, BATCH: self.batch_sizes, NEW: self.new_tokens}
 
     def settings(self) -> Settings:
         return Settings(self.max_new_tokens, self.temperature, self.seed)
 
     def command(self, dtype: str) -> str:
-        """How this was started, without what names places of this machine."""
+        """Returns the command line of this plan, without folders of this machine."""
         parts = [f"--prompts {path.name}" for path in self.prompts]
         parts += [] if self.limit is None else [f"--limit {self.limit}"]
         parts += [f"--max-new-tokens {self.max_new_tokens}", f"--dtype {dtype}"]
         parts += [f"--variants {','.join(variant.public_text for variant in self.parsed)}"]
         parts += [f"--temperature {self.temperature} --seed {self.seed}"] if self.temperature else []
         parts += [f"--repeats {self.repeats}"] if self.repeats > 1 else []
-        for kind, values in self.points.items():
-            parts += [f"--{kind.replace('_', '-')} {','.join(map(str, values))}"] if values else []
+        for axis, values in self.points.items():
+            parts += [f"--{axis.replace('_', '-')} {','.join(map(str, values))}"] if values else []
         parts += ["--profile"] if self.profile else []
         return " ".join(["hsdraft bench", *parts])
 
 
 def whole_numbers(text: str | None, option: str) -> list[int]:
-    """The numbers of a comma-separated list.
+    """Returns the numbers of a comma-separated list.
 
     Raises:
-        ValueError: one is none.
+        ValueError: something in the list is no whole number.
     """
     try:
         return [int(part) for part in (text or "").split(",") if part.strip()]
@@ -131,13 +138,17 @@ def whole_numbers(text: str | None, option: str) -> list[int]:
 def run_plan(
     plan: BenchPlan, target: Any, tokenizer: Any, drafters: dict[str, HSDrafter], console: Console
 ) -> BenchResult:
-    """Measures all that a plan asks for; the report is written after each prompt, so a run cut short is not lost.
+    """Measures all that a plan asks for. The report is written after each prompt, so an interrupted run is not lost.
 
     Args:
-        drafters: by label; one is enough, and none if no variant takes any.
+        plan: what to measure.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        drafters: drafters by label; empty if no variant takes one.
+        console: where the progress is shown.
 
     Raises:
-        ValueError: a variant does not fit its drafter, or a sweep not its target; nothing has been measured then.
+        ValueError: a variant does not fit its drafter, or a sweep does not fit its target. Nothing is measured then.
     """
     systems = make_systems(plan.parsed, target, drafters)
     texts = plan.texts
@@ -173,9 +184,9 @@ def run_plan(
             _add_profiles(result, able, target, inputs[:PROFILED], plan.settings(), lambda: progress.advance(task))
         if points:
             task = progress.add_task("sweeps", total=points)
-        for kind, values in plan.points.items():
-            for point in sweep(target, tokenizer, able, texts, kind, values, plan.settings(), plan.repeats):
-                result.sweeps.setdefault(kind, []).append(point)
+        for axis, values in plan.points.items():
+            for point in sweep(target, tokenizer, able, texts, axis, values, plan.settings(), plan.repeats):
+                result.sweeps.setdefault(axis, []).append(point)
                 progress.advance(task)
                 save()
     save()
@@ -201,7 +212,7 @@ def _add_profiles(
 
 
 def draw(plan: BenchPlan, result: BenchResult, console: Console) -> None:
-    """Draws the pictures into `plan.pictures`, or beside the report; without matplotlib the latter says so only."""
+    """Draws the pictures into `plan.pictures`, or else beside the report. Without matplotlib it only says so."""
     folder = plan.pictures or (plan.json_out and plan.json_out.parent)
     if folder is None:
         return

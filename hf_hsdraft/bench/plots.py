@@ -28,10 +28,12 @@ def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[P
     """Draws what was measured: speed-up by category, the parts of a round, acceptance by depth, and the sweeps.
 
     Args:
-        folder: where the pictures go, created if missing; stem: how their names begin.
+        result: what was measured.
+        folder: folder of the pictures, which is created if it is missing.
+        stem: first part of the pictures' names.
 
     Returns:
-        the paths written; a picture without data is left out.
+        The paths written. A picture without data is left out.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -40,7 +42,7 @@ def draw_bench(result: BenchResult, folder: Path, stem: str = "bench") -> list[P
         "speed_up": _speed_up(result),
         "round": _round(result),
         "acceptance": _acceptance(result),
-        **{kind: _sweep(kind, points) for kind, points in result.sweeps.items() if points},
+        **{axis: _sweep(axis, points) for axis, points in result.sweeps.items() if points},
     }
     return [
         save_figure(figure, folder / f"{stem}_{name}.png") for name, figure in figures.items() if figure is not None
@@ -69,7 +71,7 @@ def _speed_up(result: BenchResult) -> Figure | None:
 
 
 def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> None:
-    """Horizontal bars, a group for each place and a colour for each system; the first one on top."""
+    """Draws horizontal bars, a group for each place and a colour for each system, the first one on top."""
     places = list(dict.fromkeys(place for row in rows.values() for place in row))
     height = 0.8 / len(rows)
     for index, (name, row) in enumerate(rows.items()):
@@ -82,7 +84,7 @@ def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], digits: str) -> No
 
 
 def _round(result: BenchResult) -> Figure | None:
-    """Of the profile if there is one, else by what decoding itself tells."""
+    """Draws the parts of a round from the profile if there is one, else from the statistics of decoding."""
     if result.profiles:
         rows = {name: each.parts for name, each in result.profiles.items()}
         parts: Sequence[str] = PARTS
@@ -126,7 +128,7 @@ def _acceptance(result: BenchResult) -> Figure | None:
     return figure
 
 
-def _sweep(kind: str, points: Sequence[SweepPoint]) -> Figure:
+def _sweep(axis: str, points: Sequence[SweepPoint]) -> Figure:
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     names = dict.fromkeys(name for point in points for name in point.measured.runs if name != PLAIN)
@@ -138,7 +140,7 @@ def _sweep(kind: str, points: Sequence[SweepPoint]) -> Figure:
         ]
         axes.plot(*zip(*found, strict=True), color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=name)
     axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
-    title, label = _SWEEPS[kind]
+    title, label = _SWEEPS[axis]
     axes.set_xscale("log", base=2)
     axes.set_xticks([point.value for point in points], [str(point.value) for point in points])
     style(axes, title, label, "tokens/s over plain generate()")

@@ -1,6 +1,6 @@
-"""Where the time of a round goes, and what the same tau would give if everything but the target's forward were free.
+"""Where the time of a round goes, and how fast decoding would be if everything but the target's forward were free.
 
-The interpreter tells which functions run for as long as a profile does; decoding itself knows nothing of it.
+The interpreter reports which functions run. Decoding itself knows nothing of a profile.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .run import Inputs
 from .systems import System
 
 TARGET, PYTHON = "target forward", "Python"
-# What is timed: the functions of each part. A function's time is its own: what another part takes inside it is that
-# part's. What is left of a round is Python.
+# The functions of each part. Time that another part takes inside a function belongs to that part. What no part takes of
+# a round is Python.
 TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
     "context update": (HSCandidateGenerator.read, RollOut.read),
     "roll-out": (RollOut.__call__, StaticRollOut.__call__),
@@ -63,25 +63,30 @@ PARTS = (
     PYTHON,
 )
 DEFINITIONS = {
-    "profile": "milliseconds a round by part, the parts adding up to the round; the interpreter telling of "
-    "each function and, on a GPU, waiting for it after each part make these rounds slower than those of the table",
+    "profile": "milliseconds of a round by part; the parts add up to the round. These rounds are slower than those of "
+    "the table, because the interpreter reports each function and, on a GPU, every part is waited for",
     "limit": "tau x t(1) / t(n): the speed-up of the same tau if all but the target's forward were free. tau: tokens a "
     "round, the prompt's forward left out; t(1): a forward over one token; t(n): the forward that verifies n nodes, "
-    "the root included, n as in the mean round; both over copies of one cache as each keeps it, medians",
-    "reached": "the table's speed-up after the first token (not slowed by timers) over the limit",
+    "the root included, n as in the mean round; medians over copies of one cache",
+    "reached": "the table's speed-up after the first token, measured without timers, over the limit",
 }
-_FORWARDS = 7  # timed for t(1) and t(n), each
+_FORWARDS = 7  # number of forwards timed for t(1) and for t(n)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The rounds of one system; times in milliseconds.
+    """What was measured of the rounds of one system. All means are over its rounds.
 
     Attributes:
-        rounds: how many were timed; round_ms: one of them, all parts together; parts: by part, adding up to it.
-        tau: tokens a round; nodes: verified a round, the root included.
-        forward_one_ms, forward_nodes_ms: t(1), and t(n) of `timed_nodes`; `None` if no round could be repeated.
-        decode_speed_up: measured without timers; `None` if it was not.
+        rounds: number of rounds.
+        round_ms: mean milliseconds of a round.
+        parts: mean milliseconds of each part; they add up to `round_ms`.
+        tau: mean number of tokens a round.
+        nodes: mean number of nodes verified in a round, the root included.
+        timed_nodes: number n of nodes of the repeated forward; `None` if no forward could be repeated.
+        forward_one_ms: t(1), milliseconds of a forward over one token; `None` as above.
+        forward_nodes_ms: t(n), milliseconds of the repeated forward; `None` as above.
+        decode_speed_up: speed-up measured without timers; `None` if it was not measured.
     """
 
     rounds: int
@@ -96,13 +101,14 @@ class Profile:
 
     @property
     def limit(self) -> float | None:
+        """Speed-up of the same tau if all but the target's forward were free; `None` if it is not known."""
         if self.forward_one_ms is None or self.forward_nodes_ms is None:
             return None
         return self.tau * self.forward_one_ms / self.forward_nodes_ms
 
     @property
     def reached(self) -> float | None:
-        """Share of the limit, 0 to 1."""
+        """Share of the limit that was reached, 0 to 1; `None` if it is not known."""
         limit = self.limit
         return None if limit is None or self.decode_speed_up is None else self.decode_speed_up / limit
 
@@ -110,14 +116,17 @@ class Profile:
 def profile(
     target: Any, system: System, inputs: Sequence[Inputs], settings: Settings, decode_speed_up: float | None = None
 ) -> Profile | None:
-    """Times the parts of every round of decoding these prompts. No other thread should use the target meanwhile.
+    """Times the parts of every round of decoding some prompts. No other thread should use the target meanwhile.
 
     Args:
-        system: one of ours, warmed up.
-        decode_speed_up: as measured without timers.
+        target: the target.
+        system: one of our systems, warmed up.
+        inputs: inputs of each prompt.
+        settings: how it decodes.
+        decode_speed_up: speed-up measured without timers; `None` if it was not measured.
 
     Returns:
-        `None` if no round was decoded, as for prompts that end with their first token.
+        The profile; `None` if there was no round, because all texts ended with their first token.
     """
     tokens = nodes = rounds = 0
     spent = Attribution(target.device, TIMED, (TARGET, target), (PYTHON, decode))
@@ -147,9 +156,11 @@ def profile(
 
 @dataclass(frozen=True)
 class _VerifyingCall:
-    """One forward of the target: its arguments with a copy of the cache, and what it ran under.
+    """One forward of the target, which can be repeated.
 
     Attributes:
+        arguments: its arguments, with a copy of the cache.
+        context: the context variables that it ran with.
         packed: the layers that multiplied by packed weights.
     """
 
@@ -165,9 +176,9 @@ class _VerifyingCall:
 def _verifying_call(
     target: Any, system: System, inputs: Inputs, settings: Settings, nodes: int
 ) -> _VerifyingCall | None:
-    """The target's forward that verified closest to `nodes` nodes in a call; of equally close ones the last.
+    """Returns the forward of a call whose number of nodes is closest to `nodes`, the last one of several.
 
-    `None` if none can be repeated.
+    It is `None` if no forward can be repeated.
     """
     best: _VerifyingCall | None = None
 
@@ -190,7 +201,7 @@ def _verifying_call(
 
 @torch.inference_mode()
 def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
-    """Milliseconds of a forward over one token as plain decoding runs it, and of `call`; taken in turn, medians."""
+    """Returns the median milliseconds of a plain forward over one token, and of `call`. Both take turns."""
     many, cache = call.arguments, call.arguments["past_key_values"]
     mask, own = many.get("attention_mask"), copy.deepcopy(cache)
     give_room_back(getattr(own, "self_attention_cache", own))

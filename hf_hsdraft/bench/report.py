@@ -27,13 +27,15 @@ _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
 
 @dataclass
 class BenchResult:
-    """Everything a comparison found.
+    """Everything that a comparison found.
 
     Attributes:
-        settings: how, on what and with which versions it was made.
-        weights: digests of the drafter of each system of ours, so that figures cannot be taken for another one's.
-        categories: of each prompt.
-        profiles: by system; sweeps: by kind, see `sweeps`.
+        settings: settings, machine and versions of the comparison.
+        weights: digest of the weights of each of our systems, so that nobody takes its figures for another drafter's.
+        categories: category of each prompt.
+        measured: all calls.
+        profiles: profile of each system.
+        sweeps: points of each sweep, by axis; see `sweeps`.
     """
 
     settings: dict[str, Any]
@@ -47,7 +49,7 @@ class BenchResult:
         return _summaries(self.measured)
 
     def drafted(self) -> dict[str, dict[str, float]]:
-        """`round_costs` of the systems that have any."""
+        """Returns `round_costs` of the systems that have any."""
         costs = {name: round_costs(runs) for name, runs in self.measured.runs.items() if name != PLAIN}
         return {name: row for name, row in costs.items() if row}
 
@@ -57,7 +59,7 @@ def _summaries(measured: Measured) -> dict[str, Summary]:
 
 
 def as_document(result: BenchResult) -> dict[str, Any]:
-    """The report for `--json`: settings, definitions, summaries and all single calls."""
+    """Returns the report for `--json`: settings, definitions, summaries and all single calls."""
     measured = result.measured
     return {
         "definitions": {**DEFINITIONS, **MEANING, **profiling.DEFINITIONS},
@@ -79,7 +81,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
         "first_calls": {name: asdict(run) for name, run in measured.first.items()},
         "left_out": measured.left_out,
         **{
-            kind: [
+            axis: [
                 {
                     "value": point.value,
                     "prompt_tokens": point.prompt_tokens,
@@ -88,7 +90,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
                 }
                 for point in points
             ]
-            for kind, points in result.sweeps.items()
+            for axis, points in result.sweeps.items()
         },
         "categories": result.categories,
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.runs.items()},
@@ -96,7 +98,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
 
 
 def write_report(result: BenchResult, path: Path) -> None:
-    """Writes the report; the file is replaced only when it is complete."""
+    """Writes the report. The file is replaced only when the new one is complete."""
     write_json(path, as_document(result))
 
 
@@ -112,8 +114,8 @@ def print_report(result: BenchResult, console: Console) -> None:
     if result.profiles:
         console.print(_profile_table(result))
         _note(console, (_limit_line(name, each) for name, each in result.profiles.items()))
-    for kind, points in result.sweeps.items():
-        console.print(_sweep_table(kind, points))
+    for axis, points in result.sweeps.items():
+        console.print(_sweep_table(axis, points))
         _note(
             console,
             (f"left out at {p.value}: {n}: {why}" for p in points for n, why in p.measured.left_out.items()),
@@ -123,7 +125,7 @@ def print_report(result: BenchResult, console: Console) -> None:
             if run.divergence is not None and run.repeat == 0:
                 category = result.categories[run.question]
                 console.print(f"{name}, question {run.question} ({category}): {run.divergence}", markup=False)
-    shown = {**DEFINITIONS, **{kind: MEANING[kind] for kind in result.sweeps}}
+    shown = {**DEFINITIONS, **{axis: MEANING[axis] for axis in result.sweeps}}
     shown |= profiling.DEFINITIONS if result.profiles else {}
     _note(console, (f"{name}: {text}." for name, text in shown.items()))
 
@@ -164,7 +166,7 @@ def _main_table(result: BenchResult) -> Table:
 def _cost_table(result: BenchResult) -> Table | None:
     rows = result.drafted()
     depths = max((sum(key.startswith("depth_") for key in row) for row in rows.values()), default=0)
-    depths = min(depths, _SHOWN_DEPTHS)  # n-grams reach further; the JSON has all
+    depths = min(depths, _SHOWN_DEPTHS)  # the JSON has all depths
     if not rows:
         return None
     heads = [*(f"{part} ms" for part in _COSTS), "acceptance length", *(f"accept {d}" for d in range(1, depths + 1))]
@@ -212,27 +214,27 @@ def _limit_line(name: str, found: Profile) -> str:
     return f"{line}; measured {found.decode_speed_up:.2f}, {found.reached:.0%} of it"
 
 
-def _sweep_table(kind: str, points: Sequence[SweepPoint]) -> Table:
+def _sweep_table(axis: str, points: Sequence[SweepPoint]) -> Table:
     names = list(dict.fromkeys(name for point in points for name in point.measured.runs if name != PLAIN))
-    what = "time, speed-up, tau, same" if kind == NEW else "speed-up, tau, same"
-    table = Table(_TITLES[kind], "prompt tokens", "plain tokens/s", *(f"{escape(name)}: {what}" for name in names))
+    what = "time, speed-up, tau, same" if axis == NEW else "speed-up, tau, same"
+    table = Table(_TITLES[axis], "prompt tokens", "plain tokens/s", *(f"{escape(name)}: {what}" for name in names))
     for point in points:
         rows = _summaries(point.measured)
         total = sum(run.rows for run in point.measured.plain if run.repeat == 0)
-        cells = [_EMPTY if name not in rows else _sweep_cell(kind, rows[name], total) for name in names]
+        cells = [_EMPTY if name not in rows else _sweep_cell(axis, rows[name], total) for name in names]
         speed = f"{rows[PLAIN].tokens_per_second:.1f}"
         table.add_row(str(point.value), f"{point.prompt_tokens:.0f}", speed, *cells)
     return table
 
 
-def _sweep_cell(kind: str, row: Summary, total: int) -> str:
+def _sweep_cell(axis: str, row: Summary, total: int) -> str:
     same = _EMPTY if row.identical is None else f"{row.identical}/{total}"
-    time = f"{row.time_ratio:.2f}, " if kind == NEW else ""
+    time = f"{row.time_ratio:.2f}, " if axis == NEW else ""
     return f"{time}{row.speed_up:.2f}, {_number(row.tau)}, {same}"
 
 
 def _first_calls(measured: Measured) -> list[str]:
-    """A line of the first call of each system, if there was one."""
+    """Returns a line about the first call of each system; no line if there was none."""
     found = [f"{name} {run.seconds:.2f} s ({run.tokens} new tokens)" for name, run in measured.first.items()]
     return [f"first calls: {', '.join(found)}"] if found else []
 

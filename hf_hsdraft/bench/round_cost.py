@@ -12,7 +12,6 @@ measured without one: target and drafter run as ever, only which nodes are accep
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import time
@@ -30,10 +29,11 @@ from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, Logit
 from ..drafters.draft_options import DraftOptions
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ..drafters.protocol import Accepted, Ask, DraftCall, Session
 from ..trees.draft_tree import DraftTree
-from ..verifiers.own_choice import OwnChoice, greedy_choice, own_choice
+from ..verifiers.own_choice import OwnChoice, own_choice
 from ..verifiers.verdict import Nodes, Verdict, Verifier, walk
+from .wrapped_drafter import WrappedDrafter
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any])
     return sum("synchronizing" in str(one.message) for one in caught) / (len(times) - 1)
 
 
-class ForcedDrafter(Drafter):
+class ForcedDrafter(WrappedDrafter):
     """A drafter for one call of one text, whose rounds accept as many drafted tokens as given.
 
     Drafter, target and the rules of the text do all their work; then a path of that length takes the place of the
@@ -234,22 +234,13 @@ class ForcedDrafter(Drafter):
     """
 
     def __init__(self, drafter: HSDrafter, accepted: Sequence[int]) -> None:
-        self.config, self.device, self.taps = drafter.config, drafter.device, drafter.taps
-        self.num_draft_steps = drafter.num_draft_steps
-        self.generation_config = copy.deepcopy(drafter.generation_config)
-        self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
+        super().__init__(drafter)
         self.times: list[float] = []
         self.path: list[int] = []
-        self._drafter, self._accepted = drafter, accepted
-
-    def default_generation_config(self) -> Any:
-        return self._drafter.default_generation_config()
-
-    def check(self, target: Any) -> None:
-        self._drafter.check(target)
+        self._accepted = accepted
 
     def session(self, call: DraftCall) -> Session:
-        return _ForcedSession(self._drafter.session(call), self)
+        return _ForcedSession(super().session(call), self)
 
     def verifier(self, options: DraftOptions) -> Verifier:
         return _AlongPath(self.path)
@@ -293,9 +284,7 @@ class _AlongPath(OwnChoice):
         self._path = path
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
-        plain = nodes.draw is None and not nodes.processed
-        own = greedy_choice(nodes.logits) if plain else own_choice(nodes.scores, nodes.draw)
-        children = tree.children()
+        own, children = own_choice(nodes), tree.children()
 
         def choose(node: int, tokens: list[int]) -> int:
             token = own(node, tokens)

@@ -1,4 +1,4 @@
-"""Systems compared over prompts, in one process and in changing order."""
+"""Compares systems over prompts, in one process and in changing order."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .calls import Run, Settings, time_call
 from .measure import Divergence, first_divergence
 from .systems import PLAIN, System
 
-WARM_UP_TOKENS = 96  # enough for the rounds in which a pace finds out what forwards cost
+WARM_UP_TOKENS = 96  # enough for the rounds in which a pace learns what forwards cost
 Inputs = dict[str, torch.Tensor]
 _Any = TypeVar("_Any")
 
 
 @dataclass
 class Measured:
-    """All calls.
+    """All calls of a comparison.
 
     Attributes:
-        runs: by system, plain decoding first; each list goes repeat by repeat, and prompt by prompt within.
+        runs: calls of each system, plain decoding first. Each list goes prompt by prompt, repeat after repeat.
         left_out: systems that could not decode, with the reason.
-        first: by system, the call before all others here; not among `runs`.
+        first: first call of each system, which is not among `runs`.
     """
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Measured:
 
 
 def spread(questions: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """`limit` questions taken in turn from all categories, in file order within each."""
+    """Returns at most `limit` questions, taken in turn from all categories, in file order within each category."""
     groups: dict[str, list[Prompt]] = defaultdict(list)
     for question in questions:
         groups[question.category].append(question)
@@ -49,9 +49,10 @@ def spread(questions: Sequence[Prompt], limit: int | None) -> list[Prompt]:
 
 
 def turn_order(items: Sequence[_Any], turn: int) -> list[_Any]:
-    """The items in the order of one turn: every second one backwards, and one further on each two.
+    """Returns the items in the order of one turn.
 
-    Over `2 n` turns each of the `n` items has every place twice, and comes as often before another one as after it.
+    Every two turns the items are rotated by one place. The second turn of the two goes backwards. Over `2 n` turns each
+    of the `n` items has every place twice, and comes before another one as often as after it.
     """
     start = turn // 2 % max(len(items), 1)
     rotated = [*items[start:], *items[:start]]
@@ -66,15 +67,18 @@ def measure(
     repeats: int = 1,
     tell: Callable[[Measured], None] = lambda measured: None,
 ) -> Measured:
-    """Every system decodes every prompt (or batch), `repeats` times over, after a short warm-up.
+    """Lets every system decode every prompt (or batch) several times, after a short warm-up.
 
     Args:
-        systems: beside plain decoding, which is always measured.
-        settings: `seed` is that of the first prompt; each further one has the next, in all repeats the same.
-        tell: called when all systems have decoded a prompt, with what there is so far.
+        target: the target.
+        systems: the systems besides plain decoding, which is always measured.
+        inputs: inputs of each prompt or batch.
+        settings: how all systems decode. `seed` is that of the first prompt; each further prompt has the next seed.
+        repeats: how often every system decodes all prompts.
+        tell: called with all calls so far, when all systems have decoded a prompt.
 
     Raises:
-        Exception: what plain decoding or a system of ours raised; other systems that fail are left out.
+        Exception: what plain decoding or one of our systems raised. Other systems that fail are left out.
     """
     longest = max(each["input_ids"].shape[1] for each in inputs) + settings.max_new_tokens
     settings = replace(settings, max_cache_len=longest)
@@ -95,7 +99,7 @@ def measure(
 
     short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
     for system in list(going):
-        for _ in range(2 if system.static else 1):  # compiled at the first, recorded at the second
+        for _ in range(2 if system.static else 1):  # the first call compiles, the second records CUDA graphs
             found = call(system, inputs[0], short) if system in going else None
             if found is not None:
                 measured.first.setdefault(system.name, found[1])
@@ -110,7 +114,7 @@ def measure(
                     run.question, run.repeat = question, repeat
                     measured.runs[system.name].append(run)
             for system in going:
-                # A batch is drawn at once by plain decoding, and row by row by others.
+                # Plain decoding draws the tokens of all rows at once, others row by row.
                 alike = system.draws_as_plain and len(texts[PLAIN]) == 1
                 if settings.temperature == 0 or alike:
                     _compare(target, each, measured.runs[system.name][-1], texts, system.name, settings)
@@ -121,13 +125,13 @@ def measure(
 def _compare(
     target: Any, inputs: Inputs, run: Run, texts: dict[str, list[list[int]]], name: str, settings: Settings
 ) -> None:
-    """Enters how a call's texts differ from plain decoding's of the same prompts."""
+    """Notes in a call how its texts differ from plain decoding's of the same prompts."""
     plain, own = texts[PLAIN], texts[name]
     run.same_rows = sum(a == b for a, b in zip(plain, own, strict=True))
     if len(plain) > 1 or run.same_rows:
         return
     if settings.temperature > 0:
-        shared = zip(plain[0], own[0], strict=False)
+        shared = zip(plain[0], own[0], strict=False)  # either text may end first
         first = next((index for index, (a, b) in enumerate(shared) if a != b), min(len(plain[0]), len(own[0])))
         run.divergence = Divergence(first, None)
         return

@@ -6,16 +6,14 @@ branches. For checks of targets, whose text must not depend on any of it.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import GenerationConfig
-
-from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ..drafters.protocol import Accepted, Ask, DraftCall, Session
 from ..target.target_limits import text_config
 from ..trees.draft_tree import DraftTree
+from .wrapped_drafter import WrappedDrafter
 
 
 def random_tree(root: int, truth: Sequence[int], depth: int, vocab_size: int, rng: random.Random) -> DraftTree:
@@ -57,7 +55,7 @@ def chain_of(tree: DraftTree, truth: Sequence[int]) -> DraftTree:
     return DraftTree(tokens, tuple(range(-1, size - 1)), tuple(range(size)), tuple(-float(d) for d in range(size)))
 
 
-class ScriptedDrafter(Drafter):
+class ScriptedDrafter(WrappedDrafter):
     """Drafts along `texts` as far as chance has it.
 
     Args:
@@ -70,18 +68,9 @@ class ScriptedDrafter(Drafter):
     """
 
     def __init__(self, drafter: Any, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
-        self.config, self.device = drafter.config, getattr(drafter, "device", None)
-        self.taps, self.num_draft_steps = drafter.taps, drafter.num_draft_steps
-        self.generation_config = copy.deepcopy(drafter.generation_config)
-        self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
-        self._drafter, self._texts, self._rng = drafter, texts, random.Random(seed)
+        super().__init__(drafter)
+        self._texts, self._rng = texts, random.Random(seed)
         self.last: ScriptedSession | None = None
-
-    def default_generation_config(self) -> GenerationConfig:
-        return self._drafter.default_generation_config()
-
-    def check(self, target: Any) -> None:
-        self._drafter.check(target)
 
     def session(self, call: DraftCall) -> Session:
         self.last = ScriptedSession(call, self._texts, self._rng)

@@ -1,4 +1,4 @@
-"""What runs come to. Every figure has one definition, and is printed and stored with it."""
+"""The figures of a comparison. Every figure has one definition, which is printed and stored with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .calls import Run
 
-TIE_MARGIN = 1e-3  # below this, top-1/top-2 margins are rounding: a divergence there is a tie
+TIE_MARGIN = 1e-3  # a text that parts where the top-1/top-2 margin is smaller is a tie: rounding decides there
 
 DEFINITIONS = {
     "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
@@ -22,27 +22,28 @@ DEFINITIONS = {
     "time_ratio": "seconds of all calls over those of plain generate(), same settings, process and repeat, in changing "
     "order; median over repeats; below 1 is quicker",
     "first_calls": "seconds of the first call of each system in this process, which are in no other figure; plain "
-    "generate() comes first, so what the process does once for all is in its call",
+    "generate() comes first, so its call includes what a process does only once",
     "speed_up_repeats": "least and greatest of the repeats' speed-ups",
-    "speed_up_prompts": "10th percentile, median and 90th percentile over the prompts' own speed-ups, each from its "
+    "speed_up_prompts": "10th percentile, median and 90th percentile of the prompts' own speed-ups, each from its "
     "median seconds per token over repeats",
-    "decode_speed_up": "speed-up after the first token: tokens after those that came first over the time after them, "
-    "over the same of plain generate()",
+    "decode_speed_up": "speed-up after the first token: tokens/s after the tokens that came first, over those of plain "
+    "generate()",
     "first_token_ms": "milliseconds until the first new token was handed to a streamer; median over calls",
     "peak_memory_mb": "most memory held during a call, in 10^6 bytes, all loaded weights included (GPU: allocated; "
     "CPU: resident memory of the process); greatest of all calls",
-    "peak_growth_mb": "the same less what was held when the call began, which may be memory kept for use again; median",
-    "identical": "prompts whose text is plain decoding's in every repeat (sampled: of the same seed)",
-    "ties": f"prompts that parted where the target's top-1/top-2 margin is below {TIE_MARGIN}; only of greedy texts",
+    "peak_growth_mb": "the same less the memory held when the call began, which may include memory kept for reuse; "
+    "median",
+    "identical": "prompts whose text is plain decoding's in every repeat (sampled: with the same seed)",
+    "ties": f"prompts that parted where the target's top-1/top-2 margin is below {TIE_MARGIN}; greedy texts only",
     "divergent": "prompts that parted elsewhere",
-    "round": "milliseconds a round, of our own decoding: draft, verify, commit, and other (Python between them); "
+    "round": "milliseconds of a round of our own decoding: draft, verify, commit, and other (Python between them); "
     "depth_N: share of rounds that accepted at least N drafted tokens",
 }
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of the table; see `DEFINITIONS`. `None`: not known, or without meaning."""
+    """One row of the table, see `DEFINITIONS`. `None` stands for what is not known or has no meaning."""
 
     tau: float | None
     acceptance_length: float | None
@@ -61,7 +62,7 @@ class Summary:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of the values lie, linear between neighbours."""
+    """Returns the value below which a share (0 to 1) of the values lies, with linear interpolation."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -70,16 +71,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
-    """Figures of one system's runs beside plain decoding's of the same prompts and repeats."""
-    times = [_seconds(own) / _seconds(other) for own, other in _side_by_side(runs, plain, lambda run: run.repeat)]
-    ratios = [_speed(own) / _speed(other) for own, other in _side_by_side(runs, plain, lambda run: run.repeat)]
+    """Returns the figures of one system, given its runs and plain decoding's of the same prompts and repeats."""
+    repeats = _side_by_side(runs, plain, lambda run: run.repeat)
+    times = [_seconds(own) / _seconds(other) for own, other in repeats]
+    ratios = [_speed(own) / _speed(other) for own, other in repeats]
     prompts = [
         _seconds_per_token(other) / _seconds_per_token(own)
         for own, other in _side_by_side(runs, plain, lambda run: run.question)
     ]
-    decoding = [
-        (_decode_speed(own), _decode_speed(other)) for own, other in _side_by_side(runs, plain, lambda run: run.repeat)
-    ]
+    decoding = [(_decode_speed(own), _decode_speed(other)) for own, other in repeats]
     decode_ratios = [own / other for own, other in decoding if own is not None and other is not None]
     firsts = [run.first_seconds for run in runs if run.first_seconds is not None]
     peaks = [run.memory_peak for run in runs if run.memory_peak is not None]
@@ -92,7 +92,7 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
     return Summary(
         tau=_tau(runs),
         acceptance_length=_acceptance_length(runs),
-        tokens_per_second=statistics.median(_speed(group) for group in _grouped(runs, lambda run: run.repeat).values()),
+        tokens_per_second=statistics.median(_speed(own) for own, _ in repeats),
         speed_up=statistics.median(ratios),
         time_ratio=statistics.median(times),
         speed_up_repeats=(min(ratios), max(ratios)),
@@ -108,10 +108,12 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
 
 
 def by_category(runs: Sequence[Run], plain: Sequence[Run], categories: Sequence[str]) -> dict[str, Summary]:
-    """Figures of one system, category by category.
+    """Returns the figures of one system for each category.
 
     Args:
-        categories: of each question.
+        runs: runs of the system.
+        plain: runs of plain decoding.
+        categories: category of each question.
     """
     pairs = _side_by_side(runs, plain, lambda run: categories[run.question])
     names = dict.fromkeys(categories[run.question] for run in runs)
@@ -119,7 +121,7 @@ def by_category(runs: Sequence[Run], plain: Sequence[Run], categories: Sequence[
 
 
 def round_costs(runs: Sequence[Run]) -> dict[str, float]:
-    """Milliseconds per round by part where our decoding tells, and acceptance per depth where the system does."""
+    """Returns milliseconds of a round by part, and acceptance by depth, as far as the runs tell them."""
     costs = {}
     calls = [run.statistics for run in runs if run.statistics is not None]
     rounds = sum(call.rounds for call in calls)
@@ -135,20 +137,23 @@ def round_costs(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _tau(runs: Sequence[Run]) -> float | None:
-    """Of a batch only our statistics tell which rows a forward was for."""
+    """Returns tau; `None` for batches of others, where nobody counts the rows of a forward."""
     if any(run.rows > 1 and run.statistics is None for run in runs):
         return None
     return sum(run.tokens for run in runs) / sum(run.forwards for run in runs)
 
 
 def _acceptance_length(runs: Sequence[Run]) -> float | None:
-    """`None` where the system does not tell its rounds, or had none."""
+    """Returns tokens emitted per round; `None` where the system does not tell its rounds, or had none."""
     lengths = [length for run in runs for length in run.accepted or ()]
     return 1 + sum(lengths) / len(lengths) if lengths else None
 
 
 def _texts(runs: Sequence[Run]) -> tuple[int | None, int | None, int | None]:
-    """Identical, tied and divergent prompts (or rows of batches); `None` where texts cannot be compared."""
+    """Returns the numbers of identical, tied and divergent prompts (or rows of batches).
+
+    They are `None` where texts cannot be compared.
+    """
     if any(run.same_rows is None for run in runs):
         return None, None, None
     identical = ties = divergent = 0
@@ -172,7 +177,7 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], object]) -> dict[object, 
 def _side_by_side(
     runs: Sequence[Run], plain: Sequence[Run], key: Callable[[Run], object]
 ) -> list[tuple[list[Run], list[Run]]]:
-    """Groups of a system's runs, each with plain decoding's."""
+    """Returns groups of a system's runs, each with the same group of plain decoding's."""
     others = _grouped(plain, key)
     return [(group, others[name]) for name, group in _grouped(runs, key).items()]
 
@@ -190,7 +195,7 @@ def _seconds_per_token(runs: Sequence[Run]) -> float:
 
 
 def _decode_speed(runs: Sequence[Run]) -> float | None:
-    """Tokens/s after the first ones; `None` if a run does not tell when those came, or nothing came after."""
+    """Returns tokens/s after the first tokens; `None` if a run does not tell when they came, or none came after."""
     if any(run.first_seconds is None for run in runs):
         return None
     tokens = sum(run.tokens - run.first_tokens for run in runs)

@@ -1,16 +1,16 @@
-"""The support table: every type of transformers that can be made tiny here, decoded with and without a drafter.
+"""The support table: every model type that can be made tiny is decoded with and without a drafter.
 
-No type is on a list of ours: they come from transformers' own mappings.
+The types come from transformers' own mappings, not from a list of ours.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig, decoder
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..target.target_limits import text_config, windows
+from ..training.files import write_complete
 from .scripted import ScriptedDrafter
 from .tiny import tiny_config, tiny_model
 
@@ -39,14 +40,16 @@ class Support:
     """One row of the table.
 
     Attributes:
-        task, model_type: where the type comes from.
-        drafts: `"tree"`, `"chain"`, `"refused"`; `"plain fails"` where `generate()` alone does not work, `"not built"`
-            where no tiny model could be made.
-        equal: whether all texts were those of plain decoding; `None` if nothing was compared.
-        batch: the same of a left-padded batch, `"-"` where plain decoding has none.
-        ngrams: the same of a drafter without a network.
-        long: the same of a prompt longer than every window that the configuration names, by both drafters.
-        tau: tokens per target forward in a batch of one, of scripted drafts.
+        task: one of `MAPPINGS`.
+        model_type: transformers' name of the type.
+        drafts: `"tree"`, `"chain"` or `"refused"`; `"plain fails"` where `generate()` alone does not work, `"not
+            built"` where no tiny model could be made, `"error"` where drafted decoding raised something else.
+        equal: whether the text of scripted drafts is plain decoding's; `None` if nothing was compared.
+        batch: the same for a left-padded batch: `"equal"`, `"differs"`, `"refused"`, an error, or `"-"` where plain
+            decoding does not work.
+        ngrams: the same for drafts by n-grams.
+        long: the same for a prompt longer than every window that the configuration names, by both drafters.
+        tau: number of tokens per target forward of scripted drafts.
         reason: why it is not a tree.
     """
 
@@ -62,11 +65,12 @@ class Support:
 
     @property
     def differs(self) -> bool:
+        """Whether any text was not plain decoding's."""
         return self.equal is False or "differs" in (self.batch, self.ngrams, self.long)
 
 
 def model_types(task: str) -> Iterator[tuple[str, Any, Any]]:
-    """Model type, configuration class and model class of all types of a task."""
+    """Yields the model type, configuration class and model class of all types of a task."""
     for model_type, class_names in getattr(modeling_auto, MAPPINGS[task]).items():
         module = importlib.import_module(
             f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}"
@@ -78,7 +82,7 @@ def model_types(task: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_type(task: str, model_type: str, config_class: Any, model_class: Any) -> Support:
-    """Builds, decodes both ways, compares."""
+    """Builds a tiny model of a type, decodes with and without drafters, and compares the texts."""
     model = plain = problem = None
     for layer_lists in ("anew", "cut", "full"):
         try:
@@ -121,10 +125,10 @@ def check_type(task: str, model_type: str, config_class: Any, model_class: Any) 
 
 
 def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -> str:
-    """`"equal"`, `"differs"`, `"refused"`, an error, or `"-"` where plain decoding has nothing to compare with."""
+    """Compares texts with and without a drafter. Returns what `Support.batch` says."""
     try:
         plain = _decode(model, rows, None, prompt)
-    except Exception:  # not ours
+    except Exception:  # plain decoding does not work
         return "-"
     try:
         drafted = _decode(model, rows, make_drafter(model, _new(plain)), prompt)
@@ -157,7 +161,7 @@ def _decode(model: Any, rows: int, drafter: Any, prompt: int = _PROMPT) -> Any:
 
 
 def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
-    """Token ids `[rows, prompt]`, padded at the left, or what a model hears."""
+    """Returns token ids `[rows, prompt]`, padded at the left, or the features that a speech model takes."""
     generator = torch.Generator().manual_seed(rows)
     if model.main_input_name == "input_features":
         frames = 2 * model.config.max_source_positions
@@ -170,7 +174,7 @@ def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
 
 
 def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2) -> ScriptedDrafter:
-    """A drafter that reads hidden states as any that fits, and drafts along `texts`."""
+    """Returns a drafter that fits a model and reads its hidden states, but drafts along given texts."""
     config = text_config(model)
     torch.manual_seed(1)
     drafter = HSDrafter(
@@ -199,7 +203,7 @@ def _brief(error: BaseException) -> str:
 
 
 def check_all(tasks: Sequence[str], only: Sequence[str] = ()) -> Iterator[Support]:
-    """All types of the tasks, one by one."""
+    """Checks all types of some tasks, one by one."""
     for task in tasks:
         for model_type, config_class, model_class in model_types(task):
             if only and model_type not in only:
@@ -209,7 +213,7 @@ def check_all(tasks: Sequence[str], only: Sequence[str] = ()) -> Iterator[Suppor
 
 
 def as_markdown(rows: Sequence[Support]) -> str:
-    """The table with its counts."""
+    """Returns the table with its counts."""
     lines = [
         "# Which targets can be drafted for",
         "",
@@ -244,7 +248,6 @@ def as_markdown(rows: Sequence[Support]) -> str:
 
 
 def write_table(path: str, rows: Sequence[Support]) -> None:
-    temporary = f"{path}.tmp"
-    with open(temporary, "w") as file:
-        file.write(as_markdown(rows))
-    os.replace(temporary, path)
+    """Writes the table. The file is replaced only when the new one is complete."""
+    text = as_markdown(rows)
+    write_complete(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"))

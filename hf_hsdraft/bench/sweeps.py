@@ -1,32 +1,32 @@
-"""The same comparison at several context lengths, at several batch sizes, and of calls that emit only so much."""
+"""The same comparison at several context lengths, batch sizes, or numbers of new tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..target.target_limits import text_config
 from .calls import Settings
-from .measure import encode_prompt
+from .measure import encode_batch, encode_prompt
 from .run import Inputs, Measured, measure
 from .systems import System
 
 CONTEXT, BATCH, NEW = "context_lengths", "batch_sizes", "new_tokens"
 MEANING = {
-    CONTEXT: "prompts padded to so many tokens at most, by text of other prompts in front of them in the user's turn",
-    BATCH: "so many prompts a call, neighbours in length, padded at the left; tokens/s and texts are of all rows",
-    NEW: "tokens emitted by a call at most; all calls here are later ones, after a warm-up",
+    CONTEXT: "prompts filled up to at most so many tokens, by text of other prompts before them in the user's turn",
+    BATCH: "so many prompts a call, of similar length, padded at the left; tokens/s and texts are those of all rows",
+    NEW: "greatest number of tokens that a call emits; every call here comes after a warm-up",
 }
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One context length, batch size or number of new tokens.
+    """What was measured at one context length, batch size or number of new tokens.
 
     Attributes:
-        value: tokens of the prompt, prompts a call, or new tokens.
-        prompt_tokens: mean length of the prompts, padding of batches not counted.
+        value: number of tokens of a prompt, of prompts a call, or of new tokens.
+        prompt_tokens: mean number of tokens of a prompt, without padding.
         measured: all calls.
     """
 
@@ -67,10 +67,16 @@ def check_points(
 
 
 def padded_prompt(tokenizer: Any, prompt: str, others: Sequence[str], length: int) -> str | None:
-    """The prompt behind as much text of others as fits into `length` tokens, chat template included.
+    """Puts text of other prompts in front of a prompt, as much as fits.
+
+    Args:
+        tokenizer: the target's tokenizer.
+        prompt: the prompt.
+        others: the other prompts.
+        length: greatest number of tokens, chat template included.
 
     Returns:
-        the user's turn; `None` if the prompt alone is longer.
+        The user's turn; `None` if the prompt alone is too long.
     """
     own = _length(tokenizer, prompt)
     if own > length:
@@ -83,7 +89,7 @@ def padded_prompt(tokenizer: Any, prompt: str, others: Sequence[str], length: in
     def with_words(count: int) -> str:
         return " ".join(words[len(words) - count :]) + "\n\n" + prompt if count else prompt
 
-    low, high = 0, min(len(words), length)  # a word has a token or more
+    low, high = 0, min(len(words), length)  # a word has at least one token
     while low < high:
         middle = (low + high + 1) // 2
         if _length(tokenizer, with_words(middle)) <= length:
@@ -94,7 +100,7 @@ def padded_prompt(tokenizer: Any, prompt: str, others: Sequence[str], length: in
 
 
 def padded_batches(tokenizer: Any, prompts: Sequence[str], size: int, device: Any) -> list[Inputs]:
-    """Batches of `size` prompts, neighbours in length together, padded at the left; prompts left over are left out."""
+    """Returns batches of `size` prompts of similar length, padded at the left. Some longest prompts may be left out."""
     ordered = sorted(prompts, key=len)
     side, pad = tokenizer.padding_side, tokenizer.pad_token
     try:
@@ -102,7 +108,7 @@ def padded_batches(tokenizer: Any, prompts: Sequence[str], size: int, device: An
         if pad is None:
             tokenizer.pad_token = tokenizer.eos_token
         return [
-            _encoded_batch(tokenizer, ordered[start : start + size], device)
+            encode_batch(tokenizer, ordered[start : start + size], device)
             for start in range(0, len(ordered) - size + 1, size)
         ]
     finally:
@@ -116,45 +122,39 @@ def sweep(
     tokenizer: Any,
     systems: Sequence[System],
     prompts: Sequence[str],
-    kind: str,
+    axis: str,
     values: Sequence[int],
     settings: Settings,
     repeats: int = 1,
-    tell: Callable[[Measured], None] = lambda measured: None,
 ) -> Iterator[SweepPoint]:
     """Measures plain decoding and all systems at each value, in the order given.
 
     Args:
-        kind: `CONTEXT`, `BATCH` or `NEW`.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        systems: the other systems.
+        prompts: first turns of users.
+        axis: what changes: `CONTEXT`, `BATCH` or `NEW`.
+        values: the values that it takes.
+        settings: how all systems decode.
+        repeats: how often every system decodes all prompts.
     """
     for value in values:
-        how = replace(settings, max_new_tokens=value) if kind == NEW else settings
-        if kind == CONTEXT:
+        how = replace(settings, max_new_tokens=value) if axis == NEW else settings
+        if axis == CONTEXT:
             texts = [
                 padded_prompt(tokenizer, prompt, [*prompts[index + 1 :], *prompts[:index]], value)
                 for index, prompt in enumerate(prompts)
             ]
             inputs = [encode_prompt(tokenizer, text, target.device) for text in texts if text is not None]
-        elif kind == NEW:
+        elif axis == NEW:
             inputs = [encode_prompt(tokenizer, text, target.device) for text in prompts]
         else:
             inputs = padded_batches(tokenizer, prompts, value, target.device)
         tokens = sum(int(each["attention_mask"].sum()) for each in inputs)
         mean = tokens / sum(len(each["input_ids"]) for each in inputs)
-        yield SweepPoint(value, mean, measure(target, systems, inputs, how, repeats, tell))
+        yield SweepPoint(value, mean, measure(target, systems, inputs, how, repeats))
 
 
 def _length(tokenizer: Any, prompt: str) -> int:
     return encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
-
-
-def _encoded_batch(tokenizer: Any, prompts: Sequence[str], device: Any) -> Inputs:
-    plain = not getattr(tokenizer, "chat_template", None)
-    texts = list(prompts)
-    if not plain:
-        texts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
-            for p in prompts
-        ]
-    encoding = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=plain)
-    return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}

@@ -1,4 +1,4 @@
-"""The systems that are compared: what a variant's name stands for, and how it decodes."""
+"""The systems that are compared: what the name of a variant stands for, and how it decodes."""
 
 from __future__ import annotations
 
@@ -43,16 +43,19 @@ _LOOKUP_TOKENS = 10  # transformers' own example
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant as it was named, before any model is loaded.
+    """A variant as the user named it, before any model is loaded.
 
     Attributes:
         text: the name as given.
         kind: `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`,
             `packed`, `cacheback`, or one of `peers.NAMES` or `economize.KINDS`.
-        size, depth: of `treeSIZExDEPTH` and `chainSIZE`, if given.
+        size: SIZE of `treeSIZExDEPTH` or `chainSIZE`; `None` if it was not given.
+        depth: DEPTH of `treeSIZExDEPTH`; `None` if it was not given.
         options: drafting options that were named.
-        folder: of an economize drafter; cycle, confidence: how that drafts.
-        model: folder or Hub name of a peer's weights.
+        folder: folder of an economize drafter.
+        cycle: number of tokens of a cycle of economize.
+        confidence: probability below which economize stops drafting; `None` if it never does.
+        model: folder or Hub name of the weights of a peer.
     """
 
     text: str
@@ -73,11 +76,11 @@ class Variant:
 
     @property
     def drafts(self) -> bool:
-        """Whether it takes a trained drafter of ours."""
+        """Whether it takes one of our trained drafters."""
         return self.kind in ("default", "untrained", "chain", _CHAINS, "tree")
 
     def each(self, drafter: HSDrafter) -> list[Variant]:
-        """What this name stands for: `chains` for chains of all lengths that a drafter has, others for themselves."""
+        """Returns what this name stands for: `chains` for chains of all lengths of a drafter, others for themselves."""
         if self.kind != _CHAINS:
             return [self]
         longest = min(LONGEST_CHAIN, drafter.config.num_draft_steps)
@@ -85,7 +88,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Reads a variant's name; `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6 while above 0.4.
+        """Reads the name of a variant. `economize-eagle3=FOLDER:6:0.4` drafts in cycles of 6, above probability 0.4.
 
         Raises:
             ValueError: there is no such variant, or no such folder.
@@ -121,10 +124,11 @@ class Variant:
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Variants out of a comma-separated list.
+    """Reads a comma-separated list of variants.
 
     Raises:
-        ValueError, ImportError: see `Variant.parse`; or one is named twice, or none at all.
+        ValueError: see `Variant.parse`; or a variant is named twice, or none is named.
+        ImportError: see `Variant.parse`.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
@@ -139,15 +143,16 @@ class System:
     """One way of decoding.
 
     Attributes:
-        name: its row in the table.
-        generate_kwargs: what `generate()` is given beside the common settings.
-        drafter: `assistant_model`, if any; options: set on its `generation_config` for a call and taken back after it.
-        decode: decodes instead of `generate()`.
-        ours: drafts with an `HSDrafter`; if such a system fails the whole comparison does, others are left out.
-        draws_as_plain: sampling with the same seed gives plain's own text.
-        static: its cache has a fixed length, and its forwards may be compiled.
-        drafts_later: nothing is drafted in the prompt's forward.
-        packed: the target's weights are packed for the call, for its prompt too, but nothing is drafted.
+        name: name of its row in the table.
+        generate_kwargs: arguments of `generate()` besides the common settings.
+        drafter: the `assistant_model`; `None` for none.
+        options: drafting options that are set on the drafter during a call.
+        decode: function that decodes instead of `generate()`.
+        ours: whether it drafts with an `HSDrafter`. If such a system fails, the whole comparison fails.
+        draws_as_plain: whether sampling with the same seed gives plain decoding's text.
+        static: whether its cache has a fixed length. Its forwards may then be compiled.
+        drafts_later: whether nothing is drafted in the prompt's forward.
+        packed: whether the target's weights are packed for the whole call.
     """
 
     name: str
@@ -163,10 +168,11 @@ class System:
 
     @property
     def may_be_left_out(self) -> bool:
+        """Whether the comparison goes on without this system if it fails."""
         return not self.ours and self.name != PLAIN
 
     def shown_options(self) -> dict[str, Any]:
-        """The drafting options in force, for the report."""
+        """Returns the drafting options in force, for the report."""
         if not self.ours:
             return self.options
         config, names = self.drafter.generation_config, vars(self.drafter.default_generation_config())
@@ -175,13 +181,15 @@ class System:
 
 
 def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> System:
-    """A variant of ours with its drafter.
+    """Returns the system of one of our variants.
 
     Args:
-        label: of the drafter, where several are compared.
+        variant: the variant.
+        drafter: its drafter.
+        label: label of the drafter, where several are compared.
 
     Raises:
-        ValueError: the drafter has no such option, or not that value of it.
+        ValueError: the drafter has no such option, or the option cannot have that value.
     """
     options: dict[str, Any] = {}
     if variant.kind == "untrained":
@@ -209,13 +217,13 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
         raise ValueError(f"variant {variant.text!r}: {error}") from None
     finally:
         drafter.generation_config = stored
-    alike = chosen.verification == "walk" and chosen.tree_builder == "beam"  # others draw more than plain decoding
+    alike = chosen.verification == "walk" and chosen.tree_builder == "beam"  # others draw further random numbers
     name = f"{label}: {variant.text}" if label else variant.text
     return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike)
 
 
 def _untrained(drafter: HSDrafter) -> HSDrafter:
-    """A drafter of the same shape that knows nothing: what drafting costs where it is of no use."""
+    """Returns a drafter of the same shape with random weights. It shows what useless drafts cost."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return HSDrafter(drafter.config).to(drafter.device, drafter.dtype).eval()
@@ -229,9 +237,9 @@ def with_options(drafter: Any, options: dict[str, Any]) -> None:
 
 
 def other_system(variant: Variant, target: Any) -> System:
-    """A variant that is none of ours."""
+    """Returns the system of a variant that is not ours."""
     if variant.kind == "lookup":
-        # Its draws are made for all drafted places at once, so a seed gives another text than plain decoding's.
+        # It draws at all drafted places at once, so the same seed gives another text than plain decoding does.
         kwargs = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
         return System("prompt lookup (transformers)", kwargs, draws_as_plain=False)
     if variant.kind == "static":
@@ -254,10 +262,12 @@ def other_system(variant: Variant, target: Any) -> System:
 
 
 def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, HSDrafter]) -> list[System]:
-    """What plain decoding is compared with, in the order given; each variant of ours with each drafter.
+    """Returns the systems of some variants, in the order given. Each of our variants comes with each drafter.
 
     Args:
-        drafters: by label; labels are shown only if there are several.
+        variants: the variants.
+        target: the target.
+        drafters: drafters by label. Labels are shown only if there are several.
 
     Raises:
         ValueError: an option does not fit its drafter.

@@ -1,4 +1,4 @@
-"""Batches: tokens/s with a drafter against plain `generate()`, by batch size, both sides alternating."""
+"""Tokens/s of batches with a drafter and by plain `generate()`, in turn, for each batch size."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from rich.console import Console
 from rich.table import Table
 
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from .measure import DEFINITIONS
+from .calls import until_end
+from .machine import synchronise
+from .measure import DEFINITIONS, encode_batch
 
 
 @dataclass
 class Throughput:
-    """One batch size.
+    """What was measured of one batch size.
 
     Attributes:
-        batch_size: prompts a call.
-        plain, drafted: seconds and new tokens of the calls, in order.
-        row_forwards: target forwards with the drafter, each counted for every row that was still growing.
-        same_rows: rows whose text was that of plain decoding, of `rows`.
+        batch_size: number of prompts a call.
+        plain: seconds and number of new tokens of each plain call.
+        drafted: seconds and number of new tokens of each drafted call.
+        row_forwards: number of target forwards of the drafted calls, each counted for every row that still grew.
+        same_rows: number of rows with plain decoding's text.
+        rows: number of rows.
     """
 
     batch_size: int
@@ -56,10 +60,19 @@ def run_throughput(
     max_new_tokens: int,
     calls: int,
 ) -> list[Throughput]:
-    """Greedy decoding of batches of prompts, left-padded, in order of length as a batch job would put them.
+    """Measures greedy decoding of batches, padded at the left. Prompts of similar length go together.
 
     Args:
-        calls: batches timed for each size.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        drafter: the drafter.
+        prompts: first turns of users.
+        batch_sizes: numbers of prompts a call.
+        max_new_tokens: greatest number of new tokens of a prompt.
+        calls: number of batches of each size.
+
+    Raises:
+        ValueError: there are fewer prompts than a batch needs.
     """
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
@@ -72,16 +85,21 @@ def run_throughput(
         if not batches:
             raise ValueError(f"a batch of {size} needs as many prompts; there are {len(prompts)}")
         for index, batch in enumerate([batches[0], *batches]):
-            inputs = _encode(tokenizer, batch, target.device)
+            inputs = encode_batch(tokenizer, batch, target.device)
             plain = _timed(target, inputs, max_new_tokens if index else 4, None)
             drafted = _timed(target, inputs, max_new_tokens if index else 4, drafter)
-            if index:  # the first one warms up
-                length = inputs["input_ids"].shape[1]
-                result.plain.append((plain[0], _new_tokens(plain[1].sequences, length, target)))
-                result.drafted.append((drafted[0], _new_tokens(drafted[1].sequences, length, target)))
-                result.row_forwards += drafted[1].statistics.row_forwards
-                result.rows += size
-                result.same_rows += _same_rows(plain[1].sequences, drafted[1].sequences)
+            if index == 0:  # the first call warms up
+                continue
+            length = inputs["input_ids"].shape[1]
+            texts = [
+                [until_end(row, target) for row in output.sequences[:, length:].tolist()]
+                for output in (plain[1], drafted[1])
+            ]
+            result.plain.append((plain[0], sum(map(len, texts[0]))))
+            result.drafted.append((drafted[0], sum(map(len, texts[1]))))
+            result.row_forwards += drafted[1].statistics.row_forwards
+            result.rows += size
+            result.same_rows += sum(one == other for one, other in zip(*texts, strict=True))
         results.append(result)
     return results
 
@@ -97,36 +115,11 @@ def print_throughput(results: Sequence[Throughput], console: Console) -> None:
     console.print(DEFINITIONS, style="dim")
 
 
-def _encode(tokenizer: Any, prompts: Sequence[str], device: Any) -> dict[str, torch.Tensor]:
-    texts = prompts
-    if getattr(tokenizer, "chat_template", None):
-        texts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
-            for p in prompts
-        ]
-    encoding = tokenizer(list(texts), return_tensors="pt", padding=True, add_special_tokens=texts is prompts)
-    return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}
-
-
 def _timed(target: Any, inputs: dict[str, torch.Tensor], new: int, drafter: HSDrafter | None) -> tuple[float, Any]:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    begin = time.perf_counter()
+    """Returns the seconds of a call and its output."""
     given = {} if drafter is None else {"assistant_model": drafter}
+    synchronise(target.device)
+    begin = time.perf_counter()
     output = target.generate(**inputs, do_sample=False, max_new_tokens=new, return_dict_in_generate=True, **given)
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
+    synchronise(target.device)
     return time.perf_counter() - begin, output
-
-
-def _new_tokens(sequences: torch.Tensor, length: int, target: Any) -> int:
-    """Tokens up to the end of each row; padding after it is none."""
-    ends = target.generation_config.eos_token_id
-    ends = torch.tensor([ends] if isinstance(ends, int) else ends or [], device=sequences.device)
-    ended = torch.isin(sequences[:, length:], ends).long().cumsum(1)
-    return int((ended - torch.isin(sequences[:, length:], ends).long() == 0).sum())
-
-
-def _same_rows(plain: torch.Tensor, drafted: torch.Tensor) -> int:
-    length = min(plain.shape[1], drafted.shape[1])
-    return int((plain[:, :length] == drafted[:, :length]).all(dim=1).sum())

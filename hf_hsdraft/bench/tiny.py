@@ -1,4 +1,4 @@
-"""Tiny random models of any type of transformers, from nothing but its configuration class."""
+"""Tiny random models of any type of transformers, made from its configuration class alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 
 VOCABULARY = 99
 _LAYERS = 4
-_PARAMETERS = 30_000_000  # more than this was not made small
+_PARAMETERS = 30_000_000  # a model with more parameters was not made small
 
-# First match decides. Sizes that have to fit each other (heads times head size, groups of experts) are chosen to.
+# The first pattern that matches decides. Sizes that depend on each other (heads and head size, groups of experts) fit.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size(_per_layer_input)?$", VOCABULARY),
     (r"pad_token_id$", 0),
@@ -62,14 +62,15 @@ _STD = re.compile(r"(initializer_range|init_std|initializer_factor|initializer_r
 
 
 def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any]:
-    """The fields of a configuration with small sizes instead of its own.
+    """Returns the fields of a configuration with small sizes.
 
     Args:
-        layer_lists: what becomes of lists with one entry a layer: `"anew"` leaves them to the configuration, `"cut"`
-            keeps an entry of each kind, `"full"` makes all layers full attention.
+        config: a configuration with its usual sizes.
+        layer_lists: what becomes of lists with one entry per layer. `"anew"` leaves them to the configuration class,
+            `"cut"` keeps an entry of each kind, `"full"` makes all layers full attention.
     """
     fields: dict[str, Any] = {}
-    latent = _field(config, "kv_lora_rank") is not None  # every head has its own keys then
+    latent = _field(config, "kv_lora_rank") is not None  # then every head has its own keys
     old_layers = _field(config, "num_hidden_layers")
     for name, value in config.to_dict().items():
         inner = _field(config, name)
@@ -83,7 +84,7 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
                 places = [list(map(str, value)).index(kind) for kind in kinds]
                 fields[name] = [value[places[index % len(places)]] for index in range(_LAYERS)]
         elif isinstance(value, dict) and "mrope_section" in value:
-            fields[name] = {**value, "mrope_section": [2, 1, 1]}  # halves of a head of 8
+            fields[name] = {**value, "mrope_section": [2, 1, 1]}  # adds up to half of a head of 8
         elif _STD.search(name) and isinstance(value, float):
             fields[name] = 1.0 if "factor" in name else 0.2
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -107,12 +108,12 @@ def shrunk(config: PreTrainedConfig, layer_lists: str = "anew") -> dict[str, Any
 def _field(config: PreTrainedConfig, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except Exception:  # a field that differs by layer raises an error of its own
+    except Exception:  # a field that differs by layer raises an error
         return None
 
 
 def tiny_config(config_class: type[PreTrainedConfig], layer_lists: str = "anew") -> PreTrainedConfig:
-    """A configuration of this class with a few small layers and no end-of-text token."""
+    """Returns a configuration of a class with a few small layers and no end-of-text token."""
     fields = shrunk(config_class(), layer_lists)
     fields.pop("model_type", None)
     fields.pop("transformers_version", None)
@@ -120,10 +121,10 @@ def tiny_config(config_class: type[PreTrainedConfig], layer_lists: str = "anew")
 
 
 def tiny_model(model_class: Any, config: PreTrainedConfig, seed: int = 0) -> Any:
-    """A random model in float32 for evaluation.
+    """Returns a random model in float32, in evaluation mode.
 
     Raises:
-        ValueError: its configuration could not be made small.
+        ValueError: the configuration was not made small.
     """
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class._from_config(config).parameters())

@@ -11,8 +11,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..common.checks import few, is_integer, is_number, printable
+from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
-from ..trees.tree_builders import TREE_BUILDERS
+from ..trees.builder_registry import TREE_BUILDERS
 from ..verifiers.registry import VERIFIERS
 from .ngrams.ngram_cache import MOST_LEADING
 
@@ -32,7 +33,7 @@ class DraftOptions:
 
     Attributes:
         depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
-        tree_size, beam_width: see `build_beam_trees`; a batch shares `tree_size`.
+        tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
         reuse: `"none"`, `"ensemble"` or `"resample"`.
         reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
@@ -66,7 +67,7 @@ class DraftOptions:
         """
         if rows == 1:
             return self
-        size = max(2 * self.tree_size // (3 * rows), 2)
+        size = max(int(TUNING.batch_share * self.tree_size / rows), TUNING.batch_least_nodes)
         return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
 
     def as_chain(self) -> DraftOptions:
@@ -218,4 +219,4 @@ def _given_costs(node: Any, depth: Any) -> Costs | None:
                 f"{name}={value!r} is invalid: expected 0 to 1, in forwards of one token; give both node_cost and "
                 "depth_cost, or neither to have them measured"
             )
-    return Costs.of(node, depth)
+    return Costs(tree=0.0, node=node, draft=depth, depth=depth)

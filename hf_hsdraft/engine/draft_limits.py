@@ -126,9 +126,8 @@ class DraftLimits:
             return why_drafts_end(target, max(self._positions.roots) + PROBE_DEPTH) or (
                 "nothing is drafted so close to the last position that the target has or reads alike"
             )
-        if (
-            unknown and room <= STEPS + 1 and self._tries_with_own_steps
-        ):  # not even the first text that is longer could gain by a trial
+        # A trial reads its tokens one by one, and the last token of a call is never drafted: no draft would follow.
+        if unknown and self._tries_with_own_steps and room <= STEPS + 1:
             return "nothing is drafted in so short a call before it is known what the target can do"
         return ""
 

@@ -27,7 +27,7 @@ class Drafting:
 
     Attributes:
         pace: how much to draft. The call replaces it where another one is due.
-        depth: how deep the drafter's session was to draft in the last round; 0 for not at all.
+        depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
     def __init__(self, session: Session, front: NgramSession | None = None, prune: Prune = _whole) -> None:
@@ -35,7 +35,8 @@ class Drafting:
         self._prune = prune
         self.pace: Pace = FixedPace()
         self.depth = 0
-        self._free = [each for each in (front, session) if each is not None and each.free]
+        self._sessions = [session] if front is None else [front, session]
+        self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
         self._rests = False
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
@@ -73,9 +74,9 @@ class Drafting:
         drafted = self._of_session(self._paced, limited)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
-        weighed = self.pace.weighed([self._drafted[row] for row in deciding], self.depth)
-        scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items() if row not in deciding}
-        return scored | dict(zip(deciding, weighed, strict=True))
+        scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items()}
+        self.pace.note_gains([scored[row] for row in deciding], self.depth)
+        return scored
 
     def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
         """What a session drafts, without nodes that would be verified in vain."""
@@ -96,15 +97,15 @@ class Drafting:
             if drafted is not None:
                 self.pace.learn(drafted, each.tokens)
         self._drafted = {}
-        for session in (*self._free, self._paced):
-            if session is not None:
-                session.observe(news)
+        for session in self._sessions:
+            session.observe(news)
 
     def keep(self, rows: Sequence[int]) -> None:
         """From here on only these texts go on."""
-        for session in (*self._free, self._paced) if not self._rests else ():
-            if session is not None:
-                session.keep(rows)
+        if self._rests:
+            return
+        for session in self._sessions:
+            session.keep(rows)
 
 
 def _checked(session: Session, trees: Sequence[DraftTree], asks: Sequence[Ask]) -> Sequence[DraftTree]:

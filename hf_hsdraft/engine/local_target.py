@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..common.tensors import on_device
+from ..common.tuning import TUNING
 from ..drafters.protocol import Accepted, Ask
 from ..target.target_outputs import TargetOutput
 from ..target.target_runtime import TargetRuntime
@@ -16,11 +17,6 @@ from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .recorder import Recorder
 from .text_positions import TextPositions
-
-# Ended texts leave once at most this share of those that are read still grows. Leaving moves the cache, so it must pay.
-_FEWER = 0.75
-_ABREAST = 1  # a text that is at most so many tokens ahead of the last one is waited for too
-_MOST_KNOWN = 2**14  # tokens of a prompt that sessions are told: entering them takes time
 
 
 class LocalTarget:
@@ -151,7 +147,7 @@ class LocalTarget:
     def staying(self) -> list[int]:
         """Returns the texts that stay if ended ones leave the forwards now; empty if leaving does not pay yet."""
         staying = [row for row in self.read if row not in self._closed]
-        return staying if len(staying) <= _FEWER * len(self.read) else []
+        return staying if len(staying) <= TUNING.leaving_share * len(self.read) else []
 
     def keep(self, rows: Sequence[int]) -> None:
         """From here on forwards are of these texts alone."""
@@ -177,7 +173,7 @@ class LocalTarget:
 def waited_for(lengths: Mapping[int, int]) -> list[int]:
     """The texts that a batch waits for, by their lengths: it has ended when the last of them has."""
     shortest = min(lengths.values(), default=0)
-    return [row for row, length in lengths.items() if length - shortest <= _ABREAST]
+    return [row for row, length in lengths.items() if length - shortest <= TUNING.abreast]
 
 
 def prompt_news(
@@ -201,7 +197,7 @@ def prompt_news(
             known = known[attended[row].to(known.device)]
         real = positions.real[row].nonzero().flatten()
         taps, places = own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
-        earlier, tokens = known[-_MOST_KNOWN:].tolist(), [texts.last_token(row)]
+        earlier, tokens = known[-TUNING.most_known :].tolist(), [texts.last_token(row)]
         if inputs_embeds is not None and text.ids.shape[1] <= count:
             after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :]
             embeds = after[real[:-1].to(after.device)]

@@ -23,7 +23,7 @@ class Round:
         accepted: number of emitted tokens of each text that its tree held.
         forwards: number of forwards of the target.
         emitted: number of tokens emitted by each text that the batch waits for.
-        depth: how deep the drafter drafted.
+        depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
     """
 
     nodes: Sequence[int]
@@ -105,7 +105,7 @@ class PaceTimer(Observer):
             emitted = sum(done.emitted) / len(done.emitted)
             seconds = None if self._packer.packs else self._verified - self._drafted
             draft_seconds = self._drafted - self._began
-            self._drafting.pace.timed(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
+            self._drafting.pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
 
 
 class Packer(Observer):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..acceleration.cpu.packing import Packing
+from ..common.tuning import TUNING
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import DraftCall, Drafter
 from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_packed
@@ -164,11 +165,11 @@ class Rounds:
         rows, session, runtime = len(self._target.read), self.drafting.session, self._call.runtime
         options = self._limits.options.shared_by(rows)
         foresight = self._call.texts.foresight
-        draws = foresight.kind if foresight else None  # they take time, and drafts go by them
+        draws = foresight.warper_names if foresight else None  # they take time, and drafts go by them
         costs = (
             *kind_of_call(runtime),
             options.beam_width,
-            (self._target.furthest() >> 10).bit_length(),
+            (self._target.furthest() // TUNING.cost_length).bit_length(),
             runtime.num_texts,
             draws,
             runtime.compile_config is not None,

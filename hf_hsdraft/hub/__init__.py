@@ -1,1 +1,1 @@
-"""Commands about drafters on the Hub and in its cache."""
+"""Drafters on the Hub and in its cache: what they are, and their figures."""

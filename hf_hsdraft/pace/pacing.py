@@ -1,9 +1,10 @@
-"""How much to draft: as much as pays, by what forwards cost on this device and by what was accepted in this text.
+"""The pace: how deep to draft and how many nodes to verify, so that decoding takes the least time.
 
-Time is counted in plain rounds, see `round_costs`. A draft costs a part of one, so does a verified node, and every
-accepted token saves one. Two things are learnt: what forwards and drafts cost, and how the drafts of a text do
-(`Habits`). A text begins with what the drafter's last text taught. None of it changes the distribution of what is
-emitted. Whoever gives the costs gets the same trees in every run: then nothing is measured, and nothing is kept.
+All times are counted in plain rounds, see `round_costs`. An accepted token saves one plain round. A draft costs a part
+of one, and so does each verified node. Two things are learnt: what forwards and drafts cost (`MeasuredCosts`), and how
+often the drafts of a text are right (`Habits`). A text begins with the habits of the drafter's last text. The pace
+never changes the distribution of the emitted text. Where the user gives the costs, nothing is measured or remembered,
+and every run drafts the same trees.
 """
 
 from __future__ import annotations
@@ -12,214 +13,194 @@ import math
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
+from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .calibration import Calibration
 from .round_costs import Costs, MeasuredCosts
 
-_PRIOR_ACCEPTED = 0.3  # tokens that expectations count for by themselves, beside what came of them
-_FADING = 0.85  # of the weight of earlier rounds, with each further one
-_SLOWER = 1.1  # than without packed weights, and more than noise: there nothing is packed
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 32  # rounds without a draft, before it is tried again
-_KEPT_DRAFTS = 2  # drafts that the gains of an earlier text count for
-_KEPT_TRUST = 0.3  # of what was accepted and expected in an earlier text
-
 
 @dataclass
 class Habits:
-    """How the drafts of a text have been doing.
+    """How the drafts of a text have been doing. The means and sums give more weight to later rounds.
 
     Attributes:
         calibration: how often drafted tokens are right.
-        gains: for each depth of a draft, the tokens that it adds, less what verifying its nodes costs; running means.
-        drafts: number of drafts that `gains` are means of.
-        tokens, time: emitted in a round, and its time in plain rounds; running means.
-        accepted, expected: drafted tokens that were accepted of late, and that had been expected to be.
+        gains: for each depth of a draft, the mean number of tokens that it adds, less the cost of verifying its nodes.
+        drafts: number of drafts behind `gains`.
+        tokens: mean number of tokens emitted in a round.
+        time: mean time of a round, in plain rounds.
+        accepted: number of drafted tokens that were accepted.
+        expected: number of drafted tokens that were expected to be accepted.
     """
 
     calibration: Calibration
     gains: list[float]
     drafts: int = 0
-    tokens: float = 2.0
-    time: float = 1.4
+    tokens: float = TUNING.first_tokens
+    time: float = TUNING.first_time
     accepted: float = 0.0
     expected: float = 0.0
 
     @classmethod
     def assumed(cls, depth: int) -> Habits:
-        return cls(Calibration(), [0.5 * 0.4**d for d in range(depth)])
+        """Returns what is assumed of a drafter's first text, for drafts up to `depth`."""
+        return cls(Calibration(), [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)])
 
     def of_depth(self, depth: int) -> Habits:
-        """The same for drafts of another greatest depth; gains go on falling beyond what is known."""
+        """Returns the same habits for drafts up to another depth. Unknown gains are half of the one before."""
         gains = self.gains[:depth]
-        last = gains[-1] if gains else 0.0
-        return replace(self, gains=gains + [last * 0.5 ** (d + 1) for d in range(depth - len(gains))])
+        while len(gains) < depth:
+            gains.append(TUNING.unknown_gain_ratio * gains[-1] if gains else 0.0)
+        return replace(self, gains=gains)
 
     def for_another_text(self) -> Habits:
-        """What is expected of the next text."""
+        """Returns what is expected of the next text: the same, with less weight against what will come."""
         return replace(
             self,
             calibration=self.calibration.softened(),
             gains=list(self.gains),
-            drafts=min(self.drafts, _KEPT_DRAFTS),
-            accepted=_KEPT_TRUST * self.accepted,
-            expected=_KEPT_TRUST * self.expected,
+            drafts=min(self.drafts, TUNING.kept_drafts),
+            accepted=TUNING.kept_trust * self.accepted,
+            expected=TUNING.kept_trust * self.expected,
         )
 
     @property
     def trust(self) -> float:
-        """What an expected token has been worth of late."""
-        return min((self.accepted + _PRIOR_ACCEPTED) / (self.expected + _PRIOR_ACCEPTED), 1.5)
+        """Number of tokens that were accepted for each token that was expected to be."""
+        return min((self.accepted + TUNING.trust_prior) / (self.expected + TUNING.trust_prior), TUNING.most_trust)
 
     @property
     def rate(self) -> float:
-        """Tokens emitted in the time of a plain round; plain decoding has 1, so it is never less."""
+        """Number of tokens emitted in the time of a plain round; at least 1, which plain decoding has."""
         return max(self.tokens / self.time, 1.0)
 
 
-class Pace(Protocol):
-    """How much to draft and to verify, round by round.
+class Pace:
+    """How much to draft and to verify, round by round. The methods of this class limit nothing.
 
     Attributes:
         measures: whether rounds have to be timed.
     """
 
-    @property
-    def measures(self) -> bool: ...
+    measures = False
 
     def plan(self, certain: float = 0.0) -> int:
-        """How deep to draft in this round. Called once a round, as waiting rounds are counted.
+        """Begins a round and returns how deep to draft in it. Rounds without a draft are counted here.
 
         Args:
             certain: probability that the next token is among those that are proposed without a draft.
         """
-        ...
-
-    def scored(self, tree: DraftTree) -> DraftTree:
-        """A drafted tree, scored by how probable its nodes are to be accepted."""
-        ...
-
-    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
-        """The same of trees drafted to some depth just now, of the texts that decide; what each depth adds is noted."""
-        ...
-
-    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
-        """The trees with as many nodes as are worth verifying in one forward, by those of the rows that decide.
-
-        Called once a round.
-        """
-        ...
-
-    def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        """Takes what was emitted after the root of an uncut draft, as the drafter scored it."""
-        ...
-
-    def timed(
-        self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
-    ) -> None:
-        """Takes how a round went.
-
-        Args:
-            nodes: number of nodes verified in the largest tree.
-            emitted: number of tokens emitted a row that decides, on average.
-            forward_seconds: `None` of a round that did something else too, whose time says nothing.
-            depth: that was drafted.
-            draft_seconds: time the draft took.
-        """
-        ...
-
-
-class FixedPace:
-    """Drafts and verifies all there is, in every round."""
-
-    measures = False
-
-    def plan(self, certain: float = 0.0) -> int:
         return sys.maxsize
 
     def scored(self, tree: DraftTree) -> DraftTree:
+        """Returns a drafted tree with scores that say how probable it is that its nodes are accepted."""
         return tree
 
-    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
-        return list(trees)
+    def note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
+        """Notes what each depth of a new draft adds.
+
+        Args:
+            trees: drafts of the texts that decide, as `scored` returns them.
+            depth: depth that was asked for.
+        """
 
     def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
+        """Cuts trees to the number of nodes that is worth verifying in this round. Called once a round.
+
+        Args:
+            trees: trees of all texts.
+            deciding: trees of the texts that decide.
+        """
         return list(trees)
 
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        pass
+        """Learns how often drafted tokens are right.
 
-    def timed(
+        Args:
+            tree: a whole draft, with the drafter's own scores.
+            tokens: tokens emitted after its root.
+        """
+
+    def note_round(
         self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
     ) -> None:
-        pass
+        """Notes how a round went.
+
+        Args:
+            nodes: number of nodes verified in the largest tree.
+            emitted: mean number of tokens emitted by the texts that decide.
+            forward_seconds: seconds of the target's forward; `None` if it did something else too.
+            depth: depth that was drafted; 0 for no draft.
+            draft_seconds: seconds of the draft.
+        """
 
 
-class CostPace:
-    """Decides round by round how deep to draft and which nodes to verify. One for a call, all its rows together.
+class FixedPace(Pace):
+    """Drafts and verifies all there is, in every round."""
 
-    A batch is done when its last row is, so the rows that are furthest behind decide: `weighed`, `most_nodes` and
-    `timed` are told of theirs alone. The other rows draft and verify as much.
+
+class CostPace(Pace):
+    """Chooses the depth and the nodes that gain most time. One pace serves a call, all its texts together.
+
+    A batch ends with its last text. So the texts that are furthest behind decide, and the others draft and verify as
+    much.
 
     Args:
-        depth: the most there may be.
-        costs: as given, or as they are measured here.
-        habits: what is known of the text, or of texts before it; updated here.
+        depth: greatest depth of a draft.
+        costs: costs as the user gives them, or costs that are measured here.
+
+    Attributes:
+        habits: what is known of the text, or of texts before it.
+        measured: the costs that are measured here; `None` if the user gives them.
     """
 
-    def __init__(self, depth: int, costs: Costs | MeasuredCosts, habits: Habits | None = None) -> None:
+    def __init__(self, depth: int, costs: Costs | MeasuredCosts) -> None:
+        self.habits = Habits.assumed(depth)
         self.measured = costs if isinstance(costs, MeasuredCosts) else None
-        self._given = costs if isinstance(costs, Costs) else None
-        self._depth = depth
-        self.habits = Habits.assumed(depth) if habits is None else habits
-        self._pause = self._waited = 0
-        self._steps_plainly = False  # in this round, to see how long that takes
-        self._promised = 0.0  # tokens that this round's tree was expected to gain
+        self.measures = self.measured is not None
+        self._depth, self._costs = depth, costs
+        self._pause = 0  # number of rounds to wait before a draft is tried again
+        self._waited = 0  # number of rounds waited so far
+        self._is_plain = False  # whether this round drafts nothing, to see how long that takes
+        self._promised = 0.0  # number of tokens that this round's trees are expected to gain
 
     def take_over(self, before: CostPace) -> None:
-        """Goes on with what another pace of the call has learnt of the text."""
+        """Goes on with what an earlier pace of the call has learnt of the text."""
         self.habits = before.habits.of_depth(self._depth)
         self._pause, self._waited = before._pause, before._waited
 
     @property
-    def measures(self) -> bool:
-        """Whether rounds have to be timed."""
-        return self.measured is not None
-
-    @property
     def costs(self) -> Costs:
-        if self.measured is not None:
-            return self.measured.costs
-        assert self._given is not None
-        return self._given
-
-    @property
-    def rate(self) -> float:
-        return self.habits.rate
+        """What rounds cost, as far as it is known now."""
+        return self._costs if isinstance(self._costs, Costs) else self._costs.costs
 
     def plan(self, certain: float = 0.0) -> int:
-        self._steps_plainly = self.measured is not None and self.measured.wants_plain(self.rate)
-        if self._steps_plainly:
+        habits = self.habits
+        self._is_plain = self.measured is not None and self.measured.wants_plain(habits.rate)
+        if self._is_plain:
             return 0
         chosen = self._best_depth(certain)
-        if chosen or certain > 0.5:
+        if chosen or certain > TUNING.certain:
             return chosen
         self._waited += 1
         if self._waited <= self._pause:
             return 0
-        self.habits.accepted, self.habits.expected = self.habits.accepted / 2, self.habits.expected / 2
-        self._waited, self._pause = 0, min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+        # The pause is over. The text may have changed, so what was accepted and expected before counts half.
+        habits.accepted, habits.expected = habits.accepted / 2, habits.expected / 2
+        self._waited, self._pause = 0, min(max(2 * self._pause, TUNING.first_pause), TUNING.longest_pause)
         return min(1, self._depth)
 
     def _best_depth(self, certain: float) -> int:
-        """The depth that gains most; 0 where none gains."""
-        costs, gain, best, chosen = self.costs, 0.0, 0.0, 0
-        for depth, more in enumerate(self.habits.gains, 1):
-            gain += (1.0 - certain) * more * self.habits.trust
-            worth = gain - self.rate * costs.drafting(depth)
+        """Returns the depth that gains most; 0 where none gains."""
+        costs, rate, trust = self.costs, self.habits.rate, self.habits.trust
+        gain, best, chosen = 0.0, 0.0, 0
+        for depth, added in enumerate(self.habits.gains, 1):
+            gain += (1.0 - certain) * added * trust
+            worth = gain - rate * costs.drafting(depth)
             if worth > best:
                 best, chosen = worth, depth
         return chosen
@@ -227,150 +208,148 @@ class CostPace:
     def scored(self, tree: DraftTree) -> DraftTree:
         return self.habits.calibration.applied(tree)
 
-    def weighed(self, trees: Sequence[DraftTree], depth: int) -> list[DraftTree]:
-        trees, costs, habits, count = [self.scored(tree) for tree in trees], self.costs, self.habits, len(trees)
-        gains = self._gains(trees, depth)
+    def note_gains(self, trees: Sequence[DraftTree], depth: int) -> None:
+        habits, count, gains = self.habits, len(trees), self._gains(trees, depth)
         habits.drafts += count
-        weight = max(1.0 - _FADING**count, count / (habits.drafts + 1))  # of the first few their mean
+        weight = max(1.0 - TUNING.pace_fading**count, count / (habits.drafts + 1))  # the first few drafts count alike
         known = habits.gains
         for level in range(len(known)):
             if level < depth:
                 known[level] += weight * (gains[level] - known[level])
-            elif level > 0:  # not drafted: as the last one that was, on in the same ratio
-                ratio = known[level - 1] / known[level - 2] if level > 1 and known[level - 2] else 0.5
-                known[level] = known[level - 1] * min(ratio, 0.95)
-        if sum(gains) > self.rate * costs.drafting(depth):
+            elif level > 0:  # not drafted: it follows the two depths before, which may just have changed
+                before = known[level - 2] if level > 1 else 0.0
+                ratio = known[level - 1] / before if before else TUNING.unknown_gain_ratio
+                known[level] = known[level - 1] * min(ratio, TUNING.most_gain_ratio)
+        if sum(gains) > habits.rate * self.costs.drafting(depth):
             self._pause = 0
-        return trees
 
     def _gains(self, trees: Sequence[DraftTree], depth: int) -> list[float]:
-        """What each depth of scored trees adds for a text on average, where all are cut to one width.
+        """Returns for each depth how many tokens its nodes add, less what verifying them costs.
 
-        See `most_nodes`.
+        A node adds the probability that it is accepted. As in `cut`, all trees keep equally many nodes, the best ones,
+        for as long as a further node of every tree pays. The gains are means over the trees.
         """
-        costs, rate = self.costs, self.rate
+        costs, rate = self.costs, self.habits.rate
         least = rate * costs.node
-        ranked = [sorted(range(1, len(tree)), key=[-score for score in tree.scores].__getitem__) for tree in trees]
-        paths = [[math.exp(tree.scores[node]) for node in nodes] for tree, nodes in zip(trees, ranked, strict=True)]
-        width = sum(sum(column) > least * len(trees) for column in zip_longest(*paths, fillvalue=0.0))
+        nodes = [list(zip(tree.scores[1:], tree.depths[1:], strict=True)) for tree in trees]
+        ranked = [sorted(of_tree, key=lambda node: -node[0]) for of_tree in nodes]
+        columns = zip_longest(*([math.exp(score) for score, _ in of_tree] for of_tree in ranked), fillvalue=0.0)
+        width = sum(sum(column) > least * len(trees) for column in columns)
         gains = [0.0] * depth
-        for tree, nodes, path in zip(trees, ranked, paths, strict=True):
-            for node, probability in zip(nodes[:width], path, strict=False):
-                gains[tree.depths[node] - 1] += (probability - least) / len(trees)
+        for score, level in (node for of_tree in ranked for node in of_tree[:width]):
+            gains[level - 1] += (math.exp(score) - least) / len(trees)
         gains = [max(gain, 0.0) for gain in gains]
         total = sum(gains)
-        if len(trees) == 1 or not total:  # of a single text `most_nodes` alone counts what a tree costs
+        if len(trees) == 1 or not total:  # for a single text the cost of a tree is counted in `cut` alone
             return gains
-        share = max(1.0 - rate * costs.tree / total, 0.0)  # where no tree is verified, none gains
+        share = max(1.0 - rate * costs.tree / total, 0.0)  # a tree that is not verified gains nothing
         return [share * gain for gain in gains]
 
-    def most_nodes(self, trees: Sequence[DraftTree]) -> int:
-        """How many nodes of each tree are worth verifying in one forward, best first. Called once a round.
+    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
+        size = self._best_size(deciding)
+        return [tree.first(size) for tree in trees]
 
-        A forward over a batch is as wide as its largest tree, so a further node is one of every tree.
+    def _best_size(self, trees: Sequence[DraftTree]) -> int:
+        """Returns how many nodes of each tree to verify, and notes in `_promised` what they are expected to gain.
+
+        A forward over a batch is as wide as its largest tree. So a further node is a further node of every tree: it is
+        worth the mean of what it gains in all of them.
         """
         self._promised = 0.0
-        if self._steps_plainly:
+        if self._is_plain:
             return 0
-        costs, trust = self.costs, self.habits.trust
+        costs, rate, trust = self.costs, self.habits.rate, self.habits.trust
         ranked = [sorted(map(math.exp, tree.scores[1:]), reverse=True) for tree in trees]
         gains = [sum(column) / len(trees) for column in zip_longest(*ranked, fillvalue=0.0)]
-        least = self.rate * costs.node / trust
-        size = sum(gain >= least for gain in gains)
+        size = sum(gain >= rate * costs.node / trust for gain in gains)
         if self.measured is not None:
             size = min(size, self.measured.most_nodes)
         expected = sum(gains[:size])
-        if expected * trust <= self.rate * costs.verifying(size):
+        if expected * trust <= rate * costs.verifying(size):
             return 0
         self._promised = expected
         return size
 
-    def cut(self, trees: Sequence[DraftTree], deciding: Sequence[DraftTree]) -> list[DraftTree]:
-        size = self.most_nodes(deciding)
-        return [tree.first(size) for tree in trees]
-
     def learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
         self.habits.calibration.learn(tree, tokens)
 
-    def timed(
+    def note_round(
         self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
     ) -> None:
         costs, habits = self.costs, self.habits
         if self.measured is not None and forward_seconds is not None:
             self.measured.add(nodes, forward_seconds, depth, draft_seconds)
         if nodes:
-            habits.accepted = _FADING * habits.accepted + emitted - 1.0
-            habits.expected = _FADING * habits.expected + self._promised
+            habits.accepted = TUNING.pace_fading * habits.accepted + emitted - 1.0
+            habits.expected = TUNING.pace_fading * habits.expected + self._promised
         self._promised = 0.0
-        if self._steps_plainly:  # says nothing of what drafting yields
-            return
-        habits.tokens += (1.0 - _FADING) * (emitted - habits.tokens)
-        habits.time += (1.0 - _FADING) * (costs.round(nodes, depth) - habits.time)
-
-
-# Of each target, and of each drafter: kinds of calls, and what was learnt in them.
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], MeasuredCosts]] = weakref.WeakKeyDictionary()
-_habits: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Habits]] = weakref.WeakKeyDictionary()
+        if not self._is_plain:  # a plain round says nothing of what drafting yields
+            newest, time = 1.0 - TUNING.pace_fading, 1.0 + costs.verifying(nodes) + costs.drafting(depth)
+            habits.tokens += newest * (emitted - habits.tokens)
+            habits.time += newest * (time - habits.time)
 
 
 @dataclass(frozen=True)
 class KindOfCall:
-    """What costs and habits depend on.
+    """A kind of call. Two kinds are equal where calls of one say what calls of the other cost.
 
     Attributes:
-        costs: all that the costs depend on beside the target and the sizes below; hashable.
-        habits: all that the habits depend on beside the drafter; hashable.
-        depth, tree_size: the most that is drafted and verified of a row.
+        costs_by: what the costs depend on besides the target and the sizes below; hashable.
+        habits_by: what the habits depend on besides the drafter; hashable.
+        depth: greatest depth of a draft.
+        tree_size: greatest number of nodes verified of a text.
         rows: number of rows in a forward.
-        packed: whether the target's weights are.
+        packed: whether the target multiplies by packed weights.
     """
 
-    costs: tuple[Any, ...]
-    habits: tuple[Any, ...]
+    costs_by: tuple[Any, ...]
+    habits_by: tuple[Any, ...] = field(compare=False)
     depth: int
     tree_size: int
     rows: int = 1
     packed: bool = False
 
-    def key(self, packed: bool | None = None) -> tuple[Any, ...]:
-        return (*self.costs, self.depth, self.tree_size, self.rows, self.packed if packed is None else packed)
+
+# What calls have taught about each target, by kind, and about each drafter, by `KindOfCall.habits_by`.
+_known: weakref.WeakKeyDictionary[Any, dict[KindOfCall, MeasuredCosts]] = weakref.WeakKeyDictionary()
+_habits: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Habits]] = weakref.WeakKeyDictionary()
 
 
 def pace_for(
     target: Any, drafter: Any, kind: KindOfCall, given: Costs | None, before: CostPace | None = None, share: float = 1.0
 ) -> CostPace:
-    """The pace of a call, with what is known of calls of its kind.
+    """Returns the pace of a call. It begins with what earlier calls of its kind have taught.
 
     Args:
-        given: goes before what was measured.
-        before: of the same call until now.
-        share: what part of the rows that were read until now is read from here on.
+        target: the model that verifies.
+        drafter: the drafter.
+        kind: kind of the call.
+        given: costs that the user gives; `None` to measure them.
+        before: pace of the same call until now, if there was one.
+        share: share of the rows read until now that go on.
     """
     if given is not None:
         pace = CostPace(kind.depth, given)
-    else:
-        known = _known.setdefault(target, {})
-        measured = known.get(kind.key())
-        if measured is None:
-            like = before.measured if before is not None and share < 1.0 else None
-            measured = like.of_fewer(share) if like is not None else MeasuredCosts.of_rows(kind.rows)
-            known[kind.key()] = measured
-        pace = CostPace(kind.depth, measured)
+        if before is not None:
+            pace.take_over(before)
+        return pace
+    known, habits = _known.setdefault(target, {}), _habits.setdefault(drafter, {})
+    if kind not in known:
+        former = before.measured if before is not None and share < 1.0 else None
+        known[kind] = former.of_fewer(share) if former is not None else MeasuredCosts.of_rows(kind.rows)
+    pace = CostPace(kind.depth, known[kind])
     if before is not None:
         pace.take_over(before)
-    if given is None:
-        of_drafter = _habits.setdefault(drafter, {})
-        former = of_drafter.get(kind.habits)
-        if before is None and former is not None:
-            pace.habits = former.for_another_text().of_depth(kind.depth)
-        of_drafter[kind.habits] = pace.habits
+    elif kind.habits_by in habits:
+        pace.habits = habits[kind.habits_by].for_another_text().of_depth(kind.depth)
+    habits[kind.habits_by] = pace.habits
     return pace
 
 
 def slower_packed(target: Any, kind: KindOfCall) -> bool:
-    """Whether plain rounds take longer with packed weights: the layout may not suit a processor."""
+    """Returns whether plain rounds take longer with packed weights: the layout may not suit a processor."""
     known = _known.get(target, {})
-    packed, apart = known.get(kind.key(packed=True)), known.get(kind.key(packed=False))
-    if packed is None or apart is None or not packed.plain or not apart.plain:
+    packed, unpacked = (known.get(replace(kind, packed=each)) for each in (True, False))
+    if packed is None or unpacked is None or not packed.plain or not unpacked.plain:
         return False
-    return packed.plain > _SLOWER * apart.plain
+    return packed.plain > TUNING.packed_slower * unpacked.plain

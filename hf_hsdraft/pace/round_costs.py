@@ -1,6 +1,6 @@
-"""What forwards of the target and drafts cost on this device: assumed at first, and learnt from every round.
+"""What forwards of the target and drafts cost on this device. The costs are assumed at first, and then measured.
 
-Time is counted in plain rounds: forwards of the target on one token of each row.
+The unit of time is a plain round: a forward of the target on one token of each row.
 """
 
 from __future__ import annotations
@@ -8,27 +8,18 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-_FADING = 0.95  # of the weight of earlier rounds, with each further one
-_NOISE = 0.15  # standard deviation of one measured time, in plain rounds
-_PLAIN_WEIGHT = 0.2  # of the newest plain round in their running mean
-_FIRST_PLAIN = 2  # plain rounds before anything is drafted
-_MOST_PLAIN = 8  # plain rounds that are asked for, whatever drafting gains
-_BETWEEN_PLAIN = 8  # rounds between two of those
-_AGED = 24  # rounds after which the time of a plain round may have changed
-_HARDLY_FASTER = 1.15  # than plain decoding: below that, the time of a plain round has to be known well
-_FIRST_NODES = 4  # verified at most in the first tree; later trees have at most twice as many as one before had
-_LATE = 3.0, 0.5  # times longer than expected, and plain rounds beyond that: a later time counts as this much
+from ..common.tuning import TUNING, Assumption
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a round costs, in plain rounds.
+    """What the parts of a round cost, in plain rounds.
 
     Attributes:
-        tree: of verifying any nodes at all.
-        node: of each node verified.
-        draft: of drafting at all.
-        depth: of each depth drafted.
+        tree: cost of verifying any nodes at all.
+        node: cost of each node verified.
+        draft: cost of drafting at all.
+        depth: cost of each depth drafted.
     """
 
     tree: float
@@ -36,127 +27,103 @@ class Costs:
     draft: float
     depth: float
 
-    @classmethod
-    def of(cls, node: float, depth: float) -> Costs:
-        """From the costs of a node and of a depth, the rest in proportion."""
-        return cls(0.0, node, depth, depth)
-
     def verifying(self, nodes: int) -> float:
+        """Returns what it costs to verify so many nodes."""
         return self.tree + self.node * nodes if nodes else 0.0
 
     def drafting(self, depth: int) -> float:
+        """Returns what a draft of this depth costs."""
         return self.draft + self.depth * depth if depth else 0.0
-
-    def round(self, nodes: int, depth: int) -> float:
-        return 1.0 + self.verifying(nodes) + self.drafting(depth)
-
-
-@dataclass(frozen=True)
-class Assumption:
-    """What is believed of a number before it is measured: its value, and how far off it may be."""
-
-    value: float
-    spread: float
-
-
-# From runs on x86 CPUs: a tree costs 0 to 0.1 beside its nodes, a node 0.005 to 0.4, a draft of depth 6 0.2 to 0.5.
-_TREE, _NODE = Assumption(0.03, 0.1), Assumption(0.01, 0.05)
-_DRAFT, _DEPTH = Assumption(0.1, 0.1), Assumption(0.05, 0.05)
 
 
 @dataclass
 class Line:
-    """A cost that grows by units: `start + each * units`, by least squares over measured rounds.
+    """A cost `start + each * units`, estimated by least squares over measured rounds.
 
-    Earlier rounds fade. The assumptions count as measurements do, by their spread.
+    Later rounds weigh more. The two assumptions weigh as measurements do, the more the smaller their spread is.
     """
 
     start: Assumption
     each: Assumption
-    _weight: float = 0.0
-    _units: float = 0.0
-    _squares: float = 0.0
-    _costs: float = 0.0
-    _products: float = 0.0
+    _sums: tuple[float, ...] = (0.0,) * 5  # weighted sums of 1, units, units**2, cost, and units * cost
 
     def add(self, units: int, cost: float) -> None:
-        """Takes the cost of a round. A very late one was disturbed, and counts as less late."""
-        start, each = self.found()
-        factor, beyond = _LATE
-        cost = min(cost, factor * (start + each * units) + beyond)
-        self._weight = _FADING * self._weight + 1.0
-        self._units = _FADING * self._units + units
-        self._squares = _FADING * self._squares + units**2
-        self._costs = _FADING * self._costs + cost
-        self._products = _FADING * self._products + units * cost
+        """Adds the cost of a round. Something disturbed a round that is very late, so it counts as less late."""
+        start, each = self.estimate()
+        cost = min(cost, TUNING.late_factor * (start + each * units) + TUNING.late_rounds)
+        of_round = (1.0, units, units**2, cost, units * cost)
+        self._sums = tuple(TUNING.cost_fading * total + new for total, new in zip(self._sums, of_round, strict=True))
 
-    def found(self) -> tuple[float, float]:
-        """`start` and `each`; neither is negative."""
-        of_start, of_each = ((_NOISE / one.spread) ** 2 for one in (self.start, self.each))
-        weight, squares = self._weight + of_start, self._squares + of_each
-        costs, products = self._costs + of_start * self.start.value, self._products + of_each * self.each.value
-        each = max((weight * products - self._units * costs) / (weight * squares - self._units**2), 0.0)
-        start = (costs - self._units * each) / weight
+    def estimate(self) -> tuple[float, float]:
+        """Returns `start` and `each`. Neither is negative."""
+        weight, units, squares, costs, products = self._sums
+        start_weight, each_weight = ((TUNING.cost_noise / assumed.spread) ** 2 for assumed in (self.start, self.each))
+        weight, costs = weight + start_weight, costs + start_weight * self.start.value
+        squares, products = squares + each_weight, products + each_weight * self.each.value
+        each = max((weight * products - units * costs) / (weight * squares - units**2), 0.0)
+        start = (costs - units * each) / weight
         return (start, each) if start >= 0.0 else (0.0, max(products / squares, 0.0))
 
 
 @dataclass
 class MeasuredCosts:
-    """What rounds cost, of one kind of call.
+    """What the rounds of one kind of call cost.
 
     Attributes:
-        verifying: of nodes; drafting: of depths.
+        verifying: cost of verifying, by number of nodes.
+        drafting: cost of a draft, by depth.
         plain: seconds of a plain round, a running mean; `None` before the first one.
         widest: number of nodes in the largest tree that was timed.
     """
 
-    verifying: Line = field(default_factory=lambda: Line(_TREE, _NODE))
-    drafting: Line = field(default_factory=lambda: Line(_DRAFT, _DEPTH))
+    verifying: Line = field(default_factory=lambda: Line(TUNING.tree_cost, TUNING.node_cost))
+    drafting: Line = field(default_factory=lambda: Line(TUNING.draft_cost, TUNING.depth_cost))
     plain: float | None = None
     widest: int = 0
-    _plain_seconds: list[float] = field(default_factory=list)  # of the first few plain rounds
-    _since: int = 0  # rounds since the last plain one
+    _plain_seconds: list[float] = field(default_factory=list)  # seconds of the first few plain rounds
+    _since: int = 0  # number of rounds since the last plain one
 
     @classmethod
     def of_rows(cls, rows: int) -> MeasuredCosts:
-        """For a batch: a node there is one of each row."""
-        return cls(Line(_TREE, Assumption(_NODE.value * rows, _NODE.spread)))
+        """Returns what is assumed of a batch. There a further node is a further node of each row."""
+        return cls(Line(TUNING.tree_cost, Assumption(TUNING.node_cost.value * rows, TUNING.node_cost.spread)))
 
     def of_fewer(self, share: float) -> MeasuredCosts:
-        """What is assumed of rounds that read only a `share` of the rows."""
+        """Returns what is assumed of rounds that read only this share of the rows."""
         costs = self.costs
-        verifying = Line(Assumption(costs.tree, _TREE.spread), Assumption(costs.node * share, _NODE.spread))
-        drafting = Line(Assumption(costs.draft, _DRAFT.spread), Assumption(costs.depth, _DEPTH.spread))
+        verifying = Line(TUNING.tree_cost.at(costs.tree), TUNING.node_cost.at(costs.node * share))
+        drafting = Line(TUNING.draft_cost.at(costs.draft), TUNING.depth_cost.at(costs.depth))
         return MeasuredCosts(verifying, drafting, widest=self.widest)
 
     @property
     def costs(self) -> Costs:
-        return Costs(*self.verifying.found(), *self.drafting.found())
+        """The costs as they are estimated now."""
+        return Costs(*self.verifying.estimate(), *self.drafting.estimate())
 
     @property
     def most_nodes(self) -> int:
-        """Nodes that may be verified next: trees grow step by step, so no one dear tree is verified unawares."""
-        return max(_FIRST_NODES, 2 * self.widest)
+        """Greatest number of nodes to verify next. Trees grow step by step, so no tree is far dearer than expected."""
+        return max(TUNING.first_nodes, TUNING.node_growth * self.widest)
 
     def wants_plain(self, rate: float) -> bool:
-        """Whether the next round had better be a plain one, to see how long it takes.
+        """Returns whether the next round should be a plain one, to see how long it takes.
 
         Args:
-            rate: tokens emitted in the time of a plain round; where that is many, it need not be known so well.
+            rate: number of tokens emitted in the time of a plain round. Where it is high, a rough time will do.
         """
-        if self.plain is not None and self.plain <= 0.0:  # too coarse a clock
+        if self.plain is not None and self.plain <= 0.0:  # the clock is too coarse
             return False
         count = len(self._plain_seconds)
-        if count < _MOST_PLAIN:
-            return count < _FIRST_PLAIN or self._since >= _BETWEEN_PLAIN
-        return self._since >= _AGED and rate < _HARDLY_FASTER
+        if count < TUNING.most_plain:
+            return count < TUNING.first_plain or self._since >= TUNING.between_plain
+        return self._since >= TUNING.plain_aged and rate < TUNING.hardly_faster
 
     def add(self, nodes: int, forward_seconds: float, depth: int, draft_seconds: float) -> None:
-        """Takes a round that verified `nodes` nodes after a draft of depth `depth`."""
+        """Adds a round that verified `nodes` nodes after a draft of depth `depth`."""
         self._since = self._since + 1 if nodes else 0
         if nodes == 0:
             self._add_plain(forward_seconds)
-        if not self.plain:  # nothing to compare with
+        if not self.plain:  # there is nothing to compare with
             return
         if nodes:
             self.verifying.add(nodes, forward_seconds / self.plain - 1.0)
@@ -165,9 +132,9 @@ class MeasuredCosts:
             self.drafting.add(depth, draft_seconds / self.plain)
 
     def _add_plain(self, seconds: float) -> None:
-        if len(self._plain_seconds) < _MOST_PLAIN:
+        if len(self._plain_seconds) < TUNING.most_plain:
             self._plain_seconds.append(seconds)
             self.plain = statistics.median(self._plain_seconds)
         else:
             assert self.plain is not None
-            self.plain += _PLAIN_WEIGHT * (min(seconds, 2.0 * self.plain) - self.plain)
+            self.plain += TUNING.plain_weight * (min(seconds, TUNING.latest_plain * self.plain) - self.plain)

@@ -18,7 +18,7 @@ _SPEED = (
 _CHAINS = (
     "A chain of k drafts k tokens a round, each after the one before: no tree, no n-grams, no reuse. Acceptance "
     "length: tokens emitted per verifying forward, the bonus token included and the prompt's forward not: 1 + accepted "
-    "drafted tokens / rounds."
+    "drafted tokens / rounds. No chain is longer than the drafter drafts."
 )
 
 

@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 )
 
 from ..common.checks import public_name
-from .care import RepositoryCare
+from .care import RepositoryCare, prepare_repository
 from .code_files import write_flat
 from .drafter_files import CARD, CONFIG, DOCUMENTS, DamagedFile, NotFetched, check_is_drafter, read_json, sha256
 from .generate_recipe import generate
@@ -110,7 +110,7 @@ class PackageCare(RepositoryCare):
         with told(repo_id), tempfile.TemporaryDirectory() as place:
             adapter = (folder / ADAPTER_CONFIG).is_file()
             staged = _stage_adapter(folder, Path(place)) if adapter else folder
-            api, repo_id, there = open_repository(repo_id, options)
+            api, repo_id, there = prepare_repository(repo_id, options)
             revision = options.pop("revision", None)
             stale = [] if adapter else self._stale(api, repo_id, revision, there, staged)
             write_card(staged, repo_id)
@@ -193,22 +193,6 @@ def _stage_adapter(folder: Path, staged: Path) -> Path:
     adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))
     settings.write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
     return staged
-
-
-def open_repository(repo_id: str, options: dict[str, Any], repo_type: str | None = None) -> tuple[HfApi, str, set[str]]:
-    """Makes sure of repository and branch; returns its full name and the files that are there. Takes from `options`.
-
-    Args:
-        repo_type: `"dataset"`; `None` is a model.
-    """
-    api, private = HfApi(token=options.pop("token", None)), options.pop("private", None)
-    revision = options.get("revision")
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type).repo_id
-    if private and not api.repo_info(repo_id, repo_type=repo_type).private:
-        raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
-    if revision is not None and not options.get("create_pr"):
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    return api, repo_id, set(api.list_repo_files(repo_id, revision=revision, repo_type=repo_type))
 
 
 def leave_foreign_card(

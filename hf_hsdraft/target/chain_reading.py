@@ -16,11 +16,10 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
+from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .cache_marks import mark, roll_back
 from .target_call import TOKEN_TYPES, TargetCall
-
-_MOST_UNREAD = 12  # tokens that are read again with the next drafts, before they are in a forward of their own
 
 
 def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int) -> Any:
@@ -32,7 +31,7 @@ def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.T
     """
     if any(list(tree.parents) != list(range(-1, len(tree) - 1)) for tree in trees):
         raise ValueError("a tree that branches was drafted for a target that reads chains only")
-    if call.unread > _MOST_UNREAD:
+    if call.unread > TUNING.most_unread:
         catch_up(call, input_ids[:, :-1])
         call.entered = None
     call.marked = (call.entered or mark(call.slots)) if call.slots.recurrent else None

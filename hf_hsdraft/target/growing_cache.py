@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-_SPARE_TOKENS, _SPARE_SHARE = 128, 4  # room for so many tokens more, and for a quarter of the length
+from ..common.tuning import TUNING
 
 
 class GrowingLayer(DynamicLayer):
@@ -61,7 +61,7 @@ class GrowingLayer(DynamicLayer):
         room, length = self._rooms[which], held.shape[-2]
         end = length + new.shape[-2]
         if room is None or end > room.shape[-2] or not _begins(room, held):
-            spare = _SPARE_TOKENS + end // _SPARE_SHARE
+            spare = TUNING.spare_tokens + end // TUNING.spare_part
             room = held.new_empty(*held.shape[:-2], end + spare, held.shape[-1])
             room[..., :length, :] = held
             self._rooms[which] = room

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-# Of logits in half precision, relative to their spread: SmolLM2-135M in bfloat16 comes to 0.12 at most.
-_ROUNDING = 0.15
+from ..common.tuning import TUNING
 
 
 def same_but_rounding(logits: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether rounding explains how logits `[..., V]` differ; another token, mask or position is far beyond it."""
     distances = _distances(logits, expected)
     if logits.dtype in (torch.float32, torch.float64):
-        return float(distances.max()) <= (1e-4 if torch.get_float32_matmul_precision() == "highest" else 1e-2)
+        highest = torch.get_float32_matmul_precision() == "highest"
+        return float(distances.max()) <= (TUNING.same_float32 if highest else TUNING.same_reduced)
     # In half precision a close call of an expert router may change one position.
-    return float(distances.median()) <= _ROUNDING
+    return float(distances.median()) <= TUNING.same_half
 
 
 def heeded(
@@ -36,10 +36,10 @@ def heeded(
     own = _distances(logits, expected)
     for fault in misread:
         other = _distances(fault, expected)
-        nearer = own <= 0.5 * other
-        if bool((~nearer & (other > 2 * _ROUNDING)).any()):
+        nearer = own <= TUNING.nearer * other
+        if bool((~nearer & (other > TUNING.clear * TUNING.same_half)).any()):
             return False
-        shown.append(bool((nearer & (other > _ROUNDING)).any()))
+        shown.append(bool((nearer & (other > TUNING.same_half)).any()))
     return True if all(shown if all_faults else shown[:1]) else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache, StaticLayer
 from transformers.generation.utils import GenerationMixin
 
+from ..common.tuning import TUNING
 from ..trees.tree_masks import MASKED_ATTENTION
 from .growing_cache import GrowingLayer
 from .static_cache import why_not_static
@@ -24,7 +25,6 @@ _CHOSEN_KEYS = ("index_topk", "keep_window_size")
 
 # Fields that may say from which length on a target reads otherwise, and names that only look like it.
 _LENGTH_NAME = re.compile(r"window|chunk|top_?k|block|local|stride|compress|keep|sink|pool|floor")
-_SURE = 256  # tokens: a text that is shorter is not tried twice unless the configuration names a length
 _NO_LENGTH_NAME = re.compile(r"expert|moe|layer|group|pattern|vision|image|audio|video|feed_forward|_ids?$")
 
 
@@ -219,7 +219,7 @@ def known_until(target: Any, length: int, doubling: bool = True) -> int:
         doubling: count with lengths that no configuration names.
     """
     named = [window for window in windows(text_config(target)) if window >= length]
-    return min([*named, max(_SURE, 2 * length) if doubling else sys.maxsize])
+    return min([*named, max(TUNING.sure_length, 2 * length) if doubling else sys.maxsize])
 
 
 def windows(config: Any) -> list[int]:

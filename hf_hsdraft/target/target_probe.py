@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .cache_marks import Mark
 from .misreading import heeded, same_but_rounding
@@ -30,7 +31,6 @@ _PATH = [0, 2, 3]
 STEPS = 4
 PROBE_DEPTH = 3
 PROBE_COLUMNS = len(_PARENTS)
-_ATTEMPTS = 4  # tokens that are tried as b
 _ROWS = 2  # of a batch that are tried: more of them only take longer
 _OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too small for a tree"
 
@@ -239,10 +239,10 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
     paths = steps.paths
     reason, unclear = "" if chains else steps.runtime.prepare_trees(), False
     if not reason and not chains:
-        attempts = 1 if strict else _ATTEMPTS
+        attempts = 1 if strict else TUNING.trial_attempts
         likely = [_likely(row, set(path), attempts) for row, path in zip(logits, paths, strict=True)]
         reason = _TOO_FEW
-        for beside in zip(*likely, strict=False):
+        for beside in zip(*likely, strict=True):
             problem = _problem_of_trees(steps, beside, strict)
             unclear, reason = problem is None, f"the branches of a tree are {problem}" if problem else ""
             if not unclear:

@@ -1,4 +1,4 @@
-"""LoRA on a drafter: another target or domain for a few hundred kilobytes, as an ordinary PEFT adapter."""
+"""LoRA on a drafter: an ordinary PEFT adapter of a few hundred kilobytes, for another target or domain."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 
 
 def with_lora(drafter: HSDrafter, rank: int) -> Any:
-    """A PEFT model that trains low-rank updates of all of a drafter's linear layers, and nothing else.
+    """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
 
-    Its `save_pretrained` writes an adapter; `HSDrafter.load_adapter(folder)` puts it on the base drafter, `set_adapter`
+    Its `save_pretrained` writes an adapter. `HSDrafter.load_adapter(folder)` puts it on the base drafter. `set_adapter`
     and `disable_adapters` switch between calls.
 
     Args:
-        rank: of each update, 1 or more; scaled by 2 (`lora_alpha = 2 * rank`).
+        drafter: the base drafter.
+        rank: rank of each update, 1 or more. The updates are scaled by 2 (`lora_alpha = 2 * rank`).
 
     Raises:
         ImportError: peft is missing.

@@ -1,4 +1,4 @@
-"""Answers to training prompts, always by the target itself (DistillSpec, section 4: teacher-generated data)."""
+"""Answers to training prompts, which the target itself gives (DistillSpec, section 4: teacher-generated data)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .dataset import RowFolder
 from .prompts import invent_turns
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-_PART_ROWS, _PART_SECONDS = 64, 60.0  # a kill loses at most this much of what a server answered
+_PART_ROWS, _PART_SECONDS = 64, 60.0  # a killed run loses at most this many answers of a server, or seconds of them
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Answered:
 
     Attributes:
         prompt: what was asked.
-        temperature: of its answers; 0 is greedy.
-        messages: the user's and the assistant's, in turn.
-        new_tokens: tokens of the answers.
+        temperature: temperature of the answers; 0 is greedy.
+        messages: messages of user and assistant, in turn.
+        new_tokens: number of tokens of the answers.
     """
 
     prompt: Prompt
@@ -36,7 +36,7 @@ class Answered:
 
 
 def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> float:
-    """The temperature a prompt is answered at: drawn by its key, whatever else is answered, and when."""
+    """Returns the temperature that a prompt is answered at. It is drawn by the prompt's key alone."""
     return random.Random(f"{seed} {prompt.key}").choice(list(temperatures))
 
 
@@ -53,13 +53,19 @@ def answer_prompts(
     seed: int = 0,
     on_skip: Callable[[Prompt, str], None] | None = None,
 ) -> Iterator[list[Answered]]:
-    """Lets the target answer prompts in batches of one temperature and similar length, longest first.
+    """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
     Args:
-        temperatures: drawn from by each prompt's key, 0 meaning greedy; repeat a value to weigh it.
-        max_prompt_tokens: first turns that are longer are left out.
-        invented_turns: further turns of a user that the target makes up itself, each answered as well.
-        on_skip: told of prompts left out, and why.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        prompts: the prompts.
+        temperatures: values to draw the temperature of each prompt from; 0 is greedy. Repeat a value to weigh it.
+        max_new_tokens: greatest number of tokens of an answer.
+        max_prompt_tokens: greatest number of tokens of a first turn. Prompts with longer ones are left out.
+        batch_size: number of prompts answered at once.
+        invented_turns: number of further user turns that the target makes up in each chat, and answers.
+        seed: seed of the temperatures and of the invented turns.
+        on_skip: called with each prompt that is left out, and the reason.
     """
     tokenizer = with_padding(tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
@@ -71,7 +77,7 @@ def answer_prompts(
         elif on_skip is not None:
             on_skip(prompt, f"its first turn has {length} tokens, more than {max_prompt_tokens}")
     for temperature, group in sorted(groups.items()):
-        group.sort(key=lambda pair: (-pair[0], pair[1].key))  # what does not fit into memory shows at once
+        group.sort(key=lambda pair: (-pair[0], pair[1].key))  # if a batch does not fit into memory, the first does not
         for start in range(0, len(group), batch_size):
             batch = [prompt for _, prompt in group[start : start + batch_size]]
             yield _answer_batch(target, tokenizer, batch, temperature, max_new_tokens, invented_turns, seed)
@@ -80,10 +86,12 @@ def answer_prompts(
 def store_answers(
     batches: Iterable[Sequence[Answered]], store: RowFolder, on_progress: Callable[[int, float], None] | None = None
 ) -> None:
-    """Writes conversations as they come; small batches are gathered to parts of some size.
+    """Writes conversations as they come. Small batches are gathered to larger parts.
 
     Args:
-        on_progress: called with the conversations stored so far and the tokens answered per second.
+        batches: batches of conversations.
+        store: where they are written.
+        on_progress: called with the number of conversations stored so far, and of tokens answered per second.
     """
     waiting: list[Answered] = []
     tokens, count, begin = 0, 0, time.monotonic()
@@ -157,7 +165,7 @@ def _answer_batch(
 def _reply(
     target: Any, tokenizer: Any, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int
 ) -> list[tuple[str, int]]:
-    """The target's next message in each chat, and its tokens."""
+    """Returns the target's next message in each chat, and its number of tokens."""
     inputs = tokenizer.apply_chat_template(
         list(histories),
         add_generation_prompt=True,
@@ -171,5 +179,5 @@ def _reply(
     output = target.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, pad_token_id=pad)
     replies = output[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
-    counts = (replies != pad).sum(dim=1).tolist()  # without an end that doubles as padding
+    counts = (replies != pad).sum(dim=1).tolist()  # the end of a text is not counted if it is the padding token
     return [(text.strip(), count) for text, count in zip(texts, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""transformers' `TrainingArguments` with what the drafter's loss needs, in code and on the command line."""
+"""transformers' `TrainingArguments` with further fields for the drafter's loss, in code and on the command line."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ DATA_POLICIES = ("teacher", "student", "mixed")
 
 @dataclass
 class DrafterTrainingArguments(TrainingArguments):
-    """transformers' `TrainingArguments` with what the drafter's loss needs, and defaults that suit it.
+    """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
 
     Args:
         objective: name in `objectives.OBJECTIVES` (DistillSpec, section 4).
-        data_policy: whose tokens the chains follow: `"teacher"`, the text; `"student"`, the drafter's own draws,
-            labelled by the target; `"mixed"`, half of each (DistillSpec, section 4).
+        data_policy: whose tokens the chains follow: `"teacher"` for the text, `"student"` for tokens that the drafter
+            draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4).
         depth_decay: depth d weighs `depth_decay ** d`.
-        depth_weights: the weight of each depth, instead of `depth_decay`.
-        regression_weight: weight of the hidden-state regression at the first step; it falls to 0 over
-            `regression_steps` (warm-up).
-        chains_per_conversation: chain starts drawn from each conversation of a step.
+        depth_weights: weight of each depth, instead of `depth_decay`.
+        regression_weight: weight of the hidden-state regression at the first step.
+        regression_steps: number of steps over which that weight falls to 0.
+        chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
-        eval_new_tokens: tokens generated per held-out prompt to measure tau.
-        max_minutes: wall-clock time of training, evaluations included; the learning rate rises for a twentieth of it
-            and falls as a cosine, and `max_steps`, `warmup_steps` and `lr_scheduler_type` do not count.
-        early_stopping_patience: evaluations without a better tau after which training stops; `None` never does.
+        eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
+        max_minutes: minutes of training, evaluations included. The learning rate rises for a twentieth of them and
+            falls as a cosine. `max_steps`, `warmup_steps` and `lr_scheduler_type` then have no effect.
+        early_stopping_patience: number of evaluations without a better tau after which training stops; `None` for no
+            such limit.
     """
 
     max_steps: int = 2000
@@ -90,7 +91,7 @@ class DrafterTrainingArguments(TrainingArguments):
         super().__post_init__()
 
     def weights_of_depths(self, steps: int) -> list[float]:
-        """`[K]`.
+        """Returns the weight of each of K depths.
 
         Raises:
             ValueError: `depth_weights` has another length.
@@ -105,7 +106,8 @@ class DrafterTrainingArguments(TrainingArguments):
         """Raises a ValueError if an evaluation would not measure `metric_for_best_model`.
 
         Args:
-            steps: K; generates: whether evaluations decode held-out prompts.
+            steps: number K of draft steps.
+            generates: whether evaluations decode held-out prompts.
         """
         depths = range(1, steps + 1)
         known = ["loss", *(f"accuracy_{depth}" for depth in depths)]
@@ -121,7 +123,7 @@ class DrafterTrainingArguments(TrainingArguments):
 
 
 def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
-    """Command-line options of `DrafterTrainingArguments`, as fields: only those that are given.
+    """Reads command-line options of `DrafterTrainingArguments`. Returns the fields that are given.
 
     Raises:
         ValueError: there is no such option, or its value has the wrong type.
@@ -133,7 +135,7 @@ def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_lists(options: Sequence[str]) -> list[str]:
-    """Depth weights may also be given as 1,0.5,0.25."""
+    """Splits depth weights that are given as 1,0.5,0.25."""
     result: list[str] = []
     for option in options:
         after = result[-1] if result else ""

@@ -1,7 +1,7 @@
-"""One drafter from several of the same make: the average of their weights (Wortsman et al. 2022, "Model soups").
+"""Makes one drafter of several: the average of their weights (Wortsman et al. 2022, "Model soups").
 
-Runs that began with the same drafter end in one valley of the loss; between them it is often lower than where any of
-them ended. Costs nothing when drafting, and which shares are best is for a benchmark to say.
+Runs that began with the same drafter end in one valley of the loss. The loss is often lower between their ends than at
+any of them. An average costs nothing when drafting. Which shares are best has to be measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .identity import record_target
 
 logger = logging.get_logger(__name__)
 
-# Beside the shapes of the weights, what decides their meaning.
+# Fields that decide the meaning of the weights, besides their shapes.
 _MEANING = (
     "vocab_size",
     "target_hidden_size",
@@ -44,19 +44,19 @@ _MEANING = (
 
 
 def check_shares(count: int, shares: Sequence[float]) -> None:
-    """Raises a ValueError unless `shares` weigh `count` drafters."""
+    """Raises a ValueError unless there is a positive share for each of `count` drafters."""
     if count < 2 or len(shares) != count or not all(0.0 < share < float("inf") for share in shares):
         raise ValueError(f"expected two drafters or more and a positive share for each, found {count} and {[*shares]}")
 
 
 def average(drafters: Sequence[HSDrafter], shares: Sequence[float]) -> HSDrafter:
-    """The weighted average of drafters, in float32 on the CPU; all but the weights is the first one's.
+    """Returns the weighted average of drafters, in float32 on the CPU. All but the weights is the first drafter's.
 
-    That they began as one is not checked: nothing in them tells it.
+    Whether they began with the same drafter is not checked, because nothing in them tells it.
 
     Args:
-        drafters: two or more, of one architecture, for one target.
-        shares: of each, positive; they are divided by their sum.
+        drafters: two or more drafters of one architecture, for one target.
+        shares: positive share of each drafter. They are divided by their sum.
 
     Raises:
         ValueError: shares and drafters do not match, or the drafters cannot be averaged.
@@ -84,18 +84,19 @@ def average_folders(
     tokenizer: Any,
     target_name: str | None = None,
 ) -> HSDrafter:
-    """Averages stored drafters and saves the result in bfloat16, with a recipe made of theirs.
+    """Averages stored drafters and saves the result in bfloat16, with a recipe that names the parts.
 
     Args:
-        names: folders, or names of the Hub.
-        shares: as of [`average`].
-        out: new or empty folder; complete afterwards, or as it was.
-        target: the model they draft for, loaded; it writes the text by which it will be recognised.
-        target_name: name of the target to store; default: the first drafter's.
+        names: folders, or names on the Hub.
+        shares: see `average`.
+        out: new or empty folder. It is complete afterwards, or as it was.
+        target: the loaded model that they draft for. It writes the text by which it will be recognised.
+        tokenizer: the target's tokenizer.
+        target_name: name of the target to store; `None` for the name in the first drafter.
 
     Raises:
-        ValueError: as of [`average`], or this is not the target of one of them.
-        FileExistsError: there is something in `out`.
+        ValueError: see `average`; or this is not the target of one of the drafters.
+        FileExistsError: `out` is not empty.
     """
     check_shares(len(names), shares)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -105,7 +106,7 @@ def average_folders(
     for name, drafter in zip(names, drafters, strict=True):
         _check_target(name, drafter, target, tokenizer)
     record_target(result, target, tokenizer, target_name or drafters[0].config.target_name or None)
-    _tell_what_is_lost(result, drafters)
+    _warn_of_loss(result, drafters)
     recipe = _recipe(_distinct([public_name(name) for name in names]), shares, drafters)
     with complete_folder(out) as partial:
         result.to(torch.bfloat16).save_pretrained(partial)
@@ -128,18 +129,18 @@ def _check_alike(first: HSDrafter, other: HSDrafter) -> None:
 
 
 def _check_target(name: str, drafter: HSDrafter, target: Any, tokenizer: Any) -> None:
-    """What is recorded of the target would be wrong with any other one."""
+    """Raises a ValueError if this is not the target of a drafter: what is recorded of the target would be wrong."""
     drafter.check(target)
     recorded = drafter.config.target_tokenizer_hash
     problem = explain_mismatch(target, drafter, tokenizer)
     if not problem and recorded and recorded != tokenizer_hash(tokenizer):
-        problem = "this target's tokenizer has other tokens than that of its own"
+        problem = "this target's tokenizer has other tokens than the tokenizer of the drafter's own target"
     if problem:
         raise ValueError(f"{name}: {problem}. Name the target that these drafters were trained for (--target)")
 
 
-def _tell_what_is_lost(result: HSDrafter, drafters: Sequence[HSDrafter]) -> None:
-    """Warns where the average guesses less of its target's text than each of its parts did."""
+def _warn_of_loss(result: HSDrafter, drafters: Sequence[HSDrafter]) -> None:
+    """Warns if the average guesses much less of its target's text than each of its parts."""
     recorded = [each.config.target_reference for each in (result, *drafters)]
     references = [each for each in recorded if each is not None]
     if len(references) < len(recorded):
@@ -148,12 +149,12 @@ def _tell_what_is_lost(result: HSDrafter, drafters: Sequence[HSDrafter]) -> None
     if own < 0.9 * min(others):
         logger.warning(
             f"the average guesses {own:.0%} of a text of its target, its parts {min(others):.0%} or more: they may not "
-            "have begun as one drafter"
+            "have begun with the same drafter"
         )
 
 
 def _recipe(names: Sequence[str], shares: Sequence[float], drafters: Sequence[HSDrafter]) -> dict[str, Any]:
-    """How the average was made, and each of its parts; of the rest what holds for all of them."""
+    """Returns the recipe: how the average and each of its parts were made, and what else their recipes say."""
     recipes = [{} if each.loaded_from is None else read_recipe(each.loaded_from) for each in drafters]
     parts = ", ".join(f"{share / sum(shares):.3g} of {name}" for share, name in zip(shares, names, strict=True))
     training = {"averaged": f"{parts}; in float32, stored in bfloat16"}
@@ -171,7 +172,7 @@ def _recipe(names: Sequence[str], shares: Sequence[float], drafters: Sequence[HS
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Names that tell the parts apart, also where folders have the same."""
+    """Returns names that tell the parts apart. Names that occur several times get a number."""
     count, seen = Counter(names), Counter[str]()
     result = []
     for name in names:

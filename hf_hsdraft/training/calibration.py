@@ -1,4 +1,4 @@
-"""Calibration of the drafter's confidence: how often its first choice is right, by how sure it was."""
+"""Calibration of the drafter's confidence: how often its first choice is right, by how sure it is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Calibration:
-    """K depths x `BINS` equal bins of confidence.
+    """Confidence and accuracy of predictions, as tables of K depths x `BINS` equal bins of confidence.
 
     Attributes:
-        count: predictions in a bin.
-        confidence: their mean confidence; 0 in empty bins.
-        accuracy: share of them whose first choice was the target's; 0 in empty bins.
+        count: number of predictions in a bin.
+        confidence: mean confidence of these predictions; 0 in an empty bin.
+        accuracy: share of these predictions whose first choice is the target's; 0 in an empty bin.
     """
 
     count: list[list[int]]
@@ -28,7 +28,7 @@ class Calibration:
 
     @classmethod
     def of(cls, parts: Iterable[LossParts], steps: int) -> Calibration:
-        """Bins the measured predictions of some batches."""
+        """Returns the calibration of the measured predictions of some batches, for `steps` depths."""
         count, confidence, right = (torch.zeros(steps * BINS) for _ in range(3))
         for part in parts:
             cell = part.depth.cpu() * BINS + (part.confidence.cpu() * BINS).long().clamp(max=BINS - 1)

@@ -1,4 +1,4 @@
-"""What is made sure of before hours are spent: that the target can teach, and whose run a folder holds."""
+"""Checks before hours are spent: whether the target can teach, and which run a folder holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAN, _FINISHED = "training_plan.json", "finished.json"
 
 
 def check_target_can_teach(target: Any, tokenizer: Any) -> None:
-    """Raises a ValueError for a target whose drafter could not be trained, or not be used, before hours are spent."""
+    """Raises a ValueError for a target whose drafter could not be trained or used."""
     check_device(target)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -50,7 +50,7 @@ def check_template_keeps_turns(tokenizer: Any) -> None:
 
 
 def _check_drafting(target: Any, input_ids: torch.Tensor) -> None:
-    """Raises a ValueError unless the target decodes with a drafter of its size, the least there can be."""
+    """Raises a ValueError unless the target decodes with a drafter for it. The smallest possible one is tried."""
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}
     drafter = HSDrafter(HSDraftConfig.for_target(target, **least)).to(target.device, target.dtype)
     kwargs = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 4}
@@ -64,7 +64,7 @@ def _check_drafting(target: Any, input_ids: torch.Tensor) -> None:
 def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
     """Raises a ValueError unless the target's logits are its final hidden states times its output rows.
 
-    Scaled, capped or biased logits would be another distribution than the one the drafter is taught.
+    The drafter learns from that product. Scaled, capped or biased logits would be another distribution.
     """
     last = target.config.get_text_config().num_hidden_layers
     output = target(input_ids.to(target.device), output_hidden_states=[last], use_cache=False)
@@ -72,7 +72,7 @@ def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
     rows = target.get_output_embeddings().weight.detach().float().cpu()
     rebuilt = output.hidden_states[last][0].to("cpu", torch.bfloat16).float() @ rows.T
     error = float((rebuilt.log_softmax(-1).exp() - logits.log_softmax(-1).exp()).abs().sum(-1).mean())
-    if error > 0.1:  # total variation times two; bfloat16 features stay well below
+    if error > 0.1:  # twice the total variation; the rounding of bfloat16 features stays well below
         raise ValueError(
             f"{type(target).__name__} changes its logits after the output layer (scale, cap or bias): the teacher "
             f"would be wrong by {error:.2f} in total variation. Training for such targets is not supported yet."
@@ -80,27 +80,33 @@ def _check_teacher(target: Any, input_ids: torch.Tensor) -> None:
 
 
 def fingerprint(target: Any) -> str:
-    """Tells targets apart, and dtypes: answers and features of one are not those of another.
+    """Returns a text that tells targets and dtypes apart, because answers and features of one do not fit another.
 
-    A digest of some values of every weight that is at hand; all processes of a sharded target have to take part.
+    It is a digest of some values of every weight that this process has. All processes of a sharded target have to take
+    part.
     """
     digest = hashlib.sha256()
     for parameter in target.parameters():
-        if parameter.is_meta or not parameter.numel():  # offloaded, or kept by another process
+        if parameter.is_meta or not parameter.numel():  # it is offloaded, or another process has it
             continue
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         digest.update(whole.detach().flatten()[:64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    name = type(target).__name__.removeprefix("FSDP")  # sharded, it is the same target
+    name = type(target).__name__.removeprefix("FSDP")  # a sharded target is the same target
     return f"{name}, {target.dtype}, {digest.hexdigest()[:12]}"
 
 
 def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
-    """Writes the settings of a run into its folder, or checks that they are the ones it was trained with.
+    """Writes the settings of a run into its folder, or checks that the run was trained with these settings.
 
-    As long as there is no checkpoint they may be corrected: answers and features have checks of their own.
+    Before the first checkpoint all settings may change: answers and features have checks of their own.
+
+    Args:
+        out: folder of the run.
+        settings: the settings.
+        may_change: names of settings that may always change.
 
     Raises:
-        ValueError: the folder holds a run with other settings; the message names those that differ.
+        ValueError: the folder holds a run with other settings. The message names those that differ.
     """
     path = out / _PLAN
     settings = json.loads(json.dumps(settings))  # tuples become lists, as on disk
@@ -118,12 +124,12 @@ def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
 
 
 def finish(out: Path, steps: int, limits: dict[str, float]) -> None:
-    """Notes that the drafter in a run's folder was saved, after how many steps, and what had limited them."""
+    """Notes in a run's folder that its drafter is saved, after how many steps, and by which limits training ended."""
     write_json(out / _FINISHED, {"steps": steps, "limits": limits})
 
 
 def is_finished(out: Path, limits: dict[str, float]) -> bool:
-    """Whether a run ended that had these limits, or wider ones."""
+    """Returns whether the run in a folder ended with these limits, or with wider ones."""
     path = out / _FINISHED
     if not path.exists():
         return False
@@ -132,16 +138,16 @@ def is_finished(out: Path, limits: dict[str, float]) -> bool:
 
 
 def last_checkpoint(out: Path) -> Path | None:
-    """The newest complete checkpoint of a run; what a kill left half-written is passed over.
+    """Returns the newest complete checkpoint of a run; `None` if there is none.
 
-    The Trainer writes its state last, so a checkpoint in which it can be read is whole.
+    The Trainer writes its state last. So a checkpoint is complete if its state can be read.
     """
     found = [path for path in (out / "checkpoints").glob("checkpoint-*") if read_state(path)]
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state of a checkpoint, empty where it is missing or cut short."""
+    """Returns the trainer's state of a checkpoint; empty if it is missing or incomplete."""
     try:
         state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -150,6 +156,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def steps_done(out: Path) -> int:
-    """Steps of the last checkpoint in a run's folder, 0 if there is none."""
+    """Returns the number of steps at the last checkpoint in a run's folder; 0 if there is none."""
     last = last_checkpoint(out)
     return int(last.name.rsplit("-", 1)[1]) if last else 0

@@ -1,4 +1,4 @@
-"""Prompts and conversations on disk: JSON lines, one conversation an object."""
+"""Prompts and conversations in files of JSON lines, one object a line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """User turns still to be answered.
+    """User turns that have no answer yet.
 
     Attributes:
-        key: digest of the turns, the identity that makes answering restartable.
+        key: digest of the turns. By it a restarted run knows what is answered.
         turns: the user's messages in order.
-        category: free label of the source file, `""` if it has none.
+        category: label in the source file; `""` if it has none.
     """
 
     key: str
@@ -37,13 +37,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A finished chat: alternating user and assistant messages, answers by the target."""
+    """A finished chat, in which the target gave the answers.
+
+    Attributes:
+        messages: role and content of each message.
+    """
 
     messages: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, messages: Any) -> Conversation:
-        """Checks and takes over a list of messages.
+        """Makes a conversation of a list of messages, which are checked.
 
         Raises:
             ValueError: a message lacks `role` or text in `content`, or none is the assistant's.
@@ -61,7 +65,11 @@ class Conversation:
 
 
 def _text(content: Any) -> str:
-    """A message's words; content may be a list of parts, of which only texts are understood."""
+    """Returns the text of a message, whose content may be a list of texts.
+
+    Raises:
+        KeyError: a part is no text.
+    """
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content)
@@ -69,11 +77,11 @@ def _text(content: Any) -> str:
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """Token ids of a chat under the target's template.
+    """Token ids of a chat in the target's template.
 
     Attributes:
         input_ids: `[length]`, int64.
-        answer_mask: `[length]`, bool; True where the token was written by the assistant (its end-of-turn included).
+        answer_mask: `[length]`, bool, True where the assistant wrote the token, ends of turn included.
     """
 
     input_ids: torch.Tensor
@@ -84,24 +92,27 @@ OnBadLine = Callable[[str], None]
 
 
 def read_prompts(path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None) -> list[Prompt]:
-    """The prompts of a JSONL file, see `read_jsonl`."""
+    """Reads the prompts of a file, see `read_jsonl`."""
     return read_jsonl(path, on_bad_line=on_bad_line)[1]
 
 
 def read_jsonl(
     path: str | os.PathLike[str], greedy_only: bool = False, on_bad_line: OnBadLine | None = None
 ) -> tuple[list[Conversation], list[Prompt]]:
-    """Reads a file with one JSON object a line: `turns` (user messages to answer, the MT-bench format) or `messages`.
+    """Reads a file with one JSON object a line.
+
+    An object has `turns`, user messages to answer (the format of MT-bench), or `messages`, a finished conversation.
 
     Args:
-        greedy_only: leaves out conversations whose `temperature` is above 0.
-        on_bad_line: told of each line that cannot be used, by number, and the others are read; `None` raises instead.
+        path: the file.
+        greedy_only: whether conversations with a `temperature` above 0 are left out.
+        on_bad_line: called with a message about each line that cannot be used; `None` raises an error instead.
 
     Returns:
-        finished conversations and prompts.
+        Finished conversations and prompts.
 
     Raises:
-        ValueError: a line is neither; the message names file and line.
+        ValueError: a line cannot be used. The message names file and line.
     """
     found = list(_parsed_lines(Path(path), _parse, on_bad_line))
     chats = [
@@ -145,7 +156,7 @@ def _json_object(line: str) -> dict[str, Any]:
 
 
 def with_padding(tokenizer: Any) -> Any:
-    """The tokenizer, or a copy that pads with the end of the turn where it has no token for padding (Llama's)."""
+    """Returns the tokenizer, or a copy that pads with the end of text if it has no padding token, as Llama's."""
     if tokenizer.pad_token_id is not None:
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
@@ -154,16 +165,18 @@ def with_padding(tokenizer: Any) -> Any:
 
 
 def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedConversation:
-    """Renders a conversation with the target's chat template and marks what the assistant wrote.
+    """Renders a conversation in the target's chat template and marks what the assistant wrote.
 
-    The mask comes from rendering the prefixes of the conversation: what a reply adds after the generation prompt is the
-    assistant's. That works with every template whose rendering of a prefix is a prefix of the whole.
+    For the mask, the beginnings of the conversation are rendered too: what a reply adds to the generation prompt was
+    written by the assistant. The template has to render a beginning in the same way, whatever follows.
 
     Args:
-        max_length: tokens kept; the tail of longer conversations is cut.
+        tokenizer: the target's tokenizer.
+        conversation: the conversation.
+        max_length: greatest number of tokens. The rest is cut.
 
     Raises:
-        ValueError: the template renders a prefix differently once more messages follow.
+        ValueError: the template renders earlier messages differently once others follow.
     """
     messages = conversation.as_messages()
     text = tokenizer.apply_chat_template(messages, tokenize=False)

@@ -1,7 +1,7 @@
-"""Rows on disk as a `datasets` folder: parquet parts that are complete or absent, with the recipe beside them.
+"""Rows on disk, in a folder that `datasets.load_dataset(folder)` reads: parquet files, and the recipe beside them.
 
-`datasets.load_dataset(folder)` reads it. A part is renamed into place when complete, so a kill loses at most the part
-being made; rows have keys, so nothing is made twice.
+A file gets its name when it is complete. So a killed run loses at most the file that it was making. Every row has a
+key, so no row is made twice.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 
 from .files import write_complete, write_json
 
-# No `configs` block in the card, and no recipe with an ending that `datasets` reads: its cache tells folders of one
-# name apart by their data files, but only as long as it finds these by itself.
+# The card has no `configs` block, and the recipe no ending that `datasets` reads. For then `datasets` finds the data
+# files by itself, and only then its cache tells folders of the same name apart.
 _CARD = "{title}\n\nHow these rows were made is in `recipe.yaml`.\n"
-RECIPE = "recipe.yaml"  # as JSON, which is YAML
+RECIPE = "recipe.yaml"  # it holds JSON, which is YAML too
 
 
 class RowFolder:
-    """A growing `datasets` folder.
+    """A folder of rows that grows.
 
     Args:
-        folder: created when the first rows come.
+        folder: the folder. It is created when the first rows come.
         title: a line for its card.
-        recipe: everything that decides the rows; compared with what the folder was begun with, `made_with` excepted.
-        writer: number of this process among those that add rows at the same time.
+        recipe: everything that decides the rows. It must be the recipe that the folder was begun with, except for
+            `made_with`.
+        writer: index of this process among those that add rows at the same time.
 
     Raises:
-        ValueError: the folder was begun with another recipe; the message names the differences.
+        ValueError: the folder was begun with another recipe. The message names the differences.
     """
 
     def __init__(self, folder: Path, title: str = "", recipe: dict[str, Any] | None = None, writer: int = 0) -> None:
@@ -46,7 +47,7 @@ class RowFolder:
                 )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows, each key once, in the order of the parts."""
+        """Yields all rows in the order of the files, each key once."""
         from pyarrow import parquet
 
         seen = set()
@@ -57,12 +58,13 @@ class RowFolder:
                     yield row
 
     def keys(self) -> set[str]:
+        """Returns the keys of all rows."""
         from pyarrow import parquet
 
         return {key for part in self._parts() for key in parquet.read_table(part, columns=["key"])["key"].to_pylist()}
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Adds one part; each row has a `key`, and all have the same columns."""
+        """Adds rows as one file. Each row has a `key`, and all have the same columns."""
         if not rows:
             return
         from datasets import Dataset

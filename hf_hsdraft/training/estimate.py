@@ -1,7 +1,7 @@
-"""What training a drafter would need, before anything is run: arithmetic over two configurations, shown as it is done.
+"""Estimates what training a drafter would need. It calculates with two configurations and shows how.
 
-Operations are those of products with weight matrices, 2 per weight and row. A trained part takes three such products
-(forward, gradient of its input, gradient of its weights), a frozen one on the way to trained parts two.
+It counts the operations of products with weight matrices, 2 per weight and row. A trained part takes three such
+products: forward, gradient of its input, gradient of its weights. A frozen part between trained parts takes two.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .loss import CHUNK_LOGITS
 
 _NOT_COUNTED = (
     "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "
-    "of the target's activations. Steps are taken to run in float32; in bfloat16 activations need about half."
+    "of the target's activations. Steps are assumed to run in float32; in bfloat16 activations need about half."
 )
 _JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
 _PARTS = {"tap_norms": "fusion", "token_norm": "fusion", "fuse": "fusion"}
-_PARTS |= {"layers": "layers", "injector": "injector", "lm_head": "head"}  # what is left belongs to the roll step
+_PARTS |= {"layers": "layers", "injector": "injector", "lm_head": "head"}  # all others belong to the roll step
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Estimate:
     """What a training run would need.
 
     Attributes:
-        figures: value of every figure by its name: parameters, bytes ("taps on disk", "memory" of one device and its
-            summands), operations ("operations" of the whole run and its parts) and seconds ("time", if known).
-        lines: the same figures in words, each with its formula and the numbers in it.
+        figures: value of each figure by its name: parameters, bytes ("taps on disk", "memory" of one device and its
+            parts), operations ("operations" of the whole run and its parts), and seconds ("time", if it is known).
+        lines: the same figures as text, each with its formula and numbers.
     """
 
     figures: Mapping[str, float]
@@ -43,7 +43,7 @@ class Estimate:
 
 
 def explain(estimate: Estimate) -> list[str]:
-    """The lines to print: every figure with its arithmetic, then what is left out."""
+    """Returns the lines to print: every figure with its arithmetic, and then what is not counted."""
     return [*estimate.lines, _NOT_COUNTED]
 
 
@@ -63,22 +63,24 @@ def estimate(
     sharded: bool = False,
     chunk_logits: int = CHUNK_LOGITS["cuda"],
 ) -> Estimate:
-    """Estimates disk, memory, operations and time of training `drafter` for a target of `config`.
+    """Estimates disk, memory, operations and time of training a drafter.
 
-    Both are built without storage to count parameters. Of a mixture of experts, all experts count as used.
+    Both models are built without storage, to count their parameters. All experts of a mixture count as used.
 
     Args:
-        tokens: positions of all conversations.
-        epochs: passes over them.
-        target_bytes: bytes of a weight of the target, and of what is borrowed from it.
-        flops_per_second: operations that one device sustains; `None` leaves the time out.
-        chains_per_token: share of the positions at which a chain starts, above 0.
+        config: configuration of the target.
+        drafter: configuration of the drafter.
+        tokens: number of positions of all conversations.
+        epochs: number of passes over them.
+        target_bytes: number of bytes of a weight of the target, and of a weight that the drafter borrows.
+        flops_per_second: number of operations per second of one device; `None` to leave the time out.
+        chains_per_token: share of the positions where a chain starts, above 0.
         rolled_fraction: share of the chains that is followed beyond the first depth.
-        conversations_tokens_per_step: positions that one device reads in one step.
-        cached: the target writes its features once, instead of running in every epoch.
-        world_size: devices, each with conversations of its own.
-        sharded: every device holds only its share of the target.
-        chunk_logits: logits of drafter and teacher that exist at a time, in elements each.
+        conversations_tokens_per_step: number of positions that one device reads in one step.
+        cached: whether the target writes its features once, and does not run in every epoch.
+        world_size: number of devices, each with conversations of its own.
+        sharded: whether every device holds only its share of the target.
+        chunk_logits: number of logits that are computed at a time, for drafter and teacher each.
 
     Raises:
         ValueError: a number is out of range, or the drafter was made for another target.
@@ -101,14 +103,14 @@ def estimate(
     lines: list[str] = []
 
     def add(name: str, unit: str, formula: str, *numbers: float, sign: str = "x") -> float:
-        """Joins the numbers from left to right; without any, the figure is 0 and the formula says why."""
+        """Adds a figure that joins the numbers from left to right. Without numbers it is 0; the formula says why."""
         figures[name] = functools.reduce(_JOINED[sign], numbers) if numbers else 0
         shown = f" {sign} ".join(_readable(number, unit if sign == "+" else "") for number in numbers)
         lines.append(f"{name}: {formula}" + (f" = {shown} = {_readable(figures[name], unit)}" if numbers else ""))
         return figures[name]
 
     def total(name: str, unit: str, first: str) -> float:
-        """Adds up all figures from `first` on."""
+        """Adds the sum of all figures from `first` on."""
         names = list(figures)[list(figures).index(first) :]
         return add(name, unit, " + ".join(names), *(figures[part] for part in names), sign="+")
 
@@ -188,7 +190,7 @@ def _drafter_parts(config: HSDraftConfig) -> dict[str, int]:
 
 
 def _readable(value: float, unit: str) -> str:
-    """Plain numbers as they are, others to three digits with a decimal prefix, seconds also in hours."""
+    """Returns a number as text: in full without a unit, seconds with hours, others with three digits and a prefix."""
     if unit in ("", "s"):
         plain = f"{value:,.0f}" if value == int(value) or 1e4 < value < 1e12 else f"{value:.6g}"
         return f"{plain} s ({value / 3600:,.3g} hours)" if unit else plain

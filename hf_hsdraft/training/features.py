@@ -1,7 +1,7 @@
-"""What training reads of the target: taps and final hidden states, computed online or once and kept on disk.
+"""What training reads of the target: taps and final hidden states.
 
-Where the target's forward costs more than a drafter's training step, as on CPUs, keeping them pays from the second
-epoch on. A position costs (taps + 1) x hidden size x 2 bytes.
+They are computed in every step, or once and kept on disk. Where the target's forward costs more than a training step of
+the drafter, as on CPUs, the disk pays from the second epoch on. A position takes (taps + 1) x hidden size x 2 bytes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch.utils.data import Dataset
 from .conversations import TokenizedConversation
 from .files import write_complete
 
-_SHARD = 32  # conversations per file: a kill loses at most this much work
+_SHARD = 32  # number of conversations per file, and so of those that a killed run loses at most
 
 
 @dataclass(frozen=True)
 class Features:
-    """One conversation as the trainer sees it.
+    """One conversation as the trainer reads it.
 
     Attributes:
         input_ids: `[length]`, int64.
         answer_mask: `[length]`, bool, True where the assistant wrote the token.
         taps: `[length, num_taps * hidden]`, bfloat16, the tapped hidden states side by side.
-        final: `[length, hidden]`, bfloat16, hidden states after the target's last norm; the teacher's logits are one
-            product away.
+        final: `[length, hidden]`, bfloat16, hidden states after the target's last norm. The target's head makes logits
+            of them.
     """
 
     input_ids: torch.Tensor
@@ -46,7 +46,7 @@ class Features:
 
 
 def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
-    """Disk space that the features of `tokens` positions take, in bytes."""
+    """Returns the number of bytes that the features of some positions take on disk."""
     return tokens * (num_taps + 1) * hidden_size * 2
 
 
@@ -61,19 +61,23 @@ def cache_features(
     share: tuple[int, int] = (0, 1),
     wait: Callable[[], None] = lambda: None,
 ) -> FeatureDataset:
-    """Runs the target over all conversations and stores what training needs; shards already there are kept.
+    """Runs the target over all conversations and stores what training needs, in files called shards.
+
+    Shards that exist already are kept. The name of a shard has a digest of target, taps and tokens. So no shard of
+    other settings is used.
 
     Args:
+        target: the target.
         tap_layers: indices into `hidden_states`, ascending.
-        folder: created if missing. A shard's name carries a digest of target, taps and tokens, so stale shards are
-            never picked up.
+        conversations: the conversations.
+        folder: folder of the shards, which is created if it is missing.
         identity: fingerprint of the target.
-        on_shard: called with (shards done, shards in all).
-        share: number of this process and of all that share the work.
-        wait: waits for the others.
+        on_shard: called with the number of shards done, and of all shards.
+        share: index of this process, and number of processes that share the work.
+        wait: function that waits for the other processes.
 
     Raises:
-        OSError: the disk has less room than the missing shards take; nothing has been written then.
+        OSError: the disk has less room than the missing shards take. Nothing is written then.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,10 +98,10 @@ def cache_features(
             "some space, or train without --cache-taps",
         )
     missing = [index for index, path in enumerate(paths) if not path.exists()]
-    wait()  # until all have looked
+    wait()  # until all processes know which shards are missing
     number, of = share
     for begin in range(0, len(missing), of):
-        # As many forwards in every process, since those of a sharded target take all of them.
+        # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
         index = missing[min(begin + number, len(missing) - 1)]
         _write_shard(target, tap_layers, shards[index], paths[index])
         if on_shard is not None:
@@ -129,10 +133,14 @@ def read_features(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[Features]:
-    """One forward of the target over some conversations, padded on the right to the longest of them.
+    """Reads some conversations in one forward of the target, padded on the right to the longest of them.
 
     Args:
-        device, dtype: of the hidden states.
+        target: the target.
+        tap_layers: indices into `hidden_states`, ascending.
+        conversations: the conversations.
+        device: device of the features.
+        dtype: dtype of the hidden states.
     """
     last = target.config.get_text_config().num_hidden_layers
     wanted = sorted({*tap_layers, last})
@@ -153,7 +161,7 @@ def read_features(
 
 
 class FeatureDataset(Dataset[Features]):
-    """Conversations of cached features, read from their shards on demand."""
+    """The features of conversations in shards, which are read when they are asked for."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._entries = []

@@ -1,4 +1,4 @@
-"""The conversations of a plan: read from files and data sets, or invented and answered by the target."""
+"""Gathers the conversations of a plan. They are read from files and data sets, or the target makes them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ from .prompts import invent_prompts, prompts_from_dataset
 from .server import answer_by_server
 
 
-def given(
+def read_sources(
     plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None
 ) -> tuple[list[Conversation], list[Prompt]]:
-    """Finished conversations and prompts of files and data set; none of either where the target is to invent them."""
+    """Reads finished conversations and prompts from the files and the data set of a plan.
+
+    Args:
+        plan: the plan. Both lists are empty if the target is to invent the prompts.
+        seed: seed of the order of the prompts.
+        on_bad_line: see `read_jsonl`.
+
+    Raises:
+        ValueError: a file holds neither, or see `read_jsonl` and `prompts_from_dataset`.
+    """
     finished, prompts = [], []
     for path in plan.prompts:
         chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line)
@@ -38,7 +47,7 @@ def given(
     return finished, [unique[key] for key in order][: plan.num_prompts]
 
 
-def answered(
+def answer_all(
     target: Any,
     tokenizer: Any,
     plan: TrainingPlan,
@@ -48,15 +57,22 @@ def answered(
     out: Path,
     report: Report,
 ) -> list[Conversation]:
-    """The target's answers to all prompts, invented first where there are none.
+    """Lets the target answer all prompts, and invent them first if the plan says so. What is on disk is not made again.
 
     Args:
+        target: the target.
+        tokenizer: the target's tokenizer.
+        plan: the plan.
+        seed: seed of prompts and answers.
         identity: fingerprint of the target.
+        prompts: the prompts that were read.
+        out: folder of the run.
+        report: told of the progress.
     """
     state = PartialState()
     recipe = recipe_of(target, tokenizer, plan, seed, identity)
     sharded = is_sharded(target)
-    same = RowFolder if state.is_main_process else _ReadOnlyRows  # where all processes do the same, one keeps it
+    same = RowFolder if state.is_main_process else _UnwrittenRows  # where all processes make the same rows, one writes
     if plan.invents:
         count = plan.num_prompts or INVENTED_PROMPTS
         made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, "openings": list(plan.openings)})
@@ -79,10 +95,10 @@ def answered(
     pending = [prompt for prompt in prompts if prompt.key not in done]
     if not prompts:
         return []
-    state.wait_for_everyone()  # until all have seen the same rows
+    state.wait_for_everyone()  # until all processes have read the same rows
     share = pending if together else pending[state.process_index :: state.num_processes]
     skipped: list[str] = []
-    # A conversation is cut at `max_length`; a prompt must leave room for an answer, and fit the target's window.
+    # A conversation is cut at `max_length`, so a prompt must leave room for an answer. It must also fit the window.
     limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
     window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     limit = limit if window is None else min(limit, window - plan.max_new_tokens)
@@ -119,14 +135,14 @@ def answered(
         on_progress=lambda count, speed: report(f"answers: {count}/{len(share)} prompts, {speed:,.0f} tokens/s"),
     )
     if skipped:
-        report(f"{len(skipped)} prompts left out; the first because {skipped[0]}")
+        report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
     state.wait_for_everyone()
     wanted = {prompt.key for prompt in prompts}
     return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
 
 
-class _ReadOnlyRows(RowFolder):
-    """The rows as a process sees them that makes the same ones as another, which keeps them."""
+class _UnwrittenRows(RowFolder):
+    """The rows of a process that makes the same rows as another process, which writes them."""
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None: ...
 
@@ -136,7 +152,7 @@ def _temperatures(plan: TrainingPlan) -> Sequence[float]:
 
 
 def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
-    """Everything that decides the answers."""
+    """Returns everything that decides the answers."""
     return {
         "target": identity,
         "target_name": plan.drafter.get("target_name", ""),
@@ -153,9 +169,9 @@ def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identi
 
 
 def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:
-    """Ordered by digest: a shuffle which more data does not reshuffle.
+    """Shuffles conversations by their digests. Further conversations do not change the order of the others.
 
-    Of the conversations held out, the first ones, none was learned by an earlier run on a part of the same data, from
-    whose drafter this one may start.
+    The first conversations are held out. A run may start from the drafter of an earlier run on part of the same data.
+    With this order, that run has not learned from any conversation that is held out now, if it held out as many.
     """
     return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())

@@ -1,4 +1,4 @@
-"""What tells a drafter's target from others: its name, commit, tokenizer, and a short text it wrote."""
+"""Records what tells a drafter's target from others: its name, commit, tokenizer, and a short text that it wrote."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ _TOKENS = 96
 
 
 def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
-    """Notes in the drafter's configuration which target it was made for, so that `target_match` can tell.
+    """Notes in a drafter's configuration which target it was made for, so that `target_match` can recognise the target.
 
-    The target writes a text and the drafter guesses along; of a sharded target all processes have to take part.
+    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part.
 
     Args:
-        name: of the target, if it is known by another one than it was loaded by.
+        drafter: the drafter, whose configuration is changed.
+        target: its target.
+        tokenizer: the target's tokenizer.
+        name: name of the target; `None` for the name by which it was loaded.
 
     Raises:
-        ValueError: the target has other sizes than the drafter's.
+        ValueError: the drafter was made for a target of other sizes.
     """
     drafter.check(target)
     config = drafter.config
@@ -56,7 +59,10 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
 
 @torch.no_grad()
 def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
-    """A prompt and the most probable tokens after it: not by `generate()`, whose defaults a target may change."""
+    """Returns a prompt and the most probable tokens after it.
+
+    It does not use `generate()`, because a target may change the defaults of that.
+    """
     text, cache, read = prompt, None, prompt
     for _ in range(tokens):
         output = target(read, past_key_values=cache, use_cache=True)
@@ -66,12 +72,12 @@ def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
 
 
 def _revision(name: str) -> str:
-    """The commit of a model that was loaded from the Hub, where the cache knows of one only; empty otherwise."""
+    """Returns the commit of a model of the Hub, if the cache has only one; else an empty string."""
     if not name or Path(name).exists():
         return ""
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name of the Hub
+    except ValueError:  # no such name on the Hub
         return ""
     if not isinstance(cached, str) or len(list(Path(cached).parent.parent.iterdir())) != 1:
         return ""

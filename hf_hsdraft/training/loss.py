@@ -1,7 +1,7 @@
-"""The training loss: every draft depth against the target's own distribution.
+"""The training loss, which compares every draft depth with the target's own distribution.
 
-Depth d of the chain at position i predicts x_{i+2+d}, and is told the tokens up to its parent x_{i+1+d}. The logits of
-a chunk of predictions are the only full-vocabulary tensors that ever exist.
+Depth d of the chain at position i predicts x_{i+2+d}. It is given the tokens up to its parent x_{i+1+d}. Logits exist
+only for a chunk of predictions at a time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .features import Features
 from .objectives import Objective
 
-CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # of drafter and target each, in elements
+CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Several conversations side by side: what one training step reads.
+    """Several conversations one after the other, as one training step reads them.
 
     Attributes:
-        input_ids, answer_mask, position_ids, document_ids: `[T]`; document -1 is padding.
-        taps: `[T, taps * D]`; final: `[T, D]`.
+        input_ids: `[T]`, int64.
+        answer_mask: `[T]`, bool, True where the assistant wrote the token.
+        position_ids: `[T]`, int64, position of each token in its conversation.
+        document_ids: `[T]`, int64, index of each token's conversation; -1 for padding.
+        taps: `[T, taps * D]`, see `Features`.
+        final: `[T, D]`, see `Features`.
     """
 
     input_ids: torch.Tensor
@@ -42,7 +46,8 @@ class Pack:
         """Packs conversations.
 
         Args:
-            pad_to_multiple_of: of T. Shapes that come back let a backend use its compiled kernels again.
+            conversations: features of each conversation.
+            pad_to_multiple_of: T becomes a multiple of this. A backend can use its kernels again for the same shape.
         """
         lengths = [len(features.input_ids) for features in conversations]
         padding = -sum(lengths) % pad_to_multiple_of
@@ -68,13 +73,13 @@ class Pack:
 
 @dataclass(frozen=True)
 class Chains:
-    """Which chains of a pack are unrolled: S of them, the first `num_rolled` beyond the first depth.
+    """The S chains of a pack that are followed.
 
     Attributes:
-        starts: `[S]`, int64, positions i in the pack.
-        num_rolled: R. Deeper depths matter less and cost as much, so following a part of the chains is a better use of
-            time.
-        real: `[S]`, bool; False for chains that only fill the shape.
+        starts: `[S]`, int64, position i of each chain in the pack.
+        num_rolled: number R of chains, the first ones, that are followed beyond the first depth. Deeper depths matter
+            less and cost as much, so it is better to follow only some chains.
+        real: `[S]`, bool, False for chains that only fill the shape up.
     """
 
     starts: torch.Tensor
@@ -84,16 +89,16 @@ class Chains:
 
 @dataclass(frozen=True)
 class ChainLabels:
-    """What the chains are told and what they are compared with; depth d of chain s is entry `[s, d]`.
+    """What the chains are given and what they are compared with. Entry `[s, d]` is for depth d of chain s.
 
     Attributes:
-        tokens: `[S, K]`, int64, the parents: the last tokens known to the prediction.
+        tokens: `[S, K]`, int64, the parents: the last token that the prediction knows.
         teacher: `[U, D]`, final hidden states of the target.
-        rows: `[S, K]`, int64, the row of `teacher` behind the target's distribution of the predicted token.
-        valid: `[S, K]`, bool, predictions that count.
-        count: `[K]`, predictions a depth's loss is divided by; several processes share it.
+        rows: `[S, K]`, int64, the row of `teacher` that gives the target's distribution of the predicted token.
+        valid: `[S, K]`, bool, True where the loss counts the prediction.
+        count: `[K]`, number by which the loss of a depth is divided. All processes of a step use the same.
         regression: weight of the hidden-state regression in this step.
-        measured: also says how often, and how surely, the first choice is right.
+        measured: whether confidence and accuracy of the first choice are measured too.
     """
 
     tokens: torch.Tensor
@@ -107,17 +112,19 @@ class ChainLabels:
 
 @dataclass(frozen=True)
 class LossParts:
-    """Per depth d = 0 .. K-1, `[K]` each, averages over the predictions of this process.
+    """The loss and what was measured with it, over the valid predictions of this process.
 
     Attributes:
-        loss: what is trained on, a scalar.
-        divergence: the objective on the draft vocabulary, in nats.
-        accuracy: how often the drafter's first choice is the target's, both within the draft vocabulary and with the
-            parents of the labels injected; zero where not measured.
-        count: predictions both are averages of.
-        regression: smooth L1 distance of drafted states to the target's final ones; zero where it has no weight.
-        confidence, right: `[N]`, probability of the first choice and whether it was right, of all valid predictions in
-            the order of `depth` `[N]`; empty where not measured.
+        loss: scalar, the loss to train on.
+        divergence: `[K]`, mean of the objective on the draft vocabulary at each depth, in nats.
+        accuracy: `[K]`, share of predictions whose first choice is the target's, both within the draft vocabulary and
+            after the parents of the labels; zero where it is not measured.
+        count: `[K]`, number of predictions at each depth.
+        regression: scalar, smooth L1 distance of drafted states from the target's final ones; zero where it has no
+            weight.
+        confidence: `[N]`, probability of each prediction's first choice; empty where it is not measured.
+        right: `[N]`, 1 where that choice is the target's; empty where it is not measured.
+        depth: `[N]`, depth of each prediction; empty where nothing is measured.
     """
 
     loss: torch.Tensor
@@ -131,7 +138,7 @@ class LossParts:
 
 
 def chain_starts(pack: Pack) -> torch.Tensor:
-    """Positions i whose chain predicts at least one answer token: x_{i+2} is an answer, in the same document."""
+    """Returns the positions i where x_{i+2} is an answer token of the same document. A chain may start there."""
     same = pack.document_ids[2:] == pack.document_ids[:-2]
     return torch.nonzero(pack.answer_mask[2:] & same).squeeze(-1)
 
@@ -141,14 +148,15 @@ def sample_chains(
 ) -> Chains:
     """Draws chain starts from every conversation of a pack.
 
-    What is drawn from a conversation depends on its seed alone, not on what it is packed with: two processes with half
+    The draws from a conversation depend on its seed alone, not on the rest of the pack. So two processes with half of
     the pack each learn from the same chains as one process with all of it.
 
     Args:
-        per_conversation: chains drawn from each, at most.
+        pack: the pack.
+        per_conversation: greatest number of chains of a conversation.
         rolled_fraction: share of them that is followed beyond the first depth.
-        seeds: one for each conversation.
-        pad_to_multiple_of: of the number of rolled chains and of the others.
+        seeds: seed of each conversation.
+        pad_to_multiple_of: the number of rolled chains and the number of others become multiples of this.
     """
     starts = chain_starts(pack).cpu()
     documents = pack.document_ids.cpu()[starts]
@@ -163,7 +171,7 @@ def sample_chains(
         short.append(own[cut:])
     parts = [torch.cat(rolled), torch.cat(short)]
     padding = [-len(part) % pad_to_multiple_of for part in parts]
-    if not len(parts[0]):  # nothing to learn here, but the other processes of the step wait for gradients
+    if not len(parts[0]):  # there is nothing to learn here, but other processes of the step wait for gradients
         padding[0] = pad_to_multiple_of
     padded = [F.pad(part, (0, extra), value=-1) for part, extra in zip(parts, padding, strict=True)]
     every = torch.cat(padded).to(pack.input_ids.device)
@@ -171,7 +179,7 @@ def sample_chains(
 
 
 def true_labels(pack: Pack, chains: Chains, steps: int) -> ChainLabels:
-    """Labels from the text itself: true parents, and the target's distributions along it (teacher data)."""
+    """Returns labels by the text itself: true parents, and the target's distributions along the text (teacher data)."""
     last = pack.input_ids.shape[0] - 1
     parents = chains.starts[:, None] + 1 + torch.arange(steps, device=chains.starts.device)
     goals = (parents + 1).clamp(max=last)
@@ -190,14 +198,19 @@ def unroll(
     num_rolled: int,
     labels: ChainLabels | None = None,
 ) -> Any:
-    """The forward of training: chains of a pack from `starts` `[S]`, the first `num_rolled` beyond the first depth.
+    """Runs the forward of training over some chains of a pack.
 
     Args:
         model: an `HSDrafter`, or what training has wrapped around it.
+        weights: weights that the drafter borrows from its target.
+        pack: the pack.
+        starts: `[S]`, int64, positions of the chains.
+        num_rolled: number of chains, the first ones, that are followed beyond the first depth.
+        labels: labels of the loss; `None` for no loss.
     """
     return model(
         taps=pack.taps,
-        embeds=weights.embed(pack.input_ids.roll(-1)),  # row i: the token after position i
+        embeds=weights.embed(pack.input_ids.roll(-1)),  # row i holds the token after position i
         position_ids=pack.position_ids,
         starts=starts,
         document_ids=pack.document_ids,
@@ -209,7 +222,10 @@ def unroll(
 def chain_states(
     drafter: HSDrafter, weights: TargetWeights, hidden_states: Sequence[torch.Tensor], labels: ChainLabels
 ) -> list[torch.Tensor | None]:
-    """The injector's states for each depth's predictions, `[rows, ...]`; none at the first, which read its token."""
+    """Returns the injector's states `[rows, ...]` for the predictions of each depth.
+
+    They are `None` at the first depth, whose hidden states have read the token already.
+    """
     embeds = weights.embed(labels.tokens)
     states = drafter.injector.advance(embeds[:, 0], None)
     result: list[torch.Tensor | None] = [None]
@@ -223,23 +239,22 @@ def chain_states(
 def draft_logits(
     drafter: HSDrafter, weights: TargetWeights, hidden: torch.Tensor, states: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits `[N, V']` of drafted states `[N, D]`, token information injected where there is any."""
+    """Returns the logits `[N, V']` of drafted states `[N, D]` and of injector's states `[N, ...]`, if there are any."""
     logits = drafter.logits(hidden, weights)
     return logits if states is None else logits + drafter.injector(hidden, states)
 
 
 @dataclass(frozen=True)
 class ChainLoss:
-    """The loss as a `loss_function` of the drafter, called inside its forward.
+    """The loss. It is the drafter's `loss_function`, which is called inside the drafter's forward.
 
     Args:
-        weights: what the drafter borrows of its target.
+        weights: weights that the drafter borrows from its target.
         teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
         objective: see `objectives`.
-        depth_weights: weight of each depth, `[K]`; they are normalised.
-        chunk_logits: logits of drafter and target that exist at a time, in elements each: what the matrix products
-            are computed by.
-        scored_logits: those of them that are compared at a time, in float32: on CPUs what fits into a core's cache.
+        depth_weights: `[K]`, weight of each depth. They are divided by their sum.
+        chunk_logits: number of logits that are computed at a time, for drafter and target each.
+        scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
     """
 
     weights: TargetWeights
@@ -251,6 +266,7 @@ class ChainLoss:
 
     @property
     def rows_per_chunk(self) -> int:
+        """Number of predictions whose logits are computed at a time."""
         return self._rows(self.chunk_logits)
 
     def _rows(self, elements: int) -> int:
@@ -304,7 +320,7 @@ class ChainLoss:
 
 
 def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Tensor, measured: bool) -> torch.Tensor:
-    """`[N, 3]`: objective, confidence of the first choice, whether it is the target's."""
+    """Returns `[N, 3]`: the objective, the confidence of the first choice, and whether it is the target's."""
     logits, distance = logits.detach(), distance.detach()
     if not measured:
         return torch.stack([distance, torch.zeros_like(distance), torch.zeros_like(distance)], dim=-1)
@@ -337,17 +353,19 @@ def sum_over_chunks(
     parameters: Sequence[torch.Tensor],
     rows_per_chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums a loss over chunks of rows, without keeping more than one chunk's intermediate results.
+    """Sums a loss over chunks of rows, and keeps the intermediate results of one chunk only.
 
-    Gradients are computed in the forward, chunk by chunk, and only scaled in the backward.
+    Gradients are computed in the forward, chunk by chunk. The backward only scales them.
 
     Args:
-        function: from a chunk of each of `rows` to its loss, a scalar, and detached values `[n, ...]` of its rows.
-        rows: tensors `[N, ...]`, split alike.
-        parameters: whatever else the loss depends on and gradients are wanted for.
+        function: takes a chunk of each of `rows`; returns its loss, a scalar, and detached values `[n, ...]` of its
+            rows.
+        rows: tensors `[N, ...]`, which are split in the same way.
+        parameters: other tensors that the loss depends on and that need gradients.
+        rows_per_chunk: number of rows of a chunk.
 
     Returns:
-        the summed loss and the values `[N, ...]`.
+        The summed loss and the values `[N, ...]`.
     """
     if not torch.is_grad_enabled():
         pieces = [function(*chunk) for chunk in _chunks(rows, rows_per_chunk)]

@@ -1,7 +1,7 @@
 """Training objectives: how far the drafter's distribution is from the target's (DistillSpec, section 4).
 
-Each takes logits of the drafter and of the target over the draft vocabulary, both `[N, V']`, and returns one value a
-row, `[N]`, in nats. All are zero exactly where the two distributions agree, `hard_labels` excepted.
+Each takes logits of the drafter and of the target over the draft vocabulary, both `[N, V']`, and returns one value for
+each row, `[N]`, in nats. All but `hard_labels` are zero exactly where both distributions are equal.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def reverse_kl(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def jensen_shannon(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """The mean of both divergences to the even mixture; at most log 2."""
+    """The mean of the divergences of both distributions from their even mixture; at most log 2."""
     log_p, log_q = teacher.log_softmax(dim=-1), logits.log_softmax(dim=-1)
     log_mixture = torch.logaddexp(log_p, log_q) - math.log(2.0)
     return (_kl(log_p, log_mixture) + _kl(log_q, log_mixture)) / 2
 
 
 def total_variation(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Half the absolute difference: what rejection sampling rejects, one minus the acceptance rate."""
+    """Half the sum of the absolute differences: the share that rejection sampling rejects."""
     return (logits.softmax(dim=-1) - teacher.softmax(dim=-1)).abs().sum(dim=-1) / 2
 
 
 def hard_labels(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy to the target's first choice: all that greedy decoding asks for."""
+    """Cross-entropy with the target's first choice, which is all that greedy decoding asks for."""
     return F.cross_entropy(logits, teacher.max(dim=-1).indices, reduction="none")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..bench.measure import end_tokens
 from ..common.target_weights import TargetWeights
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .loss import ChainLabels, Chains, Pack, draft_logits, unroll
@@ -22,15 +23,20 @@ def drafted_labels(
     labels: ChainLabels,
     every: int = 1,
 ) -> ChainLabels:
-    """Labels in which the rolled chains follow tokens that the drafter draws, instead of the text.
+    """Returns labels in which rolled chains follow tokens that the drafter draws, not the text.
 
-    The target reads the text and all drawn branches in one forward: a branch sees its document up to its parent and its
-    own tokens.
+    The target reads the text and all drawn branches in one forward. A branch sees its document up to the branch's
+    parent, and its own tokens.
 
     Args:
-        labels: those of the text, kept for the other chains.
-        every: every how manieth rolled chain follows the drafter. What it draws depends on the state of the random
-            numbers, so several processes draw otherwise than one.
+        drafter: the drafter.
+        target: the target.
+        weights: weights that the drafter borrows from its target.
+        pack: the pack.
+        chains: the chains.
+        labels: labels by the text. The other chains keep them.
+        every: 1 for all rolled chains, 2 for every second one, and so on. The draws depend on the state of the random
+            numbers, so several processes do not draw the same as one.
     """
     steps = labels.tokens.shape[1]
     chosen = torch.arange(0, chains.num_rolled, every, device=chains.starts.device)
@@ -45,7 +51,7 @@ def drafted_labels(
     rows[chosen, 1:] = length + branch + torch.arange(steps - 1, device=starts.device)
     tokens, valid = labels.tokens.clone(), labels.valid.clone()
     tokens[chosen] = parents
-    ends = torch.isin(drawn, torch.tensor(_end_tokens(target), device=drawn.device))
+    ends = torch.isin(drawn, torch.tensor(sorted(end_tokens(target)), device=drawn.device))
     valid[chosen] = torch.cat([labels.valid[chosen, :1], ~ends], dim=1).cumprod(dim=1).bool()
     teacher = torch.cat([labels.teacher, teacher.to(labels.teacher)])
     return replace(labels, tokens=tokens, teacher=teacher, rows=rows, valid=valid, count=valid.sum(dim=0))
@@ -59,7 +65,7 @@ def _draw(
     first: torch.Tensor,
     steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[S, K-1]` drawn along each chain, and the parents `[S, K]` they make with the true first one."""
+    """Returns tokens `[S, K-1]` drawn along each chain, and the parents `[S, K]`: the true first one and these."""
     pack = replace(pack, taps=pack.taps.to(drafter.dtype))
     hidden_states = unroll(drafter, weights, pack, starts, len(starts)).hidden_states
     parents, states = [first], None
@@ -73,7 +79,7 @@ def _draw(
 
 
 def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The target's final hidden states `[S * (K-1), D]` at the drawn tokens."""
+    """Returns the target's final hidden states `[S * (K-1), D]` at the drawn tokens."""
     length, (count, steps) = len(pack.input_ids), drawn.shape
     every = torch.arange(length, device=starts.device)
     text = (every[None] <= every[:, None]) & (pack.document_ids[None] == pack.document_ids[:, None])
@@ -89,7 +95,7 @@ def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.T
     )[None, None]
     positions = torch.cat([pack.position_ids, pack.position_ids[starts][chain] + 2 + depth])
     config = target.config.get_text_config()
-    if config._attn_implementation == "eager":  # a bool would be added to the scores
+    if config._attn_implementation == "eager":  # it would add a bool mask to the scores
         mask = torch.zeros(mask.shape, dtype=target.dtype, device=mask.device).masked_fill(
             ~mask, torch.finfo(target.dtype).min
         )
@@ -104,8 +110,3 @@ def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.T
     )
     states: torch.Tensor = output.hidden_states[last][0, length:]
     return states.to(starts.device)
-
-
-def _end_tokens(target: Any) -> list[int]:
-    ends = target.generation_config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

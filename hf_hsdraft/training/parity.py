@@ -7,7 +7,6 @@ meet in an actual `generate()` call, the drafter's and the target's alike.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 
 from ..acceleration.cpu.products import in_full_precision
+from ..bench.wrapped_drafter import WrappedDrafter
 from ..drafters.draft_options import DraftOptions
 from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ..drafters.hidden_state.expansion import Expansion
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..drafters.protocol import Ask, DraftCall, Drafter
+from ..drafters.protocol import Ask, DraftCall
 from ..trees.draft_tree import DraftTree
 from ..verifiers.verdict import Nodes, Verdict, Verifier
 from .conversations import TokenizedConversation
@@ -200,7 +200,7 @@ def _replayed(expansion: Expansion, tokens: Sequence[int]) -> torch.Tensor:
     return log_probs[0, 0]
 
 
-class _ObservedDrafter(Drafter):
+class _ObservedDrafter(WrappedDrafter):
     """A drafter for one call, which notes what decoding meets: every draft, and what the target makes of the text.
 
     Args:
@@ -213,26 +213,17 @@ class _ObservedDrafter(Drafter):
     """
 
     def __init__(self, drafter: HSDrafter, length: int) -> None:
-        self.config, self.device, self.taps = drafter.config, drafter.device, drafter.taps
-        self.num_draft_steps = drafter.num_draft_steps
-        self.generation_config = copy.deepcopy(drafter.generation_config)
-        self.generation_config.reuse, self.generation_config.ngram_length = "none", 0
-        self.generation_config.tree_sizing = "fixed"
+        super().__init__(drafter)
+        self.generation_config.reuse = "none"
         self.drafts: dict[int, Expansion] = {}
         self.verified: dict[int, torch.Tensor] = {}
-        self._drafter, self._length = drafter, length
-
-    def default_generation_config(self) -> Any:
-        return self._drafter.default_generation_config()
-
-    def check(self, target: Any) -> None:
-        self._drafter.check(target)
+        self._length = length
 
     def session(self, call: DraftCall) -> HSCandidateGenerator:
         return _NotingSession(self._drafter.session(call), self.drafts)
 
     def verifier(self, options: DraftOptions) -> Verifier:
-        return _NotingVerifier(self._drafter.verifier(options), self.verified, self._length - 1)
+        return _NotingVerifier(super().verifier(options), self.verified, self._length - 1)
 
 
 class _NotingSession(HSCandidateGenerator):

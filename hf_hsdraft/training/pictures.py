@@ -1,4 +1,4 @@
-"""A training run in pictures (learning curves, acceptance per depth, calibration), and what a drafter is worth."""
+"""Pictures of a training run (learning curves, acceptance by depth, calibration), and of a drafter's speed-up."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito: told apart with any colour vision
+# Colours by Okabe and Ito, which people with any colour vision can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _BLUE, _ORANGE = COLOURS[:2]
 GREY = "#767676"
-_COLUMNS = 4  # panels side by side at most
+_COLUMNS = 4  # greatest number of panels side by side
 
 
 def draw_pictures(
     history: Sequence[Mapping[str, float]], calibration: Mapping[str, list] | None, folder: str | Path
 ) -> list[Path]:
-    """Draws what the data allow: `learning_curves.png`, `acceptance.png` and `calibration.png`.
+    """Draws `learning_curves.png`, `acceptance.png` and `calibration.png`, as far as there are data for them.
 
     Args:
-        history: `TrainerState.log_history`. Used are, by `step`, `loss` and `eval_loss` (nats), `eval_tau` (tokens per
-            target forward) and, of the last evaluation that has any, `eval_accuracy_1..K` (first choice right, the
-            true tokens injected) and `eval_acceptance_1..K` (drafted token accepted, of the rounds that got there).
-        calibration: `confidence`, `accuracy` and `count`, each K depths x B bins of equal width from 0 to 1: mean
-            confidence and accuracy of the drafted tokens in a bin, and their number. Empty bins are left out.
-        folder: where the pictures go; created if missing. An older picture is replaced only by a finished one.
+        history: `TrainerState.log_history`. By `step`, it is read for `loss` and `eval_loss` (nats) and `eval_tau`
+            (tokens per target forward). Its last evaluation is read for `eval_accuracy_1..K` (first choice right after
+            the true tokens) and `eval_acceptance_1..K` (drafted token accepted, in rounds that came so far).
+        calibration: `confidence`, `accuracy` and `count`, tables of K depths x B bins of equal width from 0 to 1. They
+            hold mean confidence and accuracy of the drafted tokens in a bin, and their number.
+        folder: folder of the pictures, which is created if it is missing. Only a finished picture replaces an older
+            one.
 
     Returns:
-        the paths written; a picture without data is left out.
+        The paths written. A picture without data is left out.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -47,13 +48,14 @@ def draw_pictures(
 
 
 def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -> Path | None:
-    """Draws `speed_up.png`: speed-up and tau by category, of the fastest of the drafter's variants in each benchmark.
+    """Draws `speed_up.png`: speed-up and tau by category, for the fastest variant of the drafter in each benchmark.
 
     Args:
-        benchmarks: as `hub.measured` enters them into `figures.json`.
+        benchmarks: benchmarks, as `hub.measured` enters them into `figures.json`.
+        folder: folder of the picture.
 
     Returns:
-        the path written; `None` if no benchmark has categories.
+        The path written; `None` if no benchmark has categories.
     """
     panels = [each for each in benchmarks if len(each["by_category"].get(each["ours"][0], {})) > 1]
     if not panels:
@@ -96,7 +98,7 @@ def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of the given size in inches, apart from any that the process may have open."""
+    """Returns an empty figure of a size in inches. It does not touch other figures that the process has open."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -108,7 +110,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Writes a figure as PNG, creating the folder; an older picture is replaced only by a finished one."""
+    """Writes a figure as PNG, and creates the folder. Only a finished picture replaces an older one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     figure.savefig(partial, format="png")
@@ -117,7 +119,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    """Titles and labels, and no more ink than the data need."""
+    """Gives axes a title and labels, and removes what the data do not need."""
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     axes.title.set_fontsize("medium")
     axes.tick_params(labelsize="small")
@@ -127,7 +129,7 @@ def style(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def _curve(history: Sequence[Mapping[str, float]], key: str) -> list[tuple[float, float]]:
-    """(step, value) of every entry that holds `key`."""
+    """Returns step and value of every entry that has `key`."""
     return [(entry["step"], entry[key]) for entry in history if key in entry and "step" in entry]
 
 
@@ -154,7 +156,7 @@ def _learning_curves(history: Sequence[Mapping[str, float]]) -> Figure | None:
 
 
 def _per_depth(entry: Mapping[str, float], prefix: str) -> dict[int, float]:
-    """Depth to value of the keys `prefix_1`, `prefix_2` and so on; depths without a measurement are left out."""
+    """Returns the values of the keys `prefix_1`, `prefix_2` and so on, by depth. Unmeasured depths are left out."""
     found = {re.fullmatch(rf"{prefix}_(\d+)", key): value for key, value in entry.items()}
     return {int(match[1]): value for match, value in found.items() if match and math.isfinite(value)}
 
@@ -206,7 +208,15 @@ def _calibration(calibration: Mapping[str, list]) -> Figure | None:
 
 
 def _reliability(top: Axes, bottom: Axes, depth: int, bins: Sequence[tuple[float, float, int]], first: bool) -> None:
-    """Accuracy over confidence of one depth, above how many tokens each bin holds; `first` of its row is labelled."""
+    """Draws accuracy over confidence at one depth, and below it the number of tokens of each bin.
+
+    Args:
+        top: axes of the accuracy.
+        bottom: axes of the numbers.
+        depth: the depth.
+        bins: confidence, accuracy and number of tokens of each bin.
+        first: whether the axes are the first of their row, which are labelled.
+    """
     filled = [(sure, right, count) for sure, right, count in bins if count]
     error = sum(abs(sure - right) * count for sure, right, count in filled) / sum(count for _, _, count in filled)
     top.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")

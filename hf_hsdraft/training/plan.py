@@ -10,31 +10,38 @@ from ..common.checks import public_name
 from .answers import TEMPERATURES
 
 Report = Callable[[str], None]
-INVENTED_PROMPTS = 2000  # where no prompts are given and no number is asked for
+INVENTED_PROMPTS = 2000  # number of invented prompts where the user names none
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a run learns from and what it makes; how it learns is said by `DrafterTrainingArguments`.
+    """What a run learns from and what it makes. `DrafterTrainingArguments` say how it learns.
 
     Attributes:
         out: folder of the run: prompts, answers, features, checkpoints and, at its top, the best drafter.
         prompts: JSONL files of prompts (`turns`) or of finished conversations (`messages`).
-        dataset, dataset_config, dataset_split, dataset_column: see `prompts_from_dataset`.
-        num_prompts: prompts used at most. Without files and data set, prompts that the target invents.
+        dataset: see `prompts_from_dataset`; `None` for none.
+        dataset_config: see `prompts_from_dataset`.
+        dataset_split: see `prompts_from_dataset`.
+        dataset_column: see `prompts_from_dataset`.
+        num_prompts: greatest number of prompts used; number of invented prompts where no others are given.
         openings: beginnings of invented prompts, see `invent_prompts`.
-        invented_turns: further user turns that the target makes up in each chat it answers.
-        answers_from: URL of an OpenAI-compatible server that runs the target; `None` answers here.
-        server_model: the target's name there.
-        temperatures: of the answers, drawn from evenly; 0 is greedy.
-        max_new_tokens: tokens of an answer; max_length: tokens of a conversation, the rest is cut.
-        greedy_only: leave finished conversations with a `temperature` above 0 out.
-        skip_bad_lines: report lines of `prompts` that cannot be used, and go on.
-        cache_taps: keep the target's hidden states on disk instead of computing them in every step.
-        eval_conversations: held-out conversations, the first `eval_prompts` of which also measure tau.
-        init_from: drafter to start from; lora: rank of the updates to train on it instead of all its weights.
+        invented_turns: number of further user turns that the target makes up in each chat it answers.
+        answers_from: URL of an OpenAI-compatible server that runs the target; `None` to answer in this process.
+        server_model: name of the target on that server.
+        temperatures: temperatures of the answers, drawn evenly; 0 is greedy.
+        max_new_tokens: greatest number of tokens of an answer.
+        max_length: greatest number of tokens of a conversation. The rest is cut.
+        greedy_only: whether finished conversations with a `temperature` above 0 are left out, and answers are greedy.
+        answer_batch_size: number of prompts that the target answers at once.
+        skip_bad_lines: whether lines of `prompts` that cannot be used are reported and left out.
+        cache_taps: whether the target's hidden states are kept on disk, not computed in every step.
+        eval_conversations: number of held-out conversations.
+        eval_prompts: number of held-out prompts that measure tau.
+        init_from: drafter to start from; `None` for none.
+        lora: rank of the updates that are trained instead of all weights; `None` to train all weights.
         publish_data: data set of the Hub that the target's own chats are sent to, as user/name; `None` sends none.
-        drafter: overrides of `HSDraftConfig.for_target`.
+        drafter: fields of `HSDraftConfig.for_target`.
     """
 
     out: str
@@ -68,7 +75,7 @@ class TrainingPlan:
         return not self.prompts and self.dataset is None
 
     def describe_prompts(self) -> str:
-        """Where prompts and answers come from, without the names of files."""
+        """Returns a text that says where prompts and answers come from, without names of files."""
         files = f"{len(self.prompts)} file{'s' * (len(self.prompts) > 1)} of prompts or conversations"
         sources = [files] if self.prompts else []
         sources += [f"the data set {public_name(self.dataset)}"] if self.dataset is not None else []
@@ -87,7 +94,7 @@ class TrainingPlan:
             )
 
     def check_amount(self, count: int) -> None:
-        """Raises a ValueError if `count` conversations and prompts, and those to be invented, are too few."""
+        """Raises a ValueError if `count` conversations and prompts, invented ones included, are too few."""
         if self.invents:
             count = max(count, self.num_prompts or INVENTED_PROMPTS)
         if count <= self.eval_conversations:

@@ -1,4 +1,4 @@
-"""Where training prompts come from: files, data sets, or the target itself."""
+"""Training prompts from data sets, and prompts that the target itself invents."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from typing import Any
 
 import torch
 
+from ..bench.measure import end_tokens
 from .conversations import Message, Prompt, with_padding
 from .dataset import RowFolder
 
-_SENTINEL = "\u2403hsdraft\u2403"  # stands for what a user writes; no template contains it
+_SENTINEL = "\u2403hsdraft\u2403"  # stands for the text of a user; no template contains it
 _COLUMNS = ("messages", "conversations", "conversation", "turns", "prompt", "instruction", "question", "text")
 
 
 def prompts_from_dataset(
     name: str, config: str | None = None, split: str = "train", column: str | None = None
 ) -> list[Prompt]:
-    """The user turns of a data set of the Hub, or of a local folder that `datasets.load_dataset` reads.
+    """Reads the user turns of a data set. Its answers are not used: the target makes its own.
 
     Args:
-        column: holds a prompt (text), a list of user turns, or chat messages (`role`/`content` or `from`/`value`), of
-            which the user's are taken; answers are made anew by the target. `None` takes the first usual name there is.
+        name: name of a data set on the Hub, or a local folder that `datasets` reads.
+        config: configuration of the data set.
+        split: split of the data set.
+        column: column that holds a prompt (text), a list of user turns, or chat messages (`role`/`content` or
+            `from`/`value`); `None` for the first column with a usual name.
 
     Raises:
-        ValueError: there is no such column, or no prompt in it.
+        ValueError: there is no such column, or it holds no prompt.
     """
     from datasets import load_dataset, load_from_disk
 
     saved = Path(name)
-    if (saved / "state.json").is_file():  # by `save_to_disk`
+    if (saved / "state.json").is_file():  # written by `save_to_disk`
         rows = load_from_disk(name)
     elif (saved / "dataset_dict.json").is_file():
         rows = load_from_disk(name)[split]
@@ -65,10 +69,10 @@ def _user_turns(value: Any) -> list[str]:
 
 
 def user_header(tokenizer: Any, history: Sequence[Message] = ()) -> str:
-    """The text of a chat up to where the user's next turn begins, by the template of the tokenizer.
+    """Returns the text of a chat up to the place where the user's next turn begins, in the tokenizer's template.
 
     Raises:
-        ValueError: there is no template, or it renders something else in place of a user's words.
+        ValueError: there is no template, or it changes what a user says.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -96,16 +100,25 @@ def invent_prompts(
     max_batches: int = 1000,
     on_batch: Callable[[int], None] | None = None,
 ) -> list[Prompt]:
-    """Prompts that the target invents itself: it continues the user's header of its own template.
+    """Lets the target invent prompts: it continues the user's header of its own template.
 
-    Restartable: batch b always uses the same seed, and those already stored are not made again.
+    A restarted run makes the same prompts, because each batch has its own seed. Stored prompts are not made again.
 
     Args:
-        openings: beginnings given in turn, one a batch; `""` leaves the target free.
-        on_batch: called with the prompts there are.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        count: number of prompts.
+        store: where they are kept.
+        openings: beginnings of prompts. The batches take them in turn; `""` gives no beginning.
+        temperature: temperature of the draws.
+        max_new_tokens: greatest number of tokens of a prompt, without its beginning.
+        batch_size: number of prompts invented at once.
+        seed: seed of the draws.
+        max_batches: greatest number of batches.
+        on_batch: called with the number of prompts so far.
 
     Raises:
-        ValueError: the target invents too little; prompts have to come from elsewhere.
+        ValueError: the target invents too few prompts.
     """
     header = user_header(tokenizer)
     known = {row["key"]: row for row in store.rows()}
@@ -139,7 +152,7 @@ def invent_prompts(
 def invent_turns(
     target: Any, tokenizer: Any, histories: Sequence[Sequence[Message]], *, max_new_tokens: int = 96, seed: int = 0
 ) -> list[str]:
-    """What the user might say next in each chat, by the target's own guess; `""` where it comes to no end."""
+    """Lets the target guess what the user says next in each chat. Returns `""` where the text does not end."""
     headers = [user_header(tokenizer, history) for history in histories]
     return [text.strip() for text in _continue(target, tokenizer, headers, 0.9, max_new_tokens, seed)]
 
@@ -148,7 +161,7 @@ def invent_turns(
 def _continue(
     target: Any, tokenizer: Any, headers: Sequence[str], temperature: float, max_new_tokens: int, seed: int
 ) -> list[str]:
-    """A continuation of each text without what ends it; `""` for one that comes to no end."""
+    """Returns a continuation of each text without its end token; `""` for one that does not end."""
     encoding = with_padding(tokenizer)(
         [header.rstrip(" ") for header in headers],
         return_tensors="pt",
@@ -167,8 +180,7 @@ def _continue(
             max_new_tokens=max_new_tokens,
             pad_token_id=with_padding(tokenizer).pad_token_id,
         )
-    ends = target.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or [])}
+    ends = end_tokens(target) | {tokenizer.eos_token_id}
     texts = []
     for row in output[:, encoding["input_ids"].shape[1] :].tolist():
         end = next((index for index, token in enumerate(row) if token in ends), 0)

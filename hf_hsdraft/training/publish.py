@@ -1,4 +1,4 @@
-"""A run's drafter on the Hub."""
+"""Sends the drafter of a run to the Hub."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .files import write_json
 
 
 def prepare_repository(name: str, token: str | None, private: bool | None) -> str:
-    """Makes sure that the repository exists and can be written, before hours are spent; returns its full name."""
+    """Creates the repository if it is missing, before hours are spent. Returns its full name."""
     return HfApi(token=token).create_repo(name, exist_ok=True, private=private).repo_id
 
 
 def publish(folder: Path, repo_id: str, token: str | None) -> None:
-    """Uploads drafter (or adapter), card, figures and pictures of a finished run; not its data and checkpoints."""
+    """Uploads the drafter (or adapter), card, figures and pictures of a finished run, but no data and checkpoints."""
     commit = {"token": token, "commit_message": "Drafter trained by hsdraft"}
     if (folder / "adapter_config.json").is_file():
         care().push(folder, repo_id, **commit)

@@ -13,9 +13,10 @@ from typing import Any
 from huggingface_hub import DatasetCardData, HfApi
 
 from ..common.checks import printable, public_name
+from ..repository.care import prepare_repository
 from ..repository.drafter_files import CARD
 from ..repository.markdown import cell, code, table
-from ..repository.package_care import leave_foreign_card, open_repository, told
+from ..repository.package_care import leave_foreign_card, told
 from ..repository.publication import MARK
 from .dataset import RECIPE, RowFolder, differences
 from .files import write_json
@@ -56,7 +57,7 @@ class PublishedChats:
                 public while a private one was asked for.
         """
         with told(self.name):
-            api, name, there = open_repository(self.name, dict(self.hub), KIND)
+            api, name, there = prepare_repository(self.name, dict(self.hub), KIND)
             _check_is_ours(api, name, there, _public(recipe))
         return replace(self, name=name)
 
@@ -76,7 +77,7 @@ class PublishedChats:
         with told(self.name), tempfile.TemporaryDirectory() as place:
             staged = Path(place)
             recipe = self._write(folder, staged)
-            api, name, there = open_repository(self.name, dict(self.hub), KIND)
+            api, name, there = prepare_repository(self.name, dict(self.hub), KIND)
             _check_is_ours(api, name, there, recipe)
             sent = {path.relative_to(staged).as_posix() for path in staged.rglob("*.parquet")}
             stale = sorted(path for path in there if path.startswith("data/") and path not in sent)

@@ -1,4 +1,4 @@
-"""One training run from nothing, or from prompts, to a saved drafter; what `hsdraft train` calls."""
+"""A training run, from nothing or from prompts to a saved drafter. `hsdraft train` calls it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .checks import (
 from .conversations import Conversation, tokenize_conversation
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
-from .gather import answered, given, in_order, recipe_of
+from .gather import answer_all, in_order, read_sources, recipe_of
 from .identity import record_target
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
@@ -53,7 +53,7 @@ from .start import config_for, draft_vocabulary, drafter_to_start_from, start_fr
 from .trainer import DrafterTrainer
 from .vocabulary import with_draft_vocabulary
 
-# What may change between a run and its resumption; anything else would mix two different drafters.
+# Settings that may change when a run is resumed. Others would mix two different drafters.
 _MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "server_model", "cache_taps", "publish_data"}
 _ARGUMENTS_FIXED = (
     "learning_rate",
@@ -79,22 +79,26 @@ _ARGUMENTS_FIXED = (
 def train(
     target: Any, tokenizer: Any, plan: TrainingPlan, arguments: Mapping[str, Any] | None = None, report: Report = print
 ) -> HSDrafter:
-    """Makes prompts and answers, trains a drafter on them and keeps the best one by tau.
+    """Makes prompts and answers, trains a drafter on them, and keeps the best one by tau.
 
-    Every stage restarts where a killed run stopped: prompts and answers are appended, feature shards are kept, the
-    trainer resumes from its last checkpoint. On several processes (`accelerate launch`) each answers its share. FSDP
-    and ZeRO are for the target, see `load_target`: the drafter is small, every process has all of it.
+    A killed run goes on where it stopped: prompts, answers and features are kept, and the trainer resumes from its last
+    checkpoint. Each of several processes (`accelerate launch`) answers its share. FSDP and ZeRO shard the target only,
+    see `load_target`. The drafter is small, and every process has all of it.
 
     Args:
-        arguments: fields of `DrafterTrainingArguments` to set otherwise than by default.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        plan: what to learn from and what to make.
+        arguments: fields of `DrafterTrainingArguments` that differ from their defaults.
+        report: told of the progress.
 
     Returns:
-        the drafter as it was saved.
+        The drafter as it was saved.
 
     Raises:
         ValueError: there is nothing to train on, or plan, arguments and target do not fit together.
         TrainingDiverged: the loss became infinite or not a number.
-        OSError: a disk is full; what was finished is kept.
+        OSError: the disk is full. What is finished is kept.
     """
     out = Path(plan.out)
     args = _training_arguments(target, out, arguments or {})
@@ -111,7 +115,7 @@ def train(
     args.weights_of_depths(sizes.num_draft_steps)
     args.check_metric(sizes.num_draft_steps, generates=plan.eval_prompts > 0)
     bad: list[str] = []
-    finished, prompts = given(plan, args.seed, bad.append if plan.skip_bad_lines else None)
+    finished, prompts = read_sources(plan, args.seed, bad.append if plan.skip_bad_lines else None)
     for line in bad:
         report(f"left out: {line}")
     plan.check_amount(len(finished) + len(prompts))
@@ -129,7 +133,7 @@ def train(
             report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in _limits(args).items())}")
         else:
             torch.manual_seed(args.seed)
-            conversations = finished + answered(target, tokenizer, plan, args.seed, identity, prompts, out, report)
+            conversations = finished + answer_all(target, tokenizer, plan, args.seed, identity, prompts, out, report)
             _train_on(target, tokenizer, plan, args, start, identity, conversations, report)
         _publish(out, chats, repository, args, report)
         return _load(out, plan)
@@ -208,7 +212,7 @@ def _train_on(
             share=(state.process_index, state.num_processes),
             wait=state.wait_for_everyone,
         )
-    torch.manual_seed(args.seed)  # again: answers drew from it, each process others
+    torch.manual_seed(args.seed)  # the answers have used random numbers, other ones in each process
     drafter = (start or HSDrafter(config)).to(args.device)
     if not start:
         sample = read_features(target, config.target_tap_layers, tokenized[: min(16, len(tokenized))])
@@ -231,7 +235,7 @@ def _train_on(
     )
     report(_what_is_computed(trainer, config))
     begin = time.perf_counter()
-    if last is not None and _had_ended(last, args):  # the Trainer would take one step more
+    if last is not None and _had_ended(last, args):  # the Trainer would take one more step
         trainer.restore(last)
     else:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
@@ -240,13 +244,13 @@ def _train_on(
     if best:
         report(f"best {args.metric_for_best_model} {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")
     if trainer.calibration is None or (best and int(best.rsplit("-", 1)[1]) != trainer.state.global_step):
-        trainer.evaluate()  # so that the last figures are those of what is saved
+        trainer.evaluate()  # so that the last figures are those of the saved drafter
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     report(f"trained for {seconds / 60:.1f} minutes, peak memory {peak:.1f} GB")
     if plan.lora is None:
         try:
             record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
-        except Exception as error:  # no reason to lose what was trained
+        except Exception as error:  # the drafter is saved all the same
             report(f"what the target writes could not be recorded: {error}")
     if state.is_main_process:
         amount = f"{len(pairs):,} conversations, {answers:,} answer tokens, by the target itself"
@@ -256,7 +260,7 @@ def _train_on(
 
 
 def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
-    """What ends training, by name; a wider limit lets a finished run go on."""
+    """Returns the limits that end training, by name. With a wider limit a finished run goes on."""
     if args.max_minutes is not None:
         limits = {"max_minutes": args.max_minutes}
     elif args.max_steps > 0:
@@ -269,7 +273,7 @@ def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
 
 
 def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
-    """Whether training had come to its last step before it was interrupted."""
+    """Returns whether training had taken its last step before it was interrupted."""
     state = read_state(last)
     if args.max_minutes is not None:
         return _spent(last) >= 60 * args.max_minutes
@@ -279,7 +283,7 @@ def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
 
 
 def _spent(last: Path) -> float:
-    """Seconds of training before a checkpoint; those of runs by steps were not counted."""
+    """Returns the seconds of training before a checkpoint; 0 for a run by steps, which does not count them."""
     clock = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {})
     return float(clock.get("attributes", {}).get("spent", 0.0))
 
@@ -295,7 +299,7 @@ def _tau_prompts(
     plan: TrainingPlan,
     args: DrafterTrainingArguments,
 ) -> list[dict[str, torch.Tensor]]:
-    """Inputs of `generate()` for the first user message of held-out chats, those that leave room for an answer."""
+    """Returns inputs for the first user messages of held-out chats, as far as they leave room for an answer."""
     window = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     asked = [text for chat in chats for text in [_first_user_message(chat)] if text is not None]
     encoded = [encode_prompt(tokenizer, text, target.device) for text in asked[: plan.eval_prompts]]
@@ -310,7 +314,7 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
     else:
         readme = out / "README.md"
         before = readme.read_text(encoding="utf-8") if readme.exists() else None
-        model.save_pretrained(out)  # with a card of PEFT's, which says nothing
+        model.save_pretrained(out)  # PEFT writes an empty card too
         readme.unlink(missing_ok=True)
         if before is not None:
             readme.write_text(before, encoding="utf-8")
@@ -331,7 +335,7 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
 
 
 def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, Any]:
-    """Lines of the card: how it was trained."""
+    """Returns the lines of the card that say how the drafter was trained."""
     args, drafter = trainer.args, trainer.drafter
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
     start = plan.init_from and public_name(plan.init_from)
@@ -377,7 +381,12 @@ def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments)
 
 
 def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) -> DrafterTrainingArguments:
-    """Raises a ValueError or TypeError for arguments that do not exist or contradict each other."""
+    """Makes the arguments of a run.
+
+    Raises:
+        ValueError: arguments contradict each other.
+        TypeError: there is no such argument.
+    """
     taken = sorted({"output_dir", "resume_from_checkpoint"} & overrides.keys())
     if taken:
         raise ValueError(f"{' and '.join(taken)}: --out decides; a run resumes from its own last checkpoint")
@@ -387,22 +396,22 @@ def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) ->
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}
     fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
     if fields.get("max_minutes") is not None:
-        fields.setdefault("disable_tqdm", True)  # its steps have no end; the log tells the minutes
+        fields.setdefault("disable_tqdm", True)  # a bar needs a number of steps; the log shows the minutes
     if "num_train_epochs" in fields and "max_steps" not in fields:
         fields["max_steps"] = -1
     for name in ("fsdp", "deepspeed"):
         if fields.get(name):
             raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
     if "eval_steps" in fields and "save_steps" not in fields:
-        fields["save_steps"] = fields["eval_steps"]  # the best checkpoint must be one that was measured
-    # Made here since the arguments would wait half an hour at most on CPUs.
+        fields["save_steps"] = fields["eval_steps"]  # every checkpoint has to be measured
+    # The state is made here, because the arguments would make one that waits for half an hour at most on CPUs.
     timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
     PartialState(cpu=fields["use_cpu"], timeout=timeout)
     args = DrafterTrainingArguments(**fields)
-    # One process trains on one device; several are started by `accelerate launch`.
+    # A process trains on one device. For several devices, `accelerate launch` starts several processes.
     args._n_gpu = min(args.n_gpu, 1)
     for tracker in get_reporting_integration_callbacks(args.report_to):
-        tracker()  # raises where it is not installed
+        tracker()  # raises an error if it is not installed
     return args
 
 
@@ -412,7 +421,7 @@ def _callbacks(args: DrafterTrainingArguments) -> list[Any]:
 
 
 def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | None:
-    """The clock of a run, less what was spent before its last checkpoint."""
+    """Returns the clock of a run, which has counted the time before the last checkpoint; `None` for a run by steps."""
     if args.max_minutes is None:
         return None
     return TimeBudget(args.max_minutes, spent=0.0 if last is None else _spent(last))
@@ -433,4 +442,4 @@ def _first_user_message(chat: Conversation) -> str | None:
 
 
 def _silent(_: str) -> None:
-    """Reports of all processes but the first."""
+    """Takes the reports of all processes but the first, and drops them."""

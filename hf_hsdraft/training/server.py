@@ -17,8 +17,8 @@ from .conversations import Message, Prompt
 
 _OnSkip = Callable[[Prompt, str], None] | None
 
-# How to ask for samples of the whole distribution; the first that the server takes is used. Without, servers apply the
-# model's own top-k, and `transformers serve`, which refuses `top_k`, is greedy at any temperature.
+# Ways to ask a server for samples of the whole distribution. The first that the server accepts is used. Without them,
+# servers apply the model's own top-k. `transformers serve` refuses `top_k`, and would be greedy at any temperature.
 _DIALECTS: tuple[Mapping[str, Any], ...] = (
     {"top_k": -1},
     {"generation_config": json.dumps({"do_sample": True, "top_k": 0})},
@@ -40,29 +40,32 @@ def answer_by_server(
     timeout: float = 600.0,
     on_skip: _OnSkip = None,
 ) -> Iterator[Answered]:
-    """Lets a server answer the prompts and yields each conversation as it finishes, in no particular order.
+    """Lets a server answer prompts, and yields each conversation when it is finished, in no particular order.
 
-    Temperature and seed of a prompt follow from `seed` and its key alone. Closing the iterator drops what is not
-    finished. `transformers serve --continuous-batching` samples every request like its first: only for greedy answers.
+    The temperature and the seed of a prompt depend on `seed` and the prompt's key alone. Closing the iterator drops
+    unfinished conversations. `transformers serve --continuous-batching` samples every request as it samples the first
+    one, so it is for greedy answers only.
 
     Args:
-        url: where the server listens, with or without `/v1`.
-        prompts: answered once per key.
-        model: its name on the server, `None` for the only one listed. `transformers serve` lists no folders: pass the
-            path it was started with.
-        temperatures: drawn from per prompt, 0 meaning greedy; repeat a value to weigh it.
-        concurrency: conversations under way at once.
-        api_key: `None` for the one in `HSDRAFT_API_KEY`, if any; others are not this server's to see.
-        max_retries: of each request, with growing pauses, while the server is busy, failing or out of reach.
-        timeout: seconds per request.
-        on_skip: called with each prompt that the server refuses or answers with nothing, and the reason.
+        url: URL of the server, with or without `/v1`.
+        prompts: the prompts. Those with the same key are answered once.
+        model: name of the target on the server; `None` for the only model that it lists. `transformers serve` lists no
+            folders: pass the path that it was started with.
+        temperatures: values to draw the temperature of each prompt from; 0 is greedy. Repeat a value to weigh it.
+        max_new_tokens: greatest number of tokens of an answer.
+        concurrency: number of conversations at once.
+        seed: seed of all draws.
+        api_key: key of the server; `None` for the one in `HSDRAFT_API_KEY`, if there is any.
+        max_retries: greatest number of further attempts of a request, with growing pauses.
+        timeout: seconds that a request may take.
+        on_skip: called with each prompt that the server refuses or leaves without an answer, and the reason.
 
     Returns:
-        The finished conversations, from a server that was found to answer.
+        An iterator over the finished conversations. The server has been tried before.
 
     Raises:
         ImportError: the `openai` package is missing.
-        ConnectionError: the server is out of reach or fails; also while iterating.
+        ConnectionError: the server cannot be reached or fails, now or during the iteration.
         ValueError: an argument is out of range, or the server refuses the API key or the model.
     """
     try:
@@ -104,7 +107,7 @@ def _as_they_finish(
             if not pending:
                 return
             done = wait(pending, return_when=FIRST_COMPLETED).done
-            for task in sorted(done, key=lambda task: task.exception() is not None):  # what is answered is not lost
+            for task in sorted(done, key=lambda task: task.exception() is not None):  # answers first, so none is lost
                 prompt = pending.pop(task)
                 try:
                     answered = task.result()
@@ -119,7 +122,7 @@ def _as_they_finish(
 
 
 class _Refused(ValueError):
-    """There is no answer to this request, and asking again would not help."""
+    """The server does not answer this request, and would not at another attempt."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,10 @@ class _Server:
     dialect: Mapping[str, Any]
 
     def only_model(self) -> str:
-        """The name of the only model listed; a ValueError with the choices if there is another number of them."""
+        """Returns the name of the only model listed. Raises a ValueError with the choices if there is not just one."""
         try:
             names = [entry.id for entry in self._call(self.client.models.list).data]
-        except (AttributeError, TypeError):  # the client's own, where a web page answers
+        except (AttributeError, TypeError):  # the client raises them if a web page answers
             names = []
         if len(names) != 1:
             found = ", ".join(names[:20]) or "none"
@@ -142,7 +145,11 @@ class _Server:
         return names[0]
 
     def find_dialect(self, temperatures: Sequence[float]) -> Mapping[str, Any]:
-        """The first dialect in which the server answers at all of the temperatures; a ValueError if there is none."""
+        """Returns the first dialect that the server accepts at all temperatures.
+
+        Raises:
+            ValueError: there is none.
+        """
         for dialect in _DIALECTS:
             brief = replace(self, dialect=dialect, max_tokens=1)
             try:
@@ -154,7 +161,7 @@ class _Server:
         raise ValueError(f"{self.base_url} refuses to answer `Hello` as {self.model!r} ({reason}): correct `model`")
 
     def converse(self, prompt: Prompt, temperature: float, seed: int, cancelled: Event) -> Answered:
-        """Answers turn by turn; see `reply` for the errors."""
+        """Answers a prompt turn by turn. See `reply` for the errors."""
         messages: list[Message] = []
         total = 0
         for turn in prompt.turns:
@@ -169,7 +176,13 @@ class _Server:
         return Answered(prompt, temperature, messages, total)
 
     def reply(self, messages: list[Message], temperature: float, seed: int) -> tuple[str, int]:
-        """The next message and its tokens; _Refused if the request is at fault, other errors if any would fail."""
+        """Returns the next message and its number of tokens.
+
+        Raises:
+            _Refused: the server refuses this request.
+            ValueError: it would refuse every request.
+            ConnectionError: it cannot be reached, or fails.
+        """
         sampling = {"seed": seed, "extra_body": self.dialect} if temperature > 0 else {}
         fields = {"temperature": temperature, "top_p": 1.0, "max_tokens": self.max_tokens, **sampling}
         response = self._call(self.client.chat.completions.create, model=self.model, messages=messages, **fields)
@@ -184,7 +197,7 @@ class _Server:
         try:
             return request(**arguments)
         except openai.OpenAIError as error:
-            raise self._explained(error) from None  # a server may repeat the key in what it says
+            raise self._explained(error) from None  # the error of the server may contain the key
 
     def _explained(self, error: Any) -> Exception:
         url, status, body = self.base_url, getattr(error, "status_code", None), getattr(error, "body", None)

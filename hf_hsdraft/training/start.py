@@ -1,4 +1,4 @@
-"""The drafter a run starts from: another one, or fresh weights that already speak the target's language."""
+"""The drafter that a run starts from: another drafter, or fresh weights that take some parts from the target."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHORTEST_WINDOW = 128
 
 
 def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
-    """The drafter to start from, if any.
+    """Loads the drafter to start from; returns `None` if the plan names none.
 
     Raises:
-        ValueError: it was made for another target, or the plan asks for other sizes than it has.
+        ValueError: it was made for another target, or it does not have the sizes that the plan asks for.
     """
     if plan.init_from is None:
         HSDraftConfig.for_target(target, **plan.drafter)  # raises where the sizes cannot be
@@ -33,9 +33,9 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
     if plan.lora is not None and fixed:
         raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")
     drafter.config.target_name = plan.drafter.get("target_name", drafter.config.target_name)
-    drafter.loaded_from = None  # its recipe and figures are not those of what comes of this run
-    drafter.config.target_reference = None  # the former target's; this one's is recorded in the end
-    for name in ("tree_size", "beam_width", "sliding_window"):  # decide no weights
+    drafter.loaded_from = None  # its recipe and figures do not hold for the drafter of this run
+    drafter.config.target_reference = None  # it is recorded anew at the end
+    for name in ("tree_size", "beam_width", "sliding_window"):  # fields on which no weights depend
         if name in plan.drafter:
             setattr(drafter.config, name, plan.drafter[name])
             if name != "sliding_window":
@@ -56,7 +56,16 @@ def drafter_to_start_from(target: Any, plan: TrainingPlan) -> HSDrafter | None:
 def config_for(
     target: Any, tokenizer: Any, tokenized: Sequence[Any], plan: TrainingPlan, report: Report
 ) -> HSDraftConfig:
-    longest = max(len(chat.input_ids) for chat in tokenized)  # it attends no further back than it learns to
+    """Returns the configuration of a fresh drafter.
+
+    Args:
+        target: the target.
+        tokenizer: the target's tokenizer.
+        tokenized: the conversations that it will learn from.
+        plan: the plan of the run.
+        report: told of the draft vocabulary.
+    """
+    longest = max(len(chat.input_ids) for chat in tokenized)  # the drafter learns to look back no further than this
     overrides = {"sliding_window": max(longest, _SHORTEST_WINDOW), **plan.drafter}
     default = HSDraftConfig.for_target(target, **overrides)
     if default.draft_vocab_ids is None and default.draft_vocab_size < default.vocab_size:
@@ -66,24 +75,28 @@ def config_for(
 
 
 def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
+    """Returns the token ids of a draft vocabulary of some size, see `choose_draft_vocabulary`."""
     always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     chosen = choose_draft_vocabulary(tokenized, target.config.get_text_config().vocab_size, size, always)
     report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
     return chosen.ids
 
 
-# What an untrained drafter says is noise; said as loudly as the target speaks, it takes hundreds of steps to unlearn.
+# An untrained drafter gives noise. If its logits were as large as the target's, it would take hundreds of steps to
+# unlearn that.
 _TIMID_HEAD, _TIMID_INJECTOR = 0.3, 0.2
 
 
 @torch.no_grad()
 def start_from_target(drafter: HSDrafter, target: Any, finals: torch.Tensor) -> None:
-    """Starts the parts that have an obvious counterpart in the target from it.
+    """Takes over from the target what some parts of a fresh drafter need.
 
-    The final norm takes the scale of the target's final hidden states, the injector's output the leading directions of
-    the target's head: from the first step on both speak the head's language.
+    The final norm gets the scale of the target's final hidden states. The injector's output gets the leading directions
+    of the target's head. So the head can use both from the first step on.
 
     Args:
+        drafter: the drafter, which is changed.
+        target: the target.
         finals: `[N, D]`, float32, some final hidden states of the target.
     """
     if drafter.config.hidden_size != drafter.config.target_hidden_size:
@@ -93,9 +106,9 @@ def start_from_target(drafter: HSDrafter, target: Any, finals: torch.Tensor) -> 
     head = rows[drafter.draft_vocab_ids().to(rows.device)].to(drafter.device, torch.float32)
     if drafter.lm_head is not None:
         drafter.lm_head.weight.copy_(head)
-    # With the norm's scale a unit of hidden state moves the logits alike in all directions.
+    # After the norm's scale, hidden states vary equally in all directions, so the head is scaled in the same way.
     head = head * drafter.norm.weight
-    directions = torch.linalg.eigh(head.T @ head).eigenvectors.flip(dims=[1])  # the leading ones first
+    directions = torch.linalg.eigh(head.T @ head).eigenvectors.flip(dims=[1])  # the leading directions first
     leading = head @ directions[:, : drafter.config.injector_rank]
     drafter.injector.up.weight[:, : leading.shape[1]].copy_(_TIMID_INJECTOR * leading)
     drafter.norm.weight.mul_(_TIMID_HEAD)

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with the drafter's loss, and measured tau as the metric that decides."""
+"""`transformers.Trainer` with the drafter's loss. Measured tau decides which checkpoint is the best."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from .parity import ParityError, parity
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss is not a number any more; checkpoints written before are good."""
+    """The loss became infinite or not a number. Earlier checkpoints are good."""
 
 
 def collate(conversations: Sequence[Features | TokenizedConversation]) -> dict[str, Any]:
-    """A step's conversations as they are; they are packed where the target can be asked for features."""
+    """Returns the conversations of a step as they are. They are packed later, where the target can make features."""
     return {"conversations": list(conversations)}
 
 
@@ -59,10 +59,12 @@ class DrafterTrainer(Trainer):
 
     Args:
         model: an `HSDrafter`, or a PEFT model of one.
-        target: gives the features of conversations that come without, labels for drafted tokens, and tau.
-        tau_prompts: inputs of `generate()` that measure tau.
-        budget: ends training by the clock and sets the learning rate; `None` leaves both to `args`.
-        train_dataset, eval_dataset: `Features` (cached) or `TokenizedConversation`s (features are computed online).
+        args: arguments of the training.
+        target: the target. It makes features that are not on disk, labels for drafted tokens, and the texts for tau.
+        tau_prompts: inputs of `generate()` for measuring tau.
+        budget: clock that ends training and sets the learning rate; `None` to leave both to `args`.
+        kwargs: arguments of `Trainer`. The data sets hold `Features`, or `TokenizedConversation`s whose features are
+            computed in every step.
     """
 
     control: Any
@@ -91,7 +93,7 @@ class DrafterTrainer(Trainer):
         drafter = _base(model)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         rows = target.get_output_embeddings().weight.detach()
-        # The frozen head is kept in the dtype that products are computed in: casting it anew costs as much as they do.
+        # The frozen head has the dtype of the products: casting it in every step would take as long as they do.
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
         self.weights = weights if weights.head is None else replace(weights, head=weights.head.to(dtype))
@@ -109,7 +111,7 @@ class DrafterTrainer(Trainer):
         drafter.loss_function = self.loss
         if args.activation_checkpointing:
             _recompute_layers(drafter)
-            args.activation_checkpointing = False  # the Trainer only knows layers that are called as modules
+            args.activation_checkpointing = False  # the Trainer's own works for layers that are called as modules only
         super().__init__(model=model, args=args, data_collator=collate, **kwargs)
         if budget is not None:
             self.add_callback(budget)
@@ -119,7 +121,7 @@ class DrafterTrainer(Trainer):
 
     @property
     def drafter(self) -> HSDrafter:
-        """The drafter that is trained, free of what is wrapped around it."""
+        """The drafter that is trained, without its wrappers."""
         return _base(self.accelerator.unwrap_model(self.model))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -153,7 +155,7 @@ class DrafterTrainer(Trainer):
         labels = self._labels(drafter, pack, chains)
         count = labels.count
         if model.training and self.accelerator.num_processes > 1:
-            # Gradients of all processes are averaged: divided by the average count, they are those of one large batch.
+            # Gradients are averaged over all processes. With the average count they are those of one large batch.
             count = self.accelerator.reduce(count.float(), reduction="mean")
         weight = (
             args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
@@ -164,7 +166,7 @@ class DrafterTrainer(Trainer):
         return loss
 
     def pack(self, conversations: Sequence[Features | TokenizedConversation]) -> Pack:
-        """What a step reads of conversations, the target asked for those that come without features."""
+        """Packs the conversations of a step. The target makes the features that are missing."""
         taps = _base(self.model).config.target_tap_layers
         bare = [chat for chat in conversations if not isinstance(chat, Features)]
         read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
@@ -194,7 +196,7 @@ class DrafterTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Held-out loss and accuracy per depth; tau and acceptance per depth measured by generating."""
+        """Measures held-out loss and accuracy by depth and, by generating texts, tau and acceptance by depth."""
         begin = time.perf_counter()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model_wrapped if self.model_wrapped is not None else self.model
@@ -202,7 +204,7 @@ class DrafterTrainer(Trainer):
         size = self.args.per_device_eval_batch_size
         batches = [range(at, min(at + size, len(dataset))) for at in range(0, len(dataset), size)]
         parts = [self._parts(model, [dataset[i] for i in batch], 0, measured=True) for batch in batches]
-        # Pooled over predictions: a pack with few of them, or none that deep, must not count as much as the others.
+        # The means are over predictions, because a pack with few of them must not count as much as the others.
         counts = torch.stack([part.count for part in parts])
         divergence, accuracy = (
             (torch.stack([getattr(part, name) for part in parts]) * counts).sum(dim=0) / counts.sum(dim=0).clamp(min=1)
@@ -219,19 +221,19 @@ class DrafterTrainer(Trainer):
             metrics |= _by_depth(f"{metric_key_prefix}_acceptance", acceptance(calls, len(divergence)))
             metrics[f"{metric_key_prefix}_parity"] = distance
         metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - begin, 1)
-        # All processes measure the same, and decide by the same numbers which checkpoint is best and when to stop.
+        # All processes decide by the same numbers which checkpoint is the best, and when to stop.
         [metrics] = broadcast_object_list([metrics])
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         model.train()
-        self._since += time.perf_counter() - begin  # tokens/s is of training alone
+        self._since += time.perf_counter() - begin  # tokens/s counts the time of training alone
         return metrics
 
     def _parity(self) -> float:
-        """How far training is from decoding, the worst depth's total variation.
+        """Returns how far training is from decoding: the greatest total variation of all depths.
 
         Raises:
-            ParityError: further than rounding explains; tau would never come of such training.
+            ParityError: they are further apart than rounding explains. Such training would never improve tau.
         """
         prompts = [prompt["input_ids"] for prompt in self.tau_prompts[:2]]
         report = parity(self.snapshot(), self.target, prompts, self.args.eval_new_tokens, labels_of=true_labels)
@@ -240,10 +242,10 @@ class DrafterTrainer(Trainer):
         return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
 
     def _decode(self) -> list[DraftStatistics]:
-        drafter = copy.copy(self.snapshot())  # shares the weights; the options are its own
+        drafter = copy.copy(self.snapshot())  # shares the weights, and gets options of its own
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
-        drafter.generation_config.ngram_length = 0  # they would measure the texts
-        drafter.generation_config.tree_sizing = "fixed"  # and this the machine
+        drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
+        drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
         return [
             self.target.generate(
                 **prompt,
@@ -256,17 +258,17 @@ class DrafterTrainer(Trainer):
         ]
 
     def restore(self, checkpoint: Path) -> None:
-        """Takes over state and weights of a run that had ended at `checkpoint`, the best ones if it asks for those."""
+        """Takes over the state of a run that ended at a checkpoint, and its best or last weights."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         if not (self.args.load_best_model_at_end and self.state.best_model_checkpoint):
             self.state.best_model_checkpoint = str(checkpoint)
         self._load_best_model()
 
     def _load_best_model(self) -> None:
-        """Looks for the checkpoint in the folder of the run, which may have been moved since.
+        """Loads the best checkpoint from the folder of the run, which may have been moved since.
 
         Raises:
-            FileNotFoundError: it is not there; the Trainer itself would only warn, and keep the weights it has.
+            FileNotFoundError: it is gone. The Trainer itself would only warn, and keep its weights.
         """
         best = Path(self.args.output_dir) / Path(str(self.state.best_model_checkpoint)).name
         if not best.is_dir():
@@ -275,10 +277,10 @@ class DrafterTrainer(Trainer):
         super()._load_best_model()
 
     def snapshot(self) -> HSDrafter:
-        """The drafter as it is now, free of what mixed precision and data parallelism have wrapped around it."""
+        """Returns the drafter as it is now, without the wrappers of mixed precision and data parallelism."""
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
         if not isinstance(model, HSDrafter):
-            return _base(model).eval()  # PEFT: its layers are inside, nothing is wrapped around the drafter itself
+            return _base(model).eval()  # PEFT puts layers into the drafter and nothing around it
         copy = HSDrafter(model.config)
         copy.load_state_dict(model.state_dict())
         copy.generation_config = model.generation_config
@@ -286,14 +288,14 @@ class DrafterTrainer(Trainer):
 
 
 def _recompute_layers(drafter: HSDrafter) -> None:
-    """Keeps nothing of the trunk's attention for the backward; for long packs that is most of a step's memory."""
+    """Lets the backward compute the trunk's layers again. For long packs, they would take most of a step's memory."""
     for layer in drafter.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 @contextlib.contextmanager
 def _in_lockstep(target: Any) -> Iterator[None]:
-    """Lets a sharded target `generate()` with a drafter: all processes decode the same, none has to wait."""
+    """Lets a sharded target `generate()` with a drafter. All processes decode the same texts, so none has to wait."""
     if not is_sharded(target):
         yield
         return
@@ -305,7 +307,7 @@ def _in_lockstep(target: Any) -> Iterator[None]:
 
 
 def acceptance(calls: Sequence[DraftStatistics], steps: int) -> list[float]:
-    """Share of the rounds that came to depth d - 1 and accepted a node of depth d, for d = 1 .. `steps`."""
+    """Returns for d = 1 .. `steps` the share of rounds that accept d tokens or more, among those with d - 1 or more."""
     lengths = [length for call in calls for length in call.accepted_lengths]
     reached = [sum(length >= depth for length in lengths) for depth in range(steps + 1)]
     return [after / before if before else math.nan for before, after in itertools.pairwise(reached)]
@@ -316,7 +318,7 @@ def _by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _base(model: Any) -> HSDrafter:
-    """The drafter inside a PEFT model, or itself."""
+    """Returns the drafter inside a PEFT model, or the drafter itself."""
     drafter: HSDrafter = model if isinstance(model, HSDrafter) else model.get_base_model()
     return drafter
 

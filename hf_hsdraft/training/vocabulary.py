@@ -1,4 +1,4 @@
-"""The compressed draft vocabulary: the tokens the target actually writes."""
+"""The compressed draft vocabulary: the tokens that the target writes most often."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .conversations import TokenizedConversation
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Token ids a drafter can propose.
+    """The tokens that a drafter can propose.
 
     Attributes:
-        ids: ascending token ids.
-        coverage: share of the counted answer tokens that are among them, 0 to 1.
+        ids: their ids, ascending.
+        coverage: share of all answer tokens that are among them, 0 to 1.
     """
 
     ids: list[int]
@@ -32,7 +32,10 @@ def choose_draft_vocabulary(
     """Picks the most frequent answer tokens (Lyanna, compressed vocabulary; FR-Spec).
 
     Args:
-        always: ids included whatever their count, such as the end-of-turn token.
+        conversations: conversations whose answer tokens are counted.
+        vocab_size: number of tokens of the target's vocabulary.
+        draft_vocab_size: number of tokens to pick.
+        always: ids that are picked however rare they are, such as the end of a turn.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for conversation in conversations:
@@ -45,13 +48,14 @@ def choose_draft_vocabulary(
 
 @torch.no_grad()
 def with_draft_vocabulary(drafter: HSDrafter, ids: Sequence[int], output_rows: torch.Tensor) -> HSDrafter:
-    """A copy of a drafter that proposes other tokens, with all that it learned.
+    """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
 
-    Rows of tokens it knew are kept. Rows of new tokens are guessed from the target's: by the linear map from the
-    target's output rows to the drafter's that fits the known tokens best.
+    Rows of known tokens are kept. Rows of new tokens are guessed from the target's output rows, by the linear map that
+    fits best for the known tokens.
 
     Args:
-        ids: ascending token ids of the new draft vocabulary.
+        drafter: the drafter.
+        ids: token ids of the new draft vocabulary, ascending.
         output_rows: `[V, D]`, the target's output embedding.
     """
     old_ids, new_ids = drafter.draft_vocab_ids(), torch.tensor(ids)

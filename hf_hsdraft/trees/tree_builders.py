@@ -1,7 +1,7 @@
-"""The builders of draft trees, by the name of the option `tree_builder`.
+"""The seam of tree building: what a builder is given, and what it returns.
 
-A builder grows a tree for each text of a batch out of what a drafter says about children: it asks an `Expansion` level
-by level. The states that it hands back are opaque to it: it only gathers them.
+A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` which children the nodes may
+have. It only gathers the states that the expansion returns, and hands them back.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Protocol
 
 import torch
 
-from .draft_tree import DraftTree, build_beam_trees
-from .sampled_trees import branching_for, build_gumbel_trees, build_stochastic_beam_trees
+from .draft_tree import DraftTree
 
 
 class Expansion(Protocol):
-    """What a drafter says about the children of nodes, up to a depth.
+    """What a drafter says about the children of nodes.
 
     Attributes:
         depth: greatest depth of a child.
@@ -29,13 +28,28 @@ class Expansion(Protocol):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Expand`."""
+        """Returns the log-probabilities `[B, n, V']` of all children, and the nodes' states `[B, n, S]`.
+
+        Args:
+            level: depth of the children, 1 or more.
+            tokens: `[B, n]`, int64, tokens of the nodes.
+            states: `[B, n, S]`, states of the nodes' parents; `None` at level 1, where the node is the root.
+        """
         ...
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BestChildren`."""
+        """Returns the k most probable children of all nodes, the best first. The first arguments are as above.
+
+        Args:
+            scores: `[B, n]`, scores of the nodes.
+            count: greatest number k of children.
+
+        Returns:
+            The children's scores `[B, k]`, their tokens `[B, k]`, their parents `[B, k]` as columns of `tokens`, and
+            the nodes' states `[B, n, S]`.
+        """
         ...
 
 
@@ -44,9 +58,9 @@ class TreeLimits:
     """How large trees may be.
 
     Attributes:
-        tree_size: number of nodes beside the root.
-        beam_width: number of nodes expanded at a depth; 1 gives a chain.
-        threshold: paths less probable than this are left out, where nodes are not drawn; 0 to 1.
+        tree_size: greatest number of nodes besides the root.
+        beam_width: number of nodes expanded at each depth; 1 gives a chain.
+        threshold: least probability of a path, 0 to 1. Builders that draw their nodes ignore it.
         max_depths: greatest depth of each text.
     """
 
@@ -57,49 +71,15 @@ class TreeLimits:
 
 
 class TreeBuilder(Protocol):
-    """Grows a tree for each text."""
-
     def __call__(
-        self, expand: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+        self, expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits, /
     ) -> list[DraftTree]:
-        """
+        """Grows a tree for each text of a batch.
+
         Args:
+            expansion: tells which children nodes may have.
             root_tokens: `[B]`, int64, the last accepted token of each text.
-            vocab_ids: `[V']`, int64, token ids behind the columns of `expand`.
+            vocab_ids: `[V']`, int64, the token id of each column of the log-probabilities.
+            limits: how large the trees may be.
         """
         ...
-
-
-def beam(expand: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits) -> list[DraftTree]:
-    """The most probable nodes, see `build_beam_trees`."""
-    return build_beam_trees(
-        expand.best,
-        root_tokens,
-        depth=expand.depth,
-        beam_width=limits.beam_width,
-        tree_size=limits.tree_size,
-        threshold=limits.threshold,
-        max_depths=limits.max_depths,
-    )
-
-
-def gumbel(
-    expand: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
-) -> list[DraftTree]:
-    """Drawn nodes, as many children for every node of a depth, see `build_gumbel_trees`."""
-    branching = branching_for(expand.depth, limits.tree_size)
-    return build_gumbel_trees(expand, root_tokens, vocab_ids, branching=branching, max_depths=limits.max_depths)
-
-
-def stochastic_beam(
-    expand: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
-) -> list[DraftTree]:
-    """Drawn paths, see `build_stochastic_beam_trees`."""
-    width = min(limits.beam_width, limits.tree_size)
-    depth = min(expand.depth, limits.tree_size // width)
-    return build_stochastic_beam_trees(
-        expand, root_tokens, vocab_ids, depth=depth, beam_width=width, max_depths=limits.max_depths
-    )
-
-
-TREE_BUILDERS: dict[str, TreeBuilder] = {"beam": beam, "gumbel": gumbel, "stochastic_beam": stochastic_beam}

@@ -1,4 +1,4 @@
-"""Attention masks of draft trees, by position: full, sliding-window and chunked attention, and mixtures of them."""
+"""Attention masks of draft trees, for full, sliding-window and chunked attention, and for mixtures of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AttentionKind:
     """One kind of attention among a target's layers.
 
     Attributes:
-        name: the library's name of the layer type.
-        width: positions of a window or a chunk; 0 for full attention.
+        name: transformers' name of the layer type.
+        width: number of positions of a window or a chunk; 0 for full attention.
         layer: index of the first layer of this kind that has a cache of its own.
     """
 
@@ -32,10 +32,12 @@ class AttentionKind:
     layer: int
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor) -> torch.Tensor | None:
-        """`[B, n, m]`, True where a query at text index `queries` `[B, n]` may look at `keys` `[B, m]` by distance.
+        """Returns `[B, n, m]`, True where a query is near enough to see a key; `None` where distance does not matter.
 
         Args:
-            padding: `[B]`, masked positions before the text; chunks are counted from its first token.
+            queries: `[B, n]`, int64, indices of the queries in their row.
+            keys: `[B, m]`, int64, indices of the keys in their row.
+            padding: `[B]`, int64, number of masked slots before each text. Chunks are counted from its first token.
         """
         if self.name == "sliding_attention":
             return queries[:, :, None] - keys[:, None, :] < self.width
@@ -46,9 +48,10 @@ class AttentionKind:
 
 
 def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKind]:
-    """The kinds of attention of a text configuration.
+    """Returns the kinds of attention of a text configuration.
 
     Args:
+        config: the text configuration.
         has_cache: for each layer, whether it has keys and values of its own.
 
     Raises:
@@ -73,10 +76,11 @@ def attention_kinds(config: Any, has_cache: Sequence[bool]) -> list[AttentionKin
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Trees of a batch as one forward reads them, shorter ones filled up with copies of their root.
+    """Trees of a batch as one forward reads them. Copies of the root fill the shorter ones up.
 
     Attributes:
-        tokens, depths: `[B, N]`, int64.
+        tokens: `[B, N]`, int64.
+        depths: `[B, N]`, int64.
         ancestors: `[B, N, N]`, bool, True where the row's node may see the column's.
     """
 
@@ -86,7 +90,7 @@ class TreeBatch:
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree], device: torch.device, size: int = 0) -> TreeBatch:
-        """Trees with columns for at least `size` nodes."""
+        """Returns the batch of some trees, with columns for at least `size` nodes."""
         size = max(size, *map(len, trees))
         tokens, depths, ancestors = [], [], []
         for tree in trees:
@@ -106,14 +110,16 @@ def tree_mask(
     slots: int,
     kv_length: int,
 ) -> torch.Tensor:
-    """`[B, N, kv_length]`, bool: what each node may see, of the cache and of its own tree.
+    """Returns `[B, N, kv_length]`, bool, True where a node may see a slot of the cache or a node of its own tree.
 
     Args:
-        attended: `[B, prompt]`, bool, the prompt's mask; `None` if nothing of it is masked.
-        kept: `[B]`, int64, slots that hold the text of each row; a slot's number is its text index. Slots from there to
-            `slots` are left over from other rows' longer paths.
-        slots: slots in the cache before the trees.
-        kv_length: slots that attention sees, the last ones, the trees' included.
+        batch: the trees.
+        kind: kind of attention.
+        attended: `[B, prompt]`, bool, the prompts' attention mask; `None` if nothing is masked.
+        kept: `[B]`, int64, number of slots that hold the text of each row. Further slots, up to `slots`, hold what
+            longer paths of other rows have left behind.
+        slots: number of slots in the cache before the trees.
+        kv_length: number of slots that attention sees: the last ones, those of the trees included.
     """
     size, device = batch.tokens.shape[1], batch.tokens.device
     indices = torch.arange(slots - (kv_length - size), slots, device=device)
@@ -130,13 +136,15 @@ def tree_mask(
 
 
 def as_attention_takes_it(mask: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
-    """A bool mask `[B, N, KV]` in the form of an attention implementation.
+    """Returns a mask in the form that an attention implementation takes.
 
-    A block mask for flex attention, otherwise additive: eager would silently add a bool, and sdpa would turn it into
-    this form again in every layer.
+    Flex attention takes a block mask. The others take an additive mask: eager would add a bool without an error, and
+    sdpa would turn it into an additive mask again in every layer.
 
     Args:
-        dtype: of queries and keys.
+        mask: `[B, N, KV]`, bool.
+        attention: name of the implementation.
+        dtype: dtype of queries and keys.
     """
     if attention == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask

@@ -1,4 +1,4 @@
-"""The rules of verification by the name of the option `verification`."""
+"""The rules of verification, by the value of the option `verification`."""
 
 from __future__ import annotations
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..trees.draft_tree import DraftTree
 from .own_choice import OwnChoice
-from .verdict import ChooseToken, Nodes, ScoresAt, Verdict, draw_token, walk
+from .verdict import Nodes, Verdict, draw_token, walk
 
 
 class Rejection:
-    """Offers the children of a node, draws without replacement from the drafter's distribution q, in their order.
+    """Offers the children of a node to the target in the order in which the drafter drew them.
 
-    One is accepted with probability min(1, p / q); otherwise p becomes what q does not explain of it, and q loses the
-    rejected token. After the last child the token is drawn from what is left of p. It accepts more often than the
-    target's own draw meets a child, above all at high temperature. Exact for drawn trees only. Greedy calls take the
-    target's own choice.
+    p is the target's distribution and q the drafter's. A child is accepted with probability min(1, p / q). After a
+    rejection, p becomes what q does not explain of it, and q loses the rejected token. After the last child the next
+    token is drawn from what is left of p. More drafted tokens are accepted in this way than by the target's own draw,
+    above all at high temperature. It is exact for drawn trees only. Greedy calls take the target's own choice.
     """
 
     exact = True
@@ -28,28 +28,27 @@ class Rejection:
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         if nodes.draw is None:
             return OwnChoice().judge(tree, nodes)
-        return walk(tree, rejection_choice(nodes.scores, tree), nodes.ends)
+        children = tree.children()
+
+        def choose(node: int, tokens: list[int]) -> int:
+            p = nodes.scores(node, tokens)[0].softmax(dim=-1)
+            return _draw(p, children[node], tree.log_probs[node] if children[node] else None, tree.vocab_ids)
+
+        return walk(tree, choose, nodes.ends)
 
 
-def rejection_choice(scores_at: ScoresAt, tree: DraftTree) -> ChooseToken:
-    """The choice of each node of a tree whose nodes were drawn; q is 0 outside `tree.vocab_ids`."""
-    siblings: list[list[int]] = [[] for _ in range(len(tree))]
-    for node in range(1, len(tree)):
-        siblings[tree.parents[node]].append(tree.tokens[node])
-
-    def choose(node: int, tokens: list[int]) -> int:
-        scores = scores_at(node, tokens)
-        log_probs = tree.log_probs[node] if siblings[node] else None
-        return _without_replacement(scores[0].softmax(dim=-1), siblings[node], log_probs, tree.vocab_ids)
-
-    return choose
-
-
-def _without_replacement(
-    p: torch.Tensor, children: Sequence[int], log_probs: torch.Tensor | None, vocab_ids: torch.Tensor | None
+def _draw(
+    p: torch.Tensor, children: Iterable[int], log_probs: torch.Tensor | None, vocab_ids: torch.Tensor | None
 ) -> int:
-    if children:
-        assert log_probs is not None and vocab_ids is not None
+    """Draws the next token from the target's distribution p: a child that is accepted, or another token.
+
+    Args:
+        p: `[V]`, the target's probabilities.
+        children: tokens of the children, in the order of drawing.
+        log_probs: `[V']`, log q; `None` without children. Tokens outside `vocab_ids` have q = 0.
+        vocab_ids: `[V']`, int64, the token id of each column of `log_probs`.
+    """
+    if log_probs is not None and vocab_ids is not None:
         q = torch.zeros_like(p)
         q[vocab_ids.to(p.device)] = log_probs.to(p.device, p.dtype).exp()
         for token in children:
@@ -57,7 +56,7 @@ def _without_replacement(
                 return token
             left = (p - q).clamp(min=0.0)
             total = left.sum()
-            if total > 0:  # nothing is left only by rounding, where p and q are equal
+            if total > 0:  # it is 0 by rounding only, where p and q are equal
                 p = left / total
             q[token] = 0.0
             q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)

@@ -1,6 +1,6 @@
-"""The seam of verification: what a rule is told of a draft tree's nodes, and what it decides.
+"""The seam of verification: what a rule knows of a draft tree's nodes, and what it decides.
 
-A rule is a way to choose the next token at a node. `walk` follows the choices for as long as they were drafted.
+Most rules choose the next token at a node. `walk` then follows the choices for as long as they were drafted.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import torch
 
 from ..trees.draft_tree import DraftTree
 
-# Given a node and the tokens drafted on the way to it (the root's excluded), the next token of the text there.
+# Takes a node and the drafted tokens of its path, without the root's. Returns the next token of the text there.
 ChooseToken = Callable[[int, list[int]], int]
 
-# Given a node and the tokens drafted on the way to it, the target's scores [1, V] there, after all processors. Asking
-# again gives the same and changes nothing.
+# Takes the same. Returns the target's scores [1, V] there, after all processors. A second call returns the same scores.
 ScoresAt = Callable[[int, list[int]], torch.Tensor]
 
-# Given probabilities [1, V], a token.
+# Takes probabilities [1, V]. Returns a token drawn from them.
 Draw = Callable[[torch.Tensor], int]
 
-# Given the nodes accepted so far and the tokens chosen at the root and at each node: does the text end with the last?
+# Takes the nodes accepted so far, and the tokens chosen at the root and at these nodes. Returns whether the text ends
+# with the last token.
 EndsText = Callable[[list[int], list[int]], bool]
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """What the target made of a draft tree's nodes, of one text.
+    """What the target says about the nodes of one text's draft tree.
 
     Attributes:
-        logits: `[nodes, V]`, as the target gave them.
-        scores: the scores at a node after all processors of the call.
-        ends: whether the text ends with a token.
-        draw: draws a token from probabilities; `None` where the most probable one is taken.
-        processed: whether processors change scores, or somebody keeps them; otherwise the logits say all.
+        logits: `[nodes, V]`, logits of the target, unprocessed.
+        scores: returns the scores at a node, after all processors of the call.
+        ends: returns whether the text ends with a token.
+        draw: draws a token from probabilities; `None` where the most probable token is taken.
+        processed: whether `scores` have to be asked, because processors change them or the call returns them.
         taps: `[nodes, taps * D]`, the hidden states that drafter and rule asked for.
     """
 
@@ -53,11 +53,11 @@ class Verdict:
     """What verification decided.
 
     Attributes:
-        path: accepted node indices, the root excluded; may be empty.
+        path: indices of the accepted nodes, without the root; may be empty.
         next_token: the token that the target chose after the path, the bonus token.
-        finished: whether the text ends with it.
-        num_drafted: number of emitted tokens that the tree held: the path's, and the last token of a text if it was
-            drafted.
+        finished: whether the text ends with `next_token`.
+        num_drafted: number of emitted tokens that the tree held: those of the path, and `next_token` where the text
+            ends with a drafted token.
     """
 
     path: list[int]
@@ -66,7 +66,7 @@ class Verdict:
     num_drafted: int
 
     def cut(self, tree: DraftTree, length: int) -> Verdict:
-        """The same decision, taken back to a path of at most `length` nodes: what follows will be decided anew."""
+        """Returns the same verdict for a path of at most `length` nodes. What follows is decided anew later."""
         if len(self.path) <= length:
             return self
         following = tree.tokens[self.path[length]]
@@ -77,11 +77,11 @@ class Verifier(Protocol):
     """A rule that accepts a path of a draft tree.
 
     Attributes:
-        exact: whether what is emitted has the target's own distribution. A rule that has not is lossy: it is never a
+        exact: whether the emitted text has the target's own distribution. A rule without it is lossy: it is never a
             default, and the call's statistics say so.
         taps: indices of the target's hidden states that the rule reads.
-        own_draws: whether each token is one draw from the target's own distribution; then draws can be foreseen.
-        drawn_nodes: whether nodes have to be draws of the drafter; the best nodes of a beam would bias the text.
+        own_draws: whether each token is one draw from the target's own distribution. Such draws can be foreseen.
+        drawn_nodes: whether the drafter has to draw the nodes. The best nodes of a beam would bias the text.
     """
 
     exact: bool
@@ -90,12 +90,12 @@ class Verifier(Protocol):
     drawn_nodes: bool
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
-        """Decides about a tree. Judging changes nothing: asked again, it may only draw other random numbers."""
+        """Returns the verdict about a tree. It changes nothing, except that it may draw random numbers."""
         ...
 
 
 def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
-    """Follows the chosen tokens through the tree for as long as they are drafted."""
+    """Follows the chosen tokens through the tree for as long as they were drafted."""
     children = tree.children()
     path: list[int] = []
     tokens: list[int] = []
@@ -112,5 +112,5 @@ def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:
 
 
 def draw_token(probabilities: torch.Tensor) -> int:
-    """A draw from `[1, V]` by the device's own generator, as plain decoding makes it."""
+    """Draws a token from `[1, V]` or `[V]` by the device's own generator, as plain decoding does."""
     return int(torch.multinomial(probabilities, num_samples=1))

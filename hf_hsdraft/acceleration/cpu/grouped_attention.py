@@ -21,10 +21,11 @@ from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...common.tuning import TUNING
+
 _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 
 _BLOCK, _FEW = 32, 192  # the kernel takes so many rows of queries at once, of fewer rows than this
-_LONG = 1024  # keys of a single text from which on reading them less often outweighs laying out several tokens
 
 # What layers and callers pass that does not change what sdpa computes where a mask says all. Layers that pass anything
 # else are left to transformers: a later version may look at it.
@@ -131,7 +132,7 @@ def _attend(
     batch, heads, n, size = query.shape
     groups = heads // key.shape[1]
     of_all_heads = mask is None or mask.shape[1] == 1
-    worth_it = n == 1 or batch > 1 or key.shape[2] >= _LONG
+    worth_it = n == 1 or batch > 1 or key.shape[2] >= TUNING.many_keys
     if groups > 1 and of_all_heads and worth_it and _are_fewer_together(batch * key.shape[1], groups, n):
         query = query.reshape(batch, -1, groups * n, size)
         mask = None if mask is None else mask.repeat(1, 1, groups, 1)

@@ -26,11 +26,8 @@ from torch import nn
 from torch.nn.modules import module as _of_all_modules
 
 from ...common.tensors import is_unhooked
+from ...common.tuning import TUNING
 from .private_operators import can_pack, packed_copy, packed_product
-
-_FEW_ROWS = 16  # that the layout is chosen for; it serves any number
-_LEAST_NUMBERS = 2**16  # of a weight; products of smaller ones take no longer than starting them
-_MOST_BYTES = 2**31  # of all copies in the process, unless they are asked for
 
 
 def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
@@ -48,9 +45,9 @@ def linears_to_pack(target: Any, asked_for: bool | None) -> list[nn.Linear]:
     linears: list[nn.Linear] = [module for module in modules if _can_be_packed(module, target.dtype)]
     if asked_for:
         return linears
-    linears = [linear for linear in linears if linear.weight.numel() >= _LEAST_NUMBERS]
+    linears = [linear for linear in linears if linear.weight.numel() >= TUNING.packed_least_numbers]
     size = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears)
-    return linears if size <= _MOST_BYTES else []
+    return linears if size <= TUNING.packed_bytes else []
 
 
 def packed_now(target: nn.Module) -> list[nn.Linear]:
@@ -128,7 +125,7 @@ class PackedWeight:
                 return
             try:
                 self._sums = _sums(self._weight) if self._shared else None
-                self._copy = packed_copy(self._weight, _FEW_ROWS)
+                self._copy = packed_copy(self._weight, TUNING.packed_rows)
             except RuntimeError:  # no room for it
                 self._failed = True
 
@@ -193,7 +190,7 @@ class PackedWeights:
         linears = linears_to_pack(target, asked_for)
         with _sharing:
             packed = cls(linears)  # so far, nothing has been copied
-            fits = asked_for or sum(copy.size for copy in _alive) <= _MOST_BYTES
+            fits = asked_for or sum(copy.size for copy in _alive) <= TUNING.packed_bytes
             return packed if linears and fits else None
 
     def serve(self, target: Any, asked_for: bool | None) -> bool:

@@ -17,11 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...common.tuning import TUNING
 from .packed_weights import PackedWeights, linears_to_pack
-
-_PACKING = 3.0  # plain forwards that packing takes as long as; 3 to 7 were measured
-_LOST = 0.2  # part of a forward's time that packed weights save; 0.2 to 0.5 were measured
-_FEWEST = 8  # tokens that a call may still emit, for which comparing the weights pays
 
 
 @dataclass
@@ -70,7 +67,7 @@ class Packing:
             stock = _stocks.get(self._target)
             if stock is None or stock.copies is None:
                 return False
-            if room < _FEWEST or self._slower():
+            if room < TUNING.packing_least_room or self._slower():
                 self._settled = True
                 return False
             if stock.copies.serve(self._target, None):
@@ -86,8 +83,8 @@ class Packing:
             return False
         with _lock:
             stock = _stocks.setdefault(self._target, _Stock())
-            stock.lost += _LOST
-            if stock.lost < _PACKING:
+            stock.lost += TUNING.packing_saves
+            if stock.lost < TUNING.packing_forwards:
                 return False
             self._settled = True
             return not self._slower() and self._pack()

@@ -17,14 +17,9 @@ from torch import nn
 
 from ...common.norms import RMSNorm
 from ...common.tensors import Transform, is_unhooked, side_by_side
+from ...common.tuning import TUNING
 from .packed_weights import PackedWeight, has_kernel
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
-
-_FEW_ROWS, _LARGE_FEW = 8, 2  # that 8-bit weights are multiplied by: what a default beam has, and of a large weight
-_LARGE = 2**22  # numbers: a head
-_MOST_BYTES = 2**27  # of a weight that is packed; the copy is kept
-_MORE_ROWS = 64  # those of several texts; by more, as of a prompt, a weight is multiplied as it is
-_ROWS_AT_ONCE = 4096  # of a weight that is brought to 8 bits
 
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
 
@@ -58,16 +53,16 @@ class Product:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
         self._small = _in_8_bits(self._weight)
-        self._few = _FEW_ROWS if weight.numel() < _LARGE else _LARGE_FEW
-        small = self._weight.numel() * self._weight.element_size() <= _MOST_BYTES
+        self._few = TUNING.rows_in_8_bits if weight.numel() < TUNING.large_weight else TUNING.large_rows_in_8_bits
+        small = self._weight.numel() * self._weight.element_size() <= TUNING.product_bytes
         self._packed = PackedWeight(self._weight) if _rounding.get() and small and has_kernel(self._weight) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = _rows(x)
-        if self._small is not None and 0 < rows <= (self._few if self._packed else _FEW_ROWS):
+        if self._small is not None and 0 < rows <= (self._few if self._packed else TUNING.rows_in_8_bits):
             y = _times_8_bits(x, *self._small)
             return y if self._bias is None else y + self._bias
-        if self._packed is not None and 0 < rows <= _MORE_ROWS and self._is_plain(x):
+        if self._packed is not None and 0 < rows <= TUNING.product_rows and self._is_plain(x):
             return self._packed(x, self._bias)
         return F.linear(x, self._weight, self._bias)
 
@@ -108,8 +103,8 @@ def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None
     least = torch.finfo(torch.bfloat16).tiny
     scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(torch.bfloat16)
     small = torch.empty_like(weight, dtype=torch.int8)
-    for first in range(0, len(weight), _ROWS_AT_ONCE):  # in float32, a whole head would be large
-        rows = slice(first, first + _ROWS_AT_ONCE)
+    for first in range(0, len(weight), TUNING.rows_rounded):  # in float32, a whole head would be large
+        rows = slice(first, first + TUNING.rows_rounded)
         small[rows] = (weight[rows].float() / scales[rows, None].float()).round_()
     return small, scales
 

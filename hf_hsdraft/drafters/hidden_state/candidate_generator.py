@@ -10,8 +10,10 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ...common.target_weights import TargetWeights
+from ...common.tuning import TUNING
+from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree, merge_trees
-from ...trees.tree_builders import TREE_BUILDERS, TreeLimits
+from ...trees.tree_builders import TreeLimits
 from ...verifiers.foresight import Foresight
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, Session
@@ -22,8 +24,6 @@ from .reuse import Leftover, ensemble
 from .roll_out import RollOut
 from .target_match import warn_of_poor_guesses
 from .working_weights import WorkingWeights
-
-_MOST_PENDING = 64  # rounds whose taps may wait for the next draft
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps, embeddings of the following tokens, and positions
 
@@ -171,7 +171,7 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
-        if len(self._rows) == 1 and len(pending) > _MOST_PENDING:  # nothing was drafted for long
+        if len(self._rows) == 1 and len(pending) > TUNING.most_pending:  # nothing was drafted for long
             self._roll_out.read(*_joined(pending[:-1]))
             del pending[:-1]
 

@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from ...common.attention import shared_attention
+from ...common.tuning import TUNING
 from .trunk import Attend
 from .trunk_sight import SEEN_BY_ALL, Sight
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
-
-_SPARE_POSITIONS, _SPARE_SHARE = 128, 4  # room for so many positions more, and for this part of those there are
-_BLOCK = 256  # rows of a masked prompt that are read at once: a mask of all would grow with their square
 
 
 @dataclass
@@ -200,7 +198,7 @@ class GrowingText:
         """Before `count` positions are read and `ahead` steps rolled after them."""
         needed = self.length + count + ahead
         if self.keys[0].shape[1] < needed:
-            capacity = needed + _SPARE_POSITIONS + self.length // _SPARE_SHARE
+            capacity = needed + TUNING.spare_tokens + self.length // TUNING.spare_part
             self.keys, self.values = ([self._moved(old, capacity) for old in side] for side in (self.keys, self.values))
         self.length += count
 
@@ -226,9 +224,10 @@ class GrowingText:
     def _mixed(self, layer: int, queries: torch.Tensor, end: int) -> torch.Tensor:
         rows, window = len(queries), self._window or end
         masked = rows > 1 and (end > rows or rows > window)
-        if masked and rows > _BLOCK:
-            ends = range(end - rows + _BLOCK, end + _BLOCK, _BLOCK)
-            blocks = zip(queries.split(_BLOCK), ends, strict=True)
+        most = TUNING.mask_rows
+        if masked and rows > most:
+            ends = range(end - rows + most, end + most, most)
+            blocks = zip(queries.split(most), ends, strict=True)
             return torch.cat([self._mixed(layer, block, min(block_end, end)) for block, block_end in blocks])
         begin = max(end - rows + 1 - window, 0)  # of what the first row sees
         keys, values = self.keys[layer][:, begin:end], self.values[layer][:, begin:end]

@@ -10,10 +10,9 @@ import torch
 from ...acceleration.cpu.products import Product
 from ...common.target_weights import TargetWeights
 from ...common.tensors import Transform
+from ...common.tuning import TUNING
 from ...verifiers.foresight import Race
 from .working_weights import WorkingWeights
-
-MOST_COLUMNS = 512  # of the draft vocabulary that are looked at below the first depth of a beam
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Expansion:
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The `count` most probable children of all the nodes, see `BestChildren`.
+        """The `count` most probable children of all the nodes, see `Expansion` in `trees/tree_builders.py`.
 
         Of a single text only the likely part of the vocabulary is looked at.
         """
@@ -106,7 +105,7 @@ class Expansion:
         race is run among each one's own.
         """
         ids, up = self.weights.vocab_ids, self.working.injector.up
-        if len(ids) < 2 * MOST_COLUMNS:
+        if len(ids) < 2 * TUNING.likely_columns:
             return ids, up, self.logits, self.race
         if len(self.logits) > 1 or not isinstance(up, Product):
             return ids, up, self.logits, None if self.race is None else self.race.among(self._columns)
@@ -117,7 +116,7 @@ class Expansion:
     @cached_property
     def _columns(self) -> torch.Tensor:
         """`[B, C]`, the likely columns of each row."""
-        most = min(MOST_COLUMNS, self.logits.shape[-1])
+        most = min(TUNING.likely_columns, self.logits.shape[-1])
         return self.logits.amax(dim=1).topk(most, sorted=False).indices
 
     def _code(

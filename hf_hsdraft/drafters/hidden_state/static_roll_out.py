@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ...acceleration.gpu.compiled_calls import compiled
 from ...acceleration.gpu.static_text import StaticText, keep_in_place
 from ...common.tensors import on_device
+from ...common.tuning import TUNING
 from .configuration_hsdraft import HSDraftConfig
 from .contexts import DraftContext
 from .network import HSDraftNetwork
@@ -25,13 +26,11 @@ from .roll_out import RollOut
 from .trunk import Trunk, read, roll
 from .working_weights import WorkingWeights
 
-_ALIGNED = 256  # rooms are multiples of it: few sizes to compile for, and masks in whole vectors
-
 
 def room_for(slots: int, num_draft_steps: int) -> int:
     """Positions to hold for a text of `slots` at most and what is drafted after it, padding included."""
     needed = slots + num_draft_steps + 1
-    return needed + -needed % _ALIGNED
+    return needed + -needed % TUNING.static_positions
 
 
 class StaticRollOut(RollOut):
@@ -135,7 +134,6 @@ def roll_out(
     return torch.cat(roll(trunk, x, ropes, text))
 
 
-_MOST_SPARE = 4  # of a drafter's weights
 _lock = threading.Lock()
 
 
@@ -165,4 +163,4 @@ def static_roll_out(
     finally:
         with _lock:
             spare.append(found)
-            del spare[:-_MOST_SPARE]
+            del spare[: -TUNING.spare_roll_outs]

@@ -20,14 +20,11 @@ import torch
 from transformers.utils import logging
 
 from ...common.checks import printable
+from ...common.tuning import TUNING
 from ...target.target_limits import frequencies_change, furthest_position
 from .network import HSDraftNetwork
 
 logger = logging.get_logger(__name__)
-
-# What is left of the guesses at least before anybody is told: another dtype changes a few of a hundred choices.
-_ENOUGH, _SLACK = 0.85, 2
-_JUDGED, _TRUSTED = 16, 96  # drafts of calls until their guesses are judged, and until they are judged no more
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def explain_mismatch(target: Any, drafter: HSDraftNetwork, tokenizer: Any = None
     if match is None or recorded != reference:
         match = measure_match(target, drafter, reference["input_ids"], reference["start"])
         _known[target][drafter] = reference, match
-    if match.drafted + _SLACK >= _ENOUGH * reference["drafted"]:
+    if match.drafted + TUNING.fit_slack >= TUNING.fit_enough * reference["drafted"]:
         return ""  # whatever it is called
     cause = "its tokenizer has other tokens" if other_tokens else "it was trained further, or is another model"
     return (
@@ -147,11 +144,11 @@ def warn_of_poor_guesses(target: Any, drafter: HSDraftNetwork, drafts: int, righ
     """
     reference = drafter.config.target_reference
     seen = _guesses.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, _Guesses())
-    if reference is None or seen.drafts >= _TRUSTED:
+    if reference is None or seen.drafts >= TUNING.fit_trusted:
         return
     seen.drafts, seen.right = seen.drafts + drafts, seen.right + right
     expected = reference["drafted"] / max(len(reference["input_ids"]) - reference["start"], 1)
-    if seen.drafts >= _JUDGED and seen.right < _ENOUGH * expected * seen.drafts:
+    if seen.drafts >= TUNING.fit_judged and seen.right < TUNING.fit_enough * expected * seen.drafts:
         warn_of_mismatch(target, drafter)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-_LARGE_MASK = 2**20  # rows times columns, from which on rows are taken in blocks
-_BLOCK = 256  # rows
+from ...common.tuning import TUNING
+
 SEEN_BY_ALL = -1  # in place of a text's number
 
 
@@ -37,7 +37,7 @@ class Sight:
 
     @property
     def is_large(self) -> bool:
-        return len(self.rows) * len(self.texts) > _LARGE_MASK
+        return len(self.rows) * len(self.texts) > TUNING.large_mask
 
     def mask(self, columns: torch.Tensor | None = None) -> torch.Tensor:
         """`[R, P]`, True where a row may look, or of some `columns` of it, `[C]`."""
@@ -58,7 +58,7 @@ class Sight:
         """Rows `[r]`, columns `[c]` with all that any of them sees, and the mask `[r, c]`; each row is in one block."""
         for text in self.own.unique():
             columns = ((self.texts == text) | (self.texts == SEEN_BY_ALL)).nonzero().flatten()
-            for block in (self.own == text).nonzero().flatten().split(_BLOCK):
+            for block in (self.own == text).nonzero().flatten().split(TUNING.mask_rows):
                 sight = self.of(block)
                 seen = columns[columns <= sight.rows.max()]
                 if sight.window is not None:

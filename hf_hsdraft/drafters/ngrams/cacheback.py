@@ -1,4 +1,4 @@
-"""A drafter without a network: n-grams of the running text, and of other texts if there are any ("Cacheback")."""
+"""A drafter without a network, which drafts by n-grams of the running text and of other texts ("Cacheback")."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...common.checks import is_integer
+from ...common.tuning import TUNING
 from ...target.target_limits import text_config
 from ..draft_options import default_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
-from .ngram_cache import MOST_LEADING, MOST_NGRAM_DEPTH, FollowerTable, tables_of
+from .ngram_cache import MOST_LEADING, FollowerTable, tables_of
 from .ngram_session import NgramSession
 
 _OPTIONS = (
@@ -32,10 +33,10 @@ _OPTIONS = (
 class CachebackConfig:
     """What transformers asks an assistant's configuration for."""
 
-    vocab_size: Any = ANY  # of the target, as a pipeline compares it
+    vocab_size: Any = ANY  # equal to the vocabulary size of any target
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """What a pipeline compares with a target's; it fits any."""
+        """Returns a configuration that a pipeline finds equal to any target's."""
         return AnySpecialTokens(self)
 
 
@@ -44,21 +45,20 @@ class CachebackDrafter(Drafter):
 
         out = model.generate(**inputs, assistant_model=CachebackDrafter())
 
-    Exact like every drafter here, and quick where a text repeats itself or its prompt: summaries, translations,
-    extraction, code. Elsewhere it hardly drafts and costs as little.
+    It is exact, as every drafter here is. It is quick where a text repeats itself or its prompt, as summaries,
+    extraction and code do. Elsewhere it drafts little and costs little.
 
     Args:
-        texts: token ids of texts like those to come; their n-grams fill a table that is asked where the running text
-            knows nothing, and is never changed.
-        ngram_length: tokens of the longest leader, 1 to 16.
-        options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`, `node_cost` and
-            `depth_cost`, `assistant_confidence_threshold`, `packed_weights`.
+        texts: token ids of texts like those to come. Their n-grams are asked where the running text has none.
+        ngram_length: number of tokens of the longest leader, 1 to 16.
+        options: drafting options: `tree_size`, `beam_width` (1 drafts a chain), `num_assistant_tokens`, `tree_sizing`,
+            `node_cost` and `depth_cost`, `assistant_confidence_threshold`, `packed_weights`.
 
     Raises:
         ValueError: `ngram_length` is out of range, or an option is unknown.
     """
 
-    num_draft_steps = MOST_NGRAM_DEPTH
+    num_draft_steps = TUNING.ngram_depth
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
         if not is_integer(ngram_length) or not 1 <= ngram_length <= MOST_LEADING:
@@ -78,8 +78,8 @@ class CachebackDrafter(Drafter):
         self.most_token = max((max(text) for text in known if text), default=-1)
 
     def default_generation_config(self) -> GenerationConfig:
-        """The drafting options; `beam_width=1` drafts a chain, the other options of a beam have no effect."""
-        return default_options(MOST_NGRAM_DEPTH, tree_size=24, beam_width=24)
+        """Returns the drafting options. `beam_width=1` drafts a chain; other options of a beam have no effect."""
+        return default_options(TUNING.ngram_depth, tree_size=24, beam_width=24)
 
     def check(self, target: Any) -> None:
         vocab_size = text_config(target).vocab_size

@@ -1,28 +1,24 @@
-"""Drafts out of the text itself: what followed the same words before ("Cacheback", section 3).
+"""Drafts out of the text itself: the tokens that followed the same words before ("Cacheback", section 3).
 
-Tables map a leader n-gram to the tokens that followed it, the latest first, and forget what was not used for longest.
-Looked up again and again, along the path drafted so far, they grow a tree. Which leader length can be trusted how far
-depends on the text, so it is counted on the text: before a token is entered, it is looked up where a draft would have
-looked for it. Drafts of this kind thus carry probabilities that compare with those of a trained drafter.
+Tables map a leader, a few tokens, to the tokens that followed it. A table that is full forgets the leaders that were
+not used for longest. Look-ups along the path drafted so far grow a tree. How often each table is right depends on the
+text, so it is counted on the text: before a token is entered, it is looked up as a draft would have looked it up. So
+these drafts have probabilities that compare with those of a trained drafter.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...trees.draft_tree import DraftTree
+from ...common.tuning import TUNING
+from ...trees.draft_tree import DraftTree, from_nodes
 
 MOST_LEADING = 16  # tokens of a leader
-MOST_NGRAM_DEPTH = 24  # of a draft; nothing is right for longer often enough
-_MOST_LEADERS, _MOST_FOLLOWERS = 2**17, 8
-_PRIOR_WEIGHT = 8.0  # tokens that the assumptions below count for
-_PRIOR_RIGHT = 0.2, 0.45, 0.65, 0.75  # the latest follower is the next token, after leaders of 1, 2, ... tokens
-_BEYOND = 0.7  # power of the probabilities after a draft's first token
-_LEAST = 1e-3  # a path less probable than this is not worth a node
 
 
 @dataclass
@@ -30,159 +26,145 @@ class FollowerTable:
     """The followers of leaders of one length, and how often they were right.
 
     Attributes:
-        length: tokens of a leader.
-        followers: for each leader its followers, the latest first; leaders in the order of their last use.
-        reached: how often a draft would have come to look here and found the leader.
-        right: of these, how often the follower of each rank was the next token.
+        length: number of tokens of a leader.
+        followers: for each leader its followers, the latest first. The leader that was used last stands last.
+        reached: number of tokens for which a draft would have found a leader in this table.
+        right: for each rank, the number of these tokens that were the follower of this rank.
     """
 
     length: int
     followers: OrderedDict[tuple[int, ...], list[int]] = field(default_factory=OrderedDict)
     reached: int = 0
-    right: list[int] = field(default_factory=lambda: [0] * _MOST_FOLLOWERS)
+    right: list[int] = field(default_factory=lambda: [0] * TUNING.ngram_followers)
 
     def probability(self, rank: int) -> float:
-        """That the follower of a rank is the next token, where this leader was found."""
-        first = _PRIOR_RIGHT[min(self.length, len(_PRIOR_RIGHT)) - 1]
-        assumed = first if rank == 0 else (1.0 - first) * 0.5 ** (rank + 1)
-        return (self.right[rank] + _PRIOR_WEIGHT * assumed) / (self.reached + _PRIOR_WEIGHT)
+        """Returns the probability that the follower of a rank is the next token, where the leader was found."""
+        first = TUNING.ngram_right[min(self.length, len(TUNING.ngram_right)) - 1]
+        assumed = first if rank == 0 else (1.0 - first) * TUNING.ngram_earlier ** (rank + 1)
+        return (self.right[rank] + TUNING.ngram_prior * assumed) / (self.reached + TUNING.ngram_prior)
 
-    def enter(self, leader: tuple[int, ...], token: int) -> None:
-        known = self.followers.get(leader)
-        if known is None:
-            self.followers[leader] = [token]
-            if len(self.followers) > _MOST_LEADERS:
-                self.followers.popitem(last=False)
+    def after(self, path: Sequence[int]) -> list[int]:
+        """Returns the followers of the leader that a path ends with; empty if there are none."""
+        return self.followers.get(tuple(path[-self.length :]), [])
+
+    def count(self, path: Sequence[int], token: int) -> bool:
+        """Counts whether the token after a path is among the followers, and returns it."""
+        known = self.after(path)
+        self.reached += bool(known)
+        if token in known:
+            self.right[known.index(token)] += 1
+        return token in known
+
+    def enter(self, path: Sequence[int], token: int) -> None:
+        """Enters the token that followed a path."""
+        if len(path) < self.length:
             return
+        leader = tuple(path[-self.length :])
+        known = self.followers.setdefault(leader, [])
         self.followers.move_to_end(leader)
-        if known[0] != token:
-            if token in known:
-                known.remove(token)
-            known.insert(0, token)
-            del known[_MOST_FOLLOWERS:]
+        if token in known:
+            known.remove(token)
+        known.insert(0, token)
+        del known[TUNING.ngram_followers :]
+        if len(self.followers) > TUNING.ngram_leaders:
+            self.followers.popitem(last=False)
 
 
 class NgramCache:
     """The n-grams of one text, with leaders of 1 to `length` tokens.
 
     Args:
-        length: of the longest leader, 1 or more.
-        frozen: tables of other texts, asked after the text's own for leaders of their length, and left unchanged.
-        vocab_size: ids from there on, as from below 0, are no tokens; no n-gram reaches over one. 0 for no limit.
+        length: number of tokens of the longest leader, 1 or more.
+        frozen: tables of other texts. They are asked after the text's own table of the same length, and never changed.
+        vocab_size: ids from here on, and ids below 0, are no tokens, and no n-gram holds one; 0 for no limit.
     """
 
     def __init__(self, length: int, frozen: Sequence[FollowerTable] = (), vocab_size: int = 0) -> None:
         self._vocab_size = vocab_size
         self._own = [FollowerTable(size) for size in range(length, 0, -1)]
-        others = [FollowerTable(table.length, table.followers) for table in frozen]  # each text counts for itself
-        # The longest is asked first.
+        others = [FollowerTable(table.length, table.followers) for table in frozen]  # with counts of this text's own
+        # The table with the longest leaders is asked first.
         self._tables = sorted([*self._own, *others], key=lambda table: -table.length)
-        self._tail: list[int] = []  # the last tokens of the text, at most `length`
+        self._tail: list[int] = []  # the last tokens of the text, no more than the longest leader has
+
+    @property
+    def last(self) -> int | None:
+        """The last token of the text, from which a draft goes on."""
+        return self._tail[-1] if self._tail else None
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Enters further tokens of the text."""
-        longest = self._tables[0].length
         for token in tokens:
             if token < 0 or 0 < self._vocab_size <= token:
                 self._tail = []
                 continue
-            found = False
             for table in self._tables:
-                if len(self._tail) < table.length:
-                    continue
-                leader = tuple(self._tail[-table.length :])
-                if not found:
-                    found = self._count(table, leader, token)
+                if table.count(self._tail, token):  # a draft has found the token, and need not ask further tables
+                    break
             for table in self._own:
-                if len(self._tail) >= table.length:
-                    table.enter(tuple(self._tail[-table.length :]), token)
-            self._tail = [*self._tail, token][-longest:]
-
-    @property
-    def last(self) -> int | None:
-        """The last token entered, from which a draft goes on."""
-        return self._tail[-1] if self._tail else None
-
-    def _count(self, table: FollowerTable, leader: tuple[int, ...], token: int) -> bool:
-        """Counts what a draft would have found of a token here, and whether it would have."""
-        known = table.followers.get(leader)
-        if known is None:
-            return False
-        table.reached += 1
-        if token not in known:
-            return False
-        table.right[known.index(token)] += 1
-        return True
+                table.enter(self._tail, token)
+            self._tail = [*self._tail, token][-self._tables[0].length :]
 
     def draft(self, tree_size: int, depth: int, width: int | None = None, threshold: float = 0.0) -> DraftTree:
-        """The most probable continuations of the text as a tree of at most `tree_size` nodes beside the root.
+        """Returns the most probable continuations of the text as a tree.
 
         Args:
-            width: children of a node at most; 1 gives a chain.
-            threshold: paths less probable than this are left out, 0 to 1.
+            tree_size: greatest number of nodes besides the root.
+            depth: greatest depth of a node.
+            width: greatest number of children of a node; 1 gives a chain, `None` is no limit.
+            threshold: least probability of a path, 0 to 1.
         """
-        floor = math.log(max(threshold, _LEAST))
-        root = self._tail[-1]
-        nodes: list[tuple[int, int, int, float]] = [(root, -1, 0, 0.0)]
-        paths: list[tuple[int, ...]] = [tuple(self._tail)]
-        waiting: list[tuple[float, int, int, int]] = []  # cost, order of arrival, parent, token
-        arrivals = 0
-        node = 0
-        while True:
-            if nodes[node][2] < depth:
-                following = self._next(paths[node])
-                for token, probability in (_surer(following) if node else following)[:width]:
-                    score = nodes[node][3] + math.log(probability)
+        floor = math.log(max(threshold, TUNING.ngram_least))
+        nodes: list[tuple[int, int, int, float]] = [(self._tail[-1], -1, 0, 0.0)]
+        paths = [self._tail]
+        waiting: list[tuple[float, int, int, int]] = []  # a heap of cost, order of arrival, parent and token
+        arrivals = itertools.count()
+        while len(nodes) <= tree_size:
+            newest = len(nodes) - 1
+            if nodes[newest][2] < depth:
+                for token, probability in self._next(paths[newest], drafted=newest > 0)[:width]:
+                    score = nodes[newest][3] + math.log(probability)
                     if score >= floor:
-                        heapq.heappush(waiting, (-score, arrivals, node, token))
-                        arrivals += 1
-            if not waiting or len(nodes) > tree_size:
+                        heapq.heappush(waiting, (-score, next(arrivals), newest, token))
+            if not waiting:
                 break
             cost, _, parent, token = heapq.heappop(waiting)
-            node = len(nodes)
             nodes.append((token, parent, nodes[parent][2] + 1, -cost))
-            paths.append((*paths[parent], token)[-self._tables[0].length :])
-        tokens, parents, depths, scores = zip(*nodes[: tree_size + 1], strict=True)
-        return DraftTree(tokens, parents, depths, scores)
+            paths.append([*paths[parent], token][-self._tables[0].length :])
+        return from_nodes(nodes)
 
-    def _next(self, path: Sequence[int]) -> list[tuple[int, float]]:
-        """Tokens that may follow a path, with their probabilities: longer leaders first, shorter for what they miss."""
+    def _next(self, path: Sequence[int], drafted: bool) -> list[tuple[int, float]]:
+        """Returns the tokens that may follow a path with their probabilities, the most probable first.
+
+        Longer leaders are asked first. What they leave over is the share of the shorter ones. The probabilities were
+        counted at all places of a leader. After a drafted token they hold for the case that it is right. Then the text
+        repeats itself, so in greedy texts the next token is right more often, and its probability is raised. In sampled
+        texts it is not right more often, but there the mistake costs next to nothing.
+
+        Args:
+            path: the last tokens of the path.
+            drafted: whether the last token of the path is a drafted one.
+        """
         found: dict[int, float] = {}
         left = 1.0
         for table in self._tables:
-            if len(path) < table.length:
-                continue
-            known = table.followers.get(tuple(path[-table.length :]))
-            if known is None:
-                continue
-            spent = 0.0
-            for rank, token in enumerate(known):
-                probability = table.probability(rank)
-                spent += probability
-                if token not in found:
-                    found[token] = left * probability
-            left *= max(1.0 - spent, 0.0)
-            if left < _LEAST:
+            probabilities = {token: table.probability(rank) for rank, token in enumerate(table.after(path))}
+            for token, probability in probabilities.items():
+                found.setdefault(token, left * probability)
+            left *= max(1.0 - sum(probabilities.values()), 0.0)
+            if left < TUNING.ngram_least:
                 break
-        return sorted(found.items(), key=lambda item: -item[1])
-
-
-def _surer(following: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Tokens and their probabilities after drafted ones.
-
-    What was counted is how often they follow wherever their leader stands. Here they are asked for where what came
-    before them was right, so that the text goes on as it did there: in greedy texts they are right more often. In
-    sampled ones they are not, which costs next to nothing.
-    """
-    raised = [probability**_BEYOND for _, probability in following]
-    total = max(sum(raised), 1.0)
-    return [(token, value / total) for (token, _), value in zip(following, raised, strict=True)]
+        ranked = sorted(found.items(), key=lambda item: -item[1])
+        if drafted:
+            raised = [(token, probability**TUNING.ngram_beyond) for token, probability in ranked]
+            total = max(sum(probability for _, probability in raised), 1.0)
+            ranked = [(token, probability / total) for token, probability in raised]
+        return ranked
 
 
 def tables_of(texts: Iterable[Sequence[int]], length: int) -> list[FollowerTable]:
-    """The tables of some texts, for leaders of up to `length` tokens; none reaches from one text into the next."""
+    """Returns the tables of some texts, for leaders of up to `length` tokens. No n-gram goes over the end of a text."""
     cache = NgramCache(length)
     for text in texts:
-        cache._tail = []
-        cache.extend(text)
+        cache.extend([*text, -1])
     return cache._own

@@ -1,25 +1,26 @@
-"""Drafts out of the texts of a call, by the n-grams of each: the session of `CachebackDrafter`.
+"""The session that drafts by the n-grams of each text of a call.
 
-It also stands in front of other sessions, where the option `ngram_length` asks for it.
+It is the session of `CachebackDrafter`. The option `ngram_length` puts it in front of other sessions too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...common.tuning import TUNING
 from ...trees.draft_tree import DraftTree
 from ..protocol import Accepted, Ask, DraftCall, Session
-from .ngram_cache import MOST_NGRAM_DEPTH, FollowerTable, NgramCache
+from .ngram_cache import FollowerTable, NgramCache
 
 
 class NgramSession(Session):
-    """The n-grams of each text of a call.
+    """Drafts by the n-grams of each text of a call.
 
     Args:
-        call: whose option `ngram_length` is 1 or more.
+        call: the call. Its option `ngram_length` is 1 or more.
         frozen: tables of other texts, see `NgramCache`.
-        obeys_depth: whether `num_assistant_tokens` limits these drafts. In front of another session it does not: what
-            costs nothing may be deep.
+        obeys_depth: whether `num_assistant_tokens` limits the depth. In front of another session it does not, because
+            these drafts cost nothing.
     """
 
     free = True
@@ -38,15 +39,13 @@ class NgramSession(Session):
         return list(trees.values())
 
     def _tree(self, ask: Ask) -> DraftTree:
-        """What the n-grams of a text propose, as a tree or, where only one path may be, as a chain."""
-        ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, MOST_NGRAM_DEPTH), self._options.threshold
+        """Returns what the n-grams of a text propose."""
+        ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth), self._options.threshold
         if self._obeys_depth:
             depth = min(depth, self._options.shared_by(ask.sharing).depth)
-        if depth <= 0 or ngrams.last != ask.root:  # nobody told them the text
+        if ngrams.last != ask.root:  # they were not told of the root, or it is no token of the vocabulary
             return DraftTree.root(ask.root)
-        if ask.chain:
-            return ngrams.draft(min(ask.size, depth), depth, width=1, threshold=threshold)
-        return ngrams.draft(ask.size, depth, threshold=threshold)
+        return ngrams.draft(ask.size, depth, width=1 if ask.chain else None, threshold=threshold)
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:

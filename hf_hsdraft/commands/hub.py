@@ -1,4 +1,7 @@
-"""`hsdraft push`, `pull`, `info`, `list` and `card`. The token is the one of `hf auth login`, or HF_TOKEN."""
+"""`hsdraft push`, `pull`, `info`, `list` and `card`: drafters on the Hub.
+
+The token is the one of `hf auth login`, or HF_TOKEN.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-console = Console()
+from ._shared import console
+
+app = typer.Typer()
 
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit; default: main.")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Look into the cache only.")]
 
 
+@app.command()
 def push(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")],
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
@@ -30,6 +35,7 @@ def push(
     console.print(f"{commit.repo_url} is at commit {commit.oid}", highlight=False, soft_wrap=True)
 
 
+@app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="Repository, as user/name.")],
     revision: RevisionOption = None,
@@ -62,6 +68,7 @@ def pull(
     console.print(str(to or folder), highlight=False, soft_wrap=True)
 
 
+@app.command()
 def info(
     name: Annotated[str, typer.Argument(help="Folder or Hub name of a drafter.")],
     revision: RevisionOption = None,
@@ -71,7 +78,7 @@ def info(
     offline: OfflineOption = False,
 ) -> None:
     """Says what a drafter is: its target, sizes, format, recipe and figures. Runs no code of it."""
-    from .describe import describe
+    from ..hub.describe import describe
 
     hub: dict[str, Any] = {"revision": revision, "local_files_only": offline}
     for section, lines in describe(name, with_weights=target is not None or Path(name).is_dir(), **hub).items():
@@ -98,9 +105,10 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     console.print(explain_mismatch(model, drafter, tokenizer) or fits, highlight=False, soft_wrap=True)
 
 
+@app.command("list")
 def list_cached() -> None:
     """Lists the drafters in the cache of the Hub."""
-    from .describe import cached_drafters
+    from ..hub.describe import cached_drafters
 
     found = list(cached_drafters())
     for each in found:
@@ -115,6 +123,7 @@ def list_cached() -> None:
         console.print("no drafters in the cache")
 
 
+@app.command()
 def card(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")],
     bench: Annotated[
@@ -133,11 +142,11 @@ def card(
 ) -> None:
     """Enters measurements into a drafter's figures, records its target, and writes its card anew."""
     from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..hub.measured import enter_benchmarks
     from ..repository.drafter_files import CARD, RECIPE, read_json
     from ..repository.model_card import write_card
     from ..repository.publication import is_generated
     from ..training.files import write_json
-    from .measured import enter_benchmarks
 
     drafter = HSDrafter.from_pretrained(folder)
     if target is not None:

@@ -1,0 +1,41 @@
+"""A drafter around another one, to measure or to check what a call does with it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ..drafters.draft_options import DraftOptions
+from ..drafters.protocol import DraftCall, Drafter, Session
+from ..verifiers.verdict import Verifier
+
+
+class WrappedDrafter(Drafter):
+    """Drafts as another drafter, with trees of fixed size and without n-grams, so that every run drafts the same.
+
+    Derived classes say what they do otherwise: what is drafted (`session`), or what is accepted (`verifier`).
+
+    Args:
+        drafter: the other drafter. It stays as it is: the options here are a copy of its own.
+    """
+
+    def __init__(self, drafter: Any) -> None:
+        self.config, self.device = drafter.config, getattr(drafter, "device", None)
+        self.taps, self.num_draft_steps = drafter.taps, drafter.num_draft_steps
+        self.generation_config = copy.deepcopy(drafter.generation_config)
+        self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
+        self._drafter = drafter
+
+    def default_generation_config(self) -> GenerationConfig:
+        return self._drafter.default_generation_config()
+
+    def check(self, target: Any) -> None:
+        self._drafter.check(target)
+
+    def session(self, call: DraftCall) -> Session:
+        return self._drafter.session(call)
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return self._drafter.verifier(options)

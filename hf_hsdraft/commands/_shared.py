@@ -1,0 +1,58 @@
+"""What several commands share: options, the console, loading. A file whose name begins with `_` holds no command."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+console = Console()
+if not console.is_terminal:
+    console = Console(width=140)  # tables in a log file keep their columns
+
+
+class Dtype(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return getattr(torch, self.value)
+
+
+TargetOption = Annotated[
+    str | None,
+    typer.Option("--target", help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."),
+]
+DrafterOption = Annotated[
+    str | None, typer.Option("--drafter", help="Hub name or folder; default: the one that comes with the target.")
+]
+DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")]
+DeviceOption = Annotated[str, typer.Option(help="Device to run on.")]
+
+
+def drafter_of(target: str | None, drafter: str | None) -> str:
+    """The drafter that was named, or the one that comes with the target."""
+    from ..target.target_loading import default_drafter
+
+    name = drafter or default_drafter(target)
+    if name is None:
+        raise typer.BadParameter(
+            "no drafter comes with this target; train one with `hsdraft train`", param_hint="--drafter"
+        )
+    return name
+
+
+def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
+    """Target, tokenizer and drafter, in one dtype on one device; the drafter first, as it may not be there."""
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..target.target_loading import load_target
+
+    name = drafter_of(target, drafter)
+    loaded = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
+    model, tokenizer = load_target(target, dtype.torch, device)
+    return model, tokenizer, loaded

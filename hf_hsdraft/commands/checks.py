@@ -1,0 +1,103 @@
+"""`hsdraft support`, `exactness` and `check`: what has to hold; they exit with 1 where it does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ._shared import DeviceOption, Dtype, DtypeOption, console
+
+app = typer.Typer()
+
+
+@app.command()
+def support(
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "causal,seq2seq,image-text,speech",
+    only: Annotated[str, typer.Option(help="Model types, comma-separated; default: all.")] = "",
+) -> None:
+    """Decodes a tiny random model of every type of transformers with and without drafts, and writes the table."""
+    from ..bench.support import MAPPINGS, as_markdown, check_all, write_table
+
+    names = [task.strip() for task in tasks.split(",")]
+    if not set(names) <= set(MAPPINGS):
+        raise typer.BadParameter(f"expected some of {', '.join(MAPPINGS)}", param_hint="--tasks")
+    rows = []
+    for row in check_all(names, [name for name in only.split(",") if name]):
+        rows.append(row)
+        console.print(f"{row.task} {row.model_type}: {row.drafts} {row.reason}", highlight=False, soft_wrap=True)
+    if out is not None:
+        write_table(str(out), rows)
+    summary = as_markdown(rows) if out is None else f"{len(rows)} types, table written to {out}"
+    console.print(summary, highlight=False, soft_wrap=True, markup=False)
+    if any(row.differs or row.drafts == "error" for row in rows):
+        sys.exit(1)
+
+
+@app.command()
+def exactness(
+    samples: Annotated[int, typer.Option(min=1000, help="Rounds drawn for each setting.")] = 200_000,
+    processors: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
+    part: Annotated[str, typer.Option(help="i/n: the i-th of n shares of the settings, to run side by side.")] = "1/1",
+) -> None:
+    """Tests that every builder and verifier emits the target's own distribution; exits with 1 if not."""
+    from ..bench.exactness import PROCESSORS, check, settings
+
+    chosen = tuple(name for name in processors.split(",") if name) or tuple(PROCESSORS)
+    if not set(chosen) <= set(PROCESSORS):
+        raise typer.BadParameter(f"expected some of {', '.join(PROCESSORS)}", param_hint="--processors")
+    index, _, count = part.partition("/")
+    mine = list(settings(chosen))[int(index) - 1 :: int(count)]
+    worst = 1.0
+    for setting in mine:
+        outcome = check(*setting, samples=samples)
+        worst = min(worst, outcome.p_value)
+        verifier, builder, processor, temperature = setting
+        console.print(
+            f"{verifier:9} {builder:15} {processor:10} T={temperature}: p = {outcome.p_value:.4f}, "
+            f"{outcome.accepted:.3f} drafts accepted a round",
+            highlight=False,
+            soft_wrap=True,
+        )
+    limit = 1e-3 / len(mine)  # one run in a thousand fails by chance
+    verdict = "exact as far as this can tell" if worst >= limit else "NOT the target's distribution"
+    summary = f"{len(mine)} settings of {samples} samples, least p-value {worst:.5f} (limit {limit:.5f}): {verdict}"
+    console.print(summary, highlight=False, soft_wrap=True)
+    if worst < limit:
+        sys.exit(1)
+
+
+@app.command()
+def check(
+    drafter: Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")],
+    target: Annotated[
+        str | None, typer.Argument(help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts in all.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Mean total variation allowed; 0: by dtype.")] = 0.0,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Checks that training computes what decoding uses, depth by depth; exits with 1 if not."""
+    from ..bench.measure import encode_prompt
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..target.target_loading import load_target
+    from ..training.conversations import read_prompts
+    from ..training.parity import PROMPTS, ParityError, parity
+
+    texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    loaded = HSDrafter.from_pretrained(drafter, dtype=dtype.torch).to(device).eval()
+    model, tokenizer = load_target(target, dtype.torch, device)
+    inputs = [encode_prompt(tokenizer, text, device)["input_ids"] for text in texts[:limit]]
+    report = parity(loaded, model, inputs, max_new_tokens, tolerance)
+    for line in report.lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    if not report.passed:
+        raise ParityError(report.explain())

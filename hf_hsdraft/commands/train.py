@@ -1,0 +1,169 @@
+"""`hsdraft train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ._shared import Dtype, TargetOption, console
+
+app = typer.Typer()
+
+
+class Injector(str, Enum):
+    path = "path"
+    low_rank = "low_rank"
+
+
+class Head(str, Enum):
+    target = "target"
+    trained = "trained"
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
+    "--num-train-epochs, "
+    "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
+    "--max-minutes, "
+    "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --chains-per-conversation, "
+    "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. Run the same command again to resume.",
+)
+def train(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
+    target: TargetOption = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL: `turns` to answer, or `messages`; repeat."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Prompts from a data set of the Hub or a folder.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="Its split.")] = "train",
+    dataset_column: Annotated[str | None, typer.Option(help="Text, turns or chat messages; default: found.")] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts at most; without files and data set, prompts the target invents (2000)."),
+    ] = None,
+    opening: Annotated[
+        list[str] | None, typer.Option(help="How invented prompts begin, for a domain; repeat, taken in turn.")
+    ] = None,
+    invented_turns: Annotated[int, typer.Option(min=0, help="Further user turns the target makes up.")] = 0,
+    answers_from: Annotated[str | None, typer.Option(help="OpenAI-compatible server that runs the target.")] = None,
+    server_model: Annotated[str | None, typer.Option(help="The target's name there.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="Of answers, drawn from evenly; repeat. Default: 0 0 0.7 1.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    max_length: Annotated[int, typer.Option(min=8, help="Tokens of a conversation.")] = 1024,
+    answer_batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 64,
+    greedy_only: Annotated[bool, typer.Option(help="Learn from greedy answers only.")] = False,
+    skip_bad_lines: Annotated[bool, typer.Option(help="Report unusable lines of --prompts and go on.")] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Template file, for a target without one.")
+    ] = None,
+    cache_taps: Annotated[
+        bool, typer.Option(help="Keep the target's hidden states on disk; faster from the second epoch on.")
+    ] = False,
+    eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
+    eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
+    taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
+    num_draft_steps: Annotated[
+        int | None, typer.Option(min=1, help="K, hidden states rolled out per round; default 6.")
+    ] = None,
+    tree_size: Annotated[
+        int | None, typer.Option(min=1, help="Nodes per round, at least K; default 24. Decides no weights.")
+    ] = None,
+    num_hidden_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the trunk; default 1.")] = None,
+    injector: Annotated[Injector | None, typer.Option(help="Default: path.")] = None,
+    head: Annotated[Head | None, typer.Option(help="The target's output rows (default), or trained ones.")] = None,
+    init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
+    lora: Annotated[
+        int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
+    ] = None,
+    target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: --target.")] = None,
+    publish_data: Annotated[
+        str | None, typer.Option(help="Send the chats that the target answers to this data set of the Hub: user/name.")
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
+    ] = Dtype.float32,
+    device: Annotated[
+        str | None, typer.Option(help="Default: this process's GPU, or the CPU; auto spreads the target over all.")
+    ] = None,
+) -> None:
+    """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
+    from ..target.target_loading import DEFAULT_TARGET, load_target
+    from ..training.arguments import parse_arguments
+    from ..training.plan import TrainingPlan
+    from ..training.run import train as run
+
+    if lora is not None and init_from is None:
+        raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
+    arguments = parse_arguments(context.args)
+    sizes = {
+        "target_tap_layers": None if taps is None else _layers(taps),
+        "num_draft_steps": num_draft_steps,
+        "tree_size": tree_size,
+        "num_hidden_layers": num_hidden_layers,
+        "draft_vocab_size": draft_vocab_size,
+        "injector": injector and injector.value,
+        "head": head and head.value,
+    }
+    overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    overrides["target_name"] = target_name or target or DEFAULT_TARGET
+    plan = TrainingPlan(
+        out=str(out),
+        prompts=[str(path) for path in prompts or ()],
+        dataset=dataset,
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        dataset_column=dataset_column,
+        num_prompts=num_prompts,
+        openings=opening or [""],
+        invented_turns=invented_turns,
+        answers_from=answers_from,
+        server_model=server_model,
+        **({} if not temperature else {"temperatures": temperature}),
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        greedy_only=greedy_only,
+        answer_batch_size=answer_batch_size,
+        skip_bad_lines=skip_bad_lines,
+        cache_taps=cache_taps,
+        eval_conversations=eval_conversations,
+        eval_prompts=eval_prompts,
+        init_from=init_from,
+        lora=lora,
+        publish_data=publish_data,
+        drafter=overrides,
+    )
+    model, tokenizer = load_target(target, dtype.torch, device or _own_device())
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    try:
+        run(model, tokenizer, plan, arguments, report=console.print)
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command goes on from what is in {out}")
+        sys.exit(130)
+    if os.environ.get("RANK", "0") == "0":
+        console.print(f"drafter saved in {out}")
+
+
+def _own_device() -> str:
+    """The GPU that `accelerate launch` gave this process, the first one without it, or the CPU."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected layer numbers such as 3,16,28, found {text!r}") from None

@@ -1,0 +1,232 @@
+"""The numbers that were tuned: how much to draft, when to pack, when to try again.
+
+They decide how much is drafted and how long that takes. The texts stay the target's own with other values too; only the
+thresholds of `Trials of a target` also guard that.
+
+Each comment says what a number is and its unit, and after a dash where the value comes from. "By hand" means that it
+was chosen while the code was written, and that no measurement of it was kept. "History" is `docs/history.md`, and
+"replayed" are its trials with recorded drafts. Time is counted in plain rounds: forwards of the target on one token of
+each row.
+
+Other numbers stay beside their code: formats, limits that inputs are checked against, defaults of options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What is believed of a number before it is measured: its value, and how far off it may be."""
+
+    value: float
+    spread: float
+
+    def at(self, value: float) -> Assumption:
+        """The same spread around another value."""
+        return Assumption(value, self.spread)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All tuned numbers, in groups. Read them where they are used: `TUNING.pace_fading`."""
+
+    # --- Drafts of a hidden-state drafter ---
+    # Number of columns of the draft vocabulary that a beam looks at below its first depth
+    # - replayed: tau 2.80, 2.87, 2.87 with 256, 512, 1,024.
+    likely_columns: int = 512
+    # Share of `tree_size` that the rows of a batch have together - measured; the figures were not kept.
+    batch_share: Fraction = Fraction(2, 3)
+    # Least number of nodes of each row of a batch - by hand.
+    batch_least_nodes: int = 2
+    # Number of rounds without a draft whose hidden states may wait unread - by hand.
+    most_pending: int = 64
+
+    # --- Drafts by n-grams ---
+    # Greatest depth of a draft - by hand: nothing is right for longer often enough.
+    ngram_depth: int = 24
+    # Number of leaders that a table keeps, and of followers of a leader - by hand.
+    ngram_leaders: int = 2**17
+    ngram_followers: int = 8
+    # Probability that the latest follower is the next token, after leaders of 1, 2, ... tokens - by hand.
+    ngram_right: tuple[float, ...] = (0.2, 0.45, 0.65, 0.75)
+    # Share of what is left that each earlier follower is assumed to have - by hand.
+    ngram_earlier: float = 0.5
+    # Number of tokens that these assumptions count for - by hand.
+    ngram_prior: float = 8.0
+    # Power of the probabilities after a draft's first token
+    # - replayed: estimated speed-up 2.14 instead of 2.12; 2.13 with 0.8, 0.6 and 0.5.
+    ngram_beyond: float = 0.7
+    # Least probability of a path that gets a node - by hand.
+    ngram_least: float = 1e-3
+
+    # --- Drafts that foresee draws ---
+    # Factor of the logits of a race; 1 would take the drafter's error for as large as a Gumbel variable - by hand.
+    race_sharpness: float = 0.8
+    # Number of draws that n-grams look ahead
+    # - by hand: in 60 greedy texts 3% of the rounds accepted 8 tokens or more (docs/performance.md).
+    draws_ahead: int = 8
+    # Number of times in a row that what was foreseen did not come, until a text is drafted without - by hand.
+    most_misses: int = 3
+
+    # --- Calibration: how often a drafted token is right, by how sure the drafter is of it ---
+    # Lower ends of the bins of a token's log-probability, in nats - by hand.
+    calibration_bins: tuple[float, ...] = (-0.05, -0.15, -0.35, -0.7, -1.1, -1.6, -2.3, -3.0, -4.0, -5.0, -6.5, -8.0)
+    # Number of tokens of a bin that the drafter's own word counts for
+    # - replayed: estimated speed-up 2.13 instead of 2.10 with 4, sampling 1.41 instead of 1.40.
+    calibration_prior: float = 64.0
+    # Number of right tokens that its word counts for over all bins - by hand.
+    calibration_prior_right: float = 1.5
+    # Number of tokens that are remembered of a bin, and of all of them - by hand.
+    calibration_most: float = 200.0
+    # Number of tokens that a bin of an earlier text counts for in the next one - by hand.
+    calibration_kept: float = 24.0
+
+    # --- Pace: how much to draft ---
+    # Weight of what earlier rounds gained, with each further round - by hand.
+    pace_fading: float = 0.85
+    # Number of tokens that the first depth of a draft is assumed to gain, and what a further depth gains of that - by
+    # hand.
+    first_gain: float = 0.5
+    gain_ratio: float = 0.4
+    # The same ratio where a later depth has not been drafted, and its greatest value where it follows from earlier
+    # depths - by hand.
+    unknown_gain_ratio: float = 0.5
+    most_gain_ratio: float = 0.95
+    # Number of tokens of a round and its time in plain rounds, assumed at first - by hand.
+    first_tokens: float = 2.0
+    first_time: float = 1.4
+    # Number of accepted tokens that expectations count for, and the most that an expected token may be worth - by hand.
+    trust_prior: float = 0.3
+    most_trust: float = 1.5
+    # Probability that n-grams hold the next token, above which a round without a draft is no pause - by hand.
+    certain: float = 0.5
+    # Number of rounds without a draft until it is tried again: at first, and at most - by hand.
+    first_pause: int = 8
+    longest_pause: int = 32
+    # What an earlier text counts for: number of drafts of its gains, and part of what was accepted - by hand.
+    kept_drafts: int = 2
+    kept_trust: float = 0.3
+
+    # --- Costs of rounds, in plain rounds ---
+    # What is assumed of a tree, of each node, of a draft and of each depth, with its spread
+    # - runs on x86 CPUs: a tree costs 0 to 0.1 beside its nodes, a node 0.005 to 0.4, a draft of depth 6 0.2 to 0.5.
+    tree_cost: Assumption = Assumption(0.03, 0.1)
+    node_cost: Assumption = Assumption(0.01, 0.05)
+    draft_cost: Assumption = Assumption(0.1, 0.1)
+    depth_cost: Assumption = Assumption(0.05, 0.05)
+    # Standard deviation of one measured time - by hand.
+    cost_noise: float = 0.15
+    # Weight of earlier rounds, with each further one - by hand: some 20 rounds count. History: 24 rounds told the cost
+    # of 3 nodes to a twentieth of a plain round, 15 did not.
+    cost_fading: float = 0.95
+    # A later time counts as so many times what was expected and so many plain rounds - by hand.
+    late_factor: float = 3.0
+    late_rounds: float = 0.5
+    # Number of plain rounds before anything is drafted - by hand.
+    first_plain: int = 2
+    # Number of plain rounds that are asked for whatever drafting gains, and of rounds between two of them - by hand.
+    most_plain: int = 8
+    between_plain: int = 8
+    # Number of rounds after which the time of a plain round may have changed - by hand.
+    plain_aged: int = 24
+    # Tokens in the time of a plain round, below which that time has to be known well - by hand.
+    hardly_faster: float = 1.15
+    # Weight of the newest plain round in their running mean, and how many times that mean it may count - by hand.
+    plain_weight: float = 0.2
+    latest_plain: float = 2.0
+    # Number of nodes of the first tree, and how many times as many as before later ones may have - by hand.
+    first_nodes: int = 4
+    node_growth: int = 2
+    # Number of tokens of the first class of lengths that have costs of their own; each later class is twice as long
+    # - by hand.
+    cost_length: int = 1024
+
+    # --- Packed weights of a target, on CPUs ---
+    # Number of plain forwards that packing takes as long as - measured: 3 to 7.
+    packing_forwards: float = 3.0
+    # Part of a plain forward that packed weights save - measured: 0.2 to 0.5.
+    packing_saves: float = 0.2
+    # Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
+    packing_least_room: int = 8
+    # How many times longer a plain round may take with packed weights; beyond that nothing is packed - by hand.
+    packed_slower: float = 1.1
+    # Number of rows that the layout is chosen for - by hand.
+    packed_rows: int = 16
+    # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
+    packed_least_numbers: int = 2**16
+    # Number of bytes of all copies in the process, unless they are asked for - by hand.
+    packed_bytes: int = 2**31
+
+    # --- Products of a drafter, on CPUs ---
+    # Number of rows that 8-bit weights are multiplied by - by hand: a default beam has so many.
+    rows_in_8_bits: int = 8
+    # The same of a large weight, a head, that has a packed copy; and the number of numbers that makes it large
+    # - by hand: a head of 10 million numbers took 1.1 ms for one row by 8 bits, 2.0 for six, 0.8 packed.
+    large_rows_in_8_bits: int = 2
+    large_weight: int = 2**22
+    # Number of rows that a packed copy is multiplied by - by hand: those of several texts.
+    product_rows: int = 64
+    # Number of bytes of a weight that gets a packed copy - by hand.
+    product_bytes: int = 2**27
+    # Number of rows of a weight that are brought to 8 bits at once - by hand.
+    rows_rounded: int = 4096
+
+    # --- Attention, on CPUs ---
+    # Number of keys of a single text from which on the heads of a tree that share keys are read as one
+    # - History: over 200 keys joining cost 0.8 to 1.4 ms of 9 and 13 nodes; over 800 it took 7.0 instead of 8.1 ms.
+    many_keys: int = 1024
+
+    # --- Memory ---
+    # Room of a cache that grows: so many tokens more, and the length over this number - by hand.
+    spare_tokens: int = 128
+    spare_part: int = 4
+    # Number of rows of a masked prompt that a trunk reads at once, and number of entries of a mask from which on it is
+    # made in blocks - by hand.
+    mask_rows: int = 256
+    large_mask: int = 2**20
+    # Compiled roll-outs hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.
+    static_positions: int = 256
+    # Number of compiled roll-outs that a drafter's weights keep - by hand.
+    spare_roll_outs: int = 4
+    # Number of last tokens of a prompt that sessions are told: entering them takes time - by hand.
+    most_known: int = 2**14
+
+    # --- Trials of a target ---
+    # Greatest distance of logits that are the same, relative to their spread: in float32, and with reduced precision of
+    # its products - by hand.
+    same_float32: float = 1e-4
+    same_reduced: float = 1e-2
+    # In half precision - measured: SmolLM2-135M in bfloat16 comes to 0.12 at most.
+    same_half: float = 0.15
+    # Part of the distance of a faulty target's logits, within which logits are the right ones - by hand.
+    nearer: float = 0.5
+    # Number of times `same_half` beyond which a faulty target's distance is no rounding - by hand.
+    clear: float = 2.0
+    # Number of tokens that are tried as the side branch - by hand.
+    trial_attempts: int = 4
+    # Number of tokens up to which a text is tried only once, unless the configuration names a length - by hand.
+    sure_length: int = 256
+    # Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
+    most_unread: int = 12
+
+    # --- Does a drafter fit its target? ---
+    # Part of the recorded right guesses that is enough - by hand: another dtype changes a few of a hundred choices.
+    fit_enough: float = 0.85
+    # Number of guesses that may be missing besides - by hand.
+    fit_slack: int = 2
+    # Number of drafts until guesses are judged, and until they are judged no more - by hand.
+    fit_judged: int = 16
+    fit_trusted: int = 96
+
+    # --- Batches ---
+    # Part of the rows that still grow, at which the ended ones leave the cache; leaving moves it - by hand. History:
+    # leaving at all brought 1.24 instead of 1.20.
+    leaving_share: float = 0.75
+    # Number of tokens that a row may be ahead of the last one and is still waited for - by hand.
+    abreast: int = 1
+
+
+TUNING = Tuning()

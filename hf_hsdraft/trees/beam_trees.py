@@ -1,0 +1,64 @@
+"""Trees of the most probable nodes, by beam search."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .draft_tree import DraftTree, from_nodes
+from .tree_builders import Expansion, TreeLimits
+
+
+def beam_trees(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> list[DraftTree]:
+    """Grows trees by beam search on cumulative probability (Lyanna; EAGLE-2, section 4.1). See `TreeBuilder`.
+
+    Each depth expands the `beam_width` most probable nodes of the depth before. Of all children seen, the `tree_size`
+    most probable stay. They form a tree, because a child is never more probable than its parent. `beam_width` does not
+    limit the children that stay: where the drafter is unsure, many children of the root are worth more than deep paths.
+    """
+    tokens = root_tokens[:, None]
+    batch = torch.arange(len(tokens), device=tokens.device)[:, None]
+    scores = torch.zeros_like(tokens, dtype=torch.float32)
+    states: torch.Tensor | None = None
+    numbers = torch.zeros_like(tokens)  # of each node of the beam: 0 for the root, then all children as they are found
+    found, levels = 1, []
+    most = 1 if limits.beam_width == 1 else limits.tree_size  # children of a level that may stay
+    for level in range(1, expansion.depth + 1):
+        scores, tokens, parents, states = expansion.best(level, tokens, states, scores, most)
+        levels.append((tokens, numbers.gather(1, parents), torch.full_like(tokens, level), scores))
+        if level == expansion.depth:
+            break
+        width = min(limits.beam_width, tokens.shape[1])
+        numbers = torch.arange(found, found + width, device=tokens.device).expand(len(tokens), -1)
+        found += tokens.shape[1]
+        tokens, scores, states = tokens[:, :width], scores[:, :width], states[batch, parents[:, :width]]
+    tokens, parents, depths, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
+    if expansion.depth > min(limits.max_depths):
+        scores = scores.masked_fill(depths > scores.new_tensor(limits.max_depths)[:, None], -math.inf)
+    # The sort is stable: of equal scores the earlier one comes first, which may be the other one's parent.
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, : limits.tree_size].sort(dim=1).values
+    kept = torch.stack([order + 1, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
+    rows = zip(root_tokens.tolist(), kept.tolist(), scores.gather(1, order).tolist(), strict=True)
+    return [_tree(root, children, of_row, limits.threshold) for root, children, of_row in rows]
+
+
+def _tree(root: int, children: list[list[int]], scores: list[float], threshold: float) -> DraftTree:
+    """Makes a tree of children in the order of their numbers.
+
+    Args:
+        root: token of the root.
+        children: for each child its number, token, parent's number, and depth.
+        scores: scores of the children.
+        threshold: least probability of a child.
+    """
+    least = math.log(threshold) if threshold > 0 else -math.inf
+    places = {0: 0}
+    nodes = [(root, -1, 0, 0.0)]
+    for (number, token, parent, depth), score in zip(children, scores, strict=True):
+        if score >= least and score > -math.inf and parent in places:
+            places[number] = len(nodes)
+            nodes.append((token, places[parent], depth, score))
+    return from_nodes(nodes)

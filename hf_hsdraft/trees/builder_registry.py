@@ -1,0 +1,13 @@
+"""The builders of draft trees, by the value of the option `tree_builder`."""
+
+from __future__ import annotations
+
+from .beam_trees import beam_trees
+from .sampled_trees import gumbel_trees, stochastic_beam_trees
+from .tree_builders import TreeBuilder
+
+TREE_BUILDERS: dict[str, TreeBuilder] = {
+    "beam": beam_trees,
+    "gumbel": gumbel_trees,
+    "stochastic_beam": stochastic_beam_trees,
+}

@@ -1,0 +1,36 @@
+"""The command `hsdraft`: which commands it has, and how further ones join it."""
+
+import importlib.util
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_hsdraft import cli, commands
+from hf_hsdraft._version import __version__
+
+NAMES = ["average", "bench", "card", "check", "concurrent", "demo", "estimate", "exactness", "first-calls", "info"]
+NAMES += ["list", "pull", "push", "support", "throughput", "train"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_says_what_it_does(name):
+    overview, own = (CliRunner().invoke(cli.app, arguments) for arguments in (["--help"], [name, "--help"]))
+    assert overview.exit_code == own.exit_code == 0
+    assert f"\n  {name} " in overview.output and f" {name} [OPTIONS]" in own.output
+
+
+def test_the_version_is_printed():
+    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == __version__
+
+
+def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
+    (tmp_path / "greet.py").write_text(
+        "import typer\napp = typer.Typer()\n@app.command()\ndef greet(name: str): print('Hello', name)\n"
+    )
+    (tmp_path / "_helpers.py").write_text("raise ImportError\n")
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    spec = importlib.util.spec_from_file_location("hf_hsdraft.cli_again", cli.__file__)
+    extended = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extended)
+    assert CliRunner().invoke(extended.app, ["greet", "world"]).output == "Hello world\n"
+    assert "greet" not in CliRunner().invoke(cli.app, ["--help"]).output
