@@ -1,10 +1,12 @@
 """Hidden-state speculative decoding for transformers: the same text, fewer target forwards.
 
 Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`] or a
-[`CachebackDrafter`].
+[`CachebackDrafter`]. `attach(model, drafter)` lets all calls of `model.generate()` draft, with nothing else changed.
 """
 
 from ._version import __version__
+from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
+from .by_name import allow_names
 from .drafters.auto_drafter import AutoDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
@@ -17,11 +19,15 @@ from .repository.care import register_care
 from .repository.package_care import PackageCare
 from .trees.draft_tree import DraftTree
 
+allow_names()
 install()
+allow_attachments()
 register_care(PackageCare())
 register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)
 
 __all__ = [
+    "Attachment",
+    "AttachmentStatistics",
     "AutoDrafter",
     "CachebackDrafter",
     "DraftStatistics",
@@ -32,5 +38,8 @@ __all__ = [
     "HSDraftGenerateOutput",
     "HSDrafter",
     "__version__",
+    "attach",
+    "attached",
+    "detach",
     "register_drafter",
 ]

@@ -74,6 +74,7 @@ CODE = {
     "protocol.py",
     "publication.py",
     "recorder.py",
+    "refusals.py",
     "registry.py",
     "rejection.py",
     "reuse.py",
@@ -150,7 +151,8 @@ class Bench:
 
     def child(self, code: str, home: str = "home", token: str = "", python: str = sys.executable, **env: str):
         """Runs Python code in a process of its own, with the cache `home`; returns what it gave to `answer`."""
-        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        names = ("PATH", "LANG", "TMPDIR", *(("PYTHONPATH",) if python == sys.executable else ()))
+        kept = {name: os.environ[name] for name in names if name in os.environ}
         variables = {
             **kept,
             "HF_HOME": str(self.folder / home),
@@ -242,6 +244,30 @@ answer([tokens(assistant_model=drafter), type(drafter).__module__, drafter.confi
         "hf_hsdraft.drafters.hidden_state.modeling_hsdraft",
         digests(bench.folder / "drafter"),
     ]
+
+
+def test_named_in_a_call_attached_by_name_and_named_in_a_pipeline(bench, pushed):
+    [named, attached, counted, loaded, missing] = bench.child(
+        f"""
+from hf_hsdraft import HSDrafter, attach
+from transformers.pipelines.base import load_assistant_model
+named = tokens(assistant_model="{pushed}")
+with attach(target, "{pushed}", revision="main") as attachment:
+    attached = tokens()
+assistant, tokenizer = load_assistant_model(target, "{pushed}", None)
+answer([
+    named,
+    attached,
+    attachment.statistics.calls,
+    [isinstance(assistant, HSDrafter), tokenizer is None, tokens(assistant_model=assistant)],
+    outcome(lambda: tokens(assistant_model="user/missing")),
+])
+""",
+        home="by_name",
+    )
+    assert (named, attached, counted) == (bench.plain, bench.plain, 1)
+    assert loaded == [True, True, bench.plain]
+    assert missing[0] == "OSError" and "user/missing" in missing[1]
 
 
 def test_three_routes_give_the_same_tokens_in_one_process(bench, pushed):

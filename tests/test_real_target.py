@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import HSDrafter, attach
 from hf_hsdraft.bench.measure import encode_prompt, first_divergence
 from hf_hsdraft.target import target_ability
 from hf_hsdraft.target.target_loading import embedded_gguf, load_target
@@ -43,6 +43,23 @@ def test_greedy_text_is_identical_and_takes_fewer_forwards(pair):
         tokens += output.statistics.new_tokens
         forwards += output.statistics.target_forwards
     assert tokens / forwards > 1.5
+
+
+def test_an_attached_drafter_changes_no_text(pair):
+    target, tokenizer, _ = pair
+    inputs = encode_prompt(tokenizer, PROMPTS[0])
+    calls = [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}]
+
+    def texts():
+        for call in calls:
+            torch.manual_seed(1)
+            yield target.generate(**inputs, **call, max_new_tokens=24).tolist()
+
+    plain = list(texts())
+    with attach(target, DRAFTER) as attachment:
+        assert list(texts()) == plain
+    assert attachment.statistics.calls == len(calls) and attachment.statistics.tau > 1.3
+    assert len(attachment.last.accepted_lengths) == attachment.last.rounds > 0
 
 
 def test_bfloat16_runs_and_drafts_well(pair):

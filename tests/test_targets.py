@@ -642,6 +642,22 @@ def test_a_refusal_is_remembered_once_it_is_found_again(monkeypatch, rows, tuned
     assert repeating(target, rows, new=8)[1].statistics.reason == ""
 
 
+def test_a_call_of_one_text_goes_on_where_it_finds_that_long_texts_are_misread(monkeypatch):
+    """It tries that with its own tokens, which stay in the cache."""
+    target = make_target()
+    monkeypatch.setattr(target_limits, "_SURE", 16)
+    misread_beyond(monkeypatch, target, 25, "drafts")
+    drafter = make_drafter(target)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = None
+    call = {**batch_of(1), "max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(**call)
+    for _ in range(3):
+        drafted = target.generate(**call, assistant_model=drafter)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        assert "nothing is drafted beyond" in drafted.statistics.reason
+        assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
 def test_a_refusal_that_the_next_call_does_not_share_is_forgotten(monkeypatch):
     target, trials = make_target(), count_trials(monkeypatch)
     with monkeypatch.context() as patch:

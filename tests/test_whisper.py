@@ -7,7 +7,7 @@ import torch
 from conftest import make_drafter
 from transformers import StoppingCriteria, WhisperConfig, WhisperForConditionalGeneration
 
-from hf_hsdraft import CachebackDrafter
+from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.engine.call_output import DraftStatistics
 
 VOCABULARY, FRAMES = 99, 40  # of one segment
@@ -123,3 +123,20 @@ def test_a_call_that_fails_changes_no_option_either(whisper, assistant, target, 
         plain = target.generate(prompt, max_new_tokens=8, do_sample=False)
         drafted = target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=assistant)
         assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("how", ["attached", "named"])
+def test_a_drafter_that_is_attached_or_named(whisper, how, tmp_path):
+    """Each segment is a call; what may not begin a text does not."""
+    drafter = make_drafter(whisper, draft_vocab_size=VOCABULARY)
+    free = whisper.generate(input_features=sound(), max_new_tokens=20)
+    call = {"input_features": sound(2.5), "max_new_tokens": 20, "return_timestamps": True}
+    call["begin_suppress_tokens"] = [int(free[0, 0]), 2]
+    plain = whisper.generate(**call)
+    if how == "attached":
+        with attach(whisper, drafter) as attachment:
+            assert whisper.generate(**call).tolist() == plain.tolist()
+        assert attachment.statistics.calls >= 3 and attachment.statistics.stepped_aside == {}
+    else:
+        drafter.save_pretrained(tmp_path)
+        assert whisper.generate(**call, assistant_model=str(tmp_path)).tolist() == plain.tolist()

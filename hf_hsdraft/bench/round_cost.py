@@ -1,13 +1,15 @@
-"""What a round costs, in decoding steps: a target of random weights in any shape, and acceptance forced to a pattern.
+"""Measures what a round costs, in steps of plain decoding, for a target of any shape with random weights.
 
-    python -m hf_hsdraft.bench.round_cost --accept 0,2,1,3                  # an 8B-shaped target
+    python -m hf_hsdraft.bench.round_cost --accept 0,2,1,3                  # a target with the shape of an 8B model
     python -m hf_hsdraft.bench.round_cost --accept 0,2,1,3 --tiny --dtype float32
 
-Time does not depend on what weights hold. So the share of tau that a trained drafter would turn into speed can be
-measured without one: target and drafter run as ever, only which nodes are accepted is decided here.
+Time does not depend on the values of weights. So no trained drafter is needed to measure which share of tau becomes
+speed. Target and drafter run as usual, and a pattern decides how many drafted tokens each round accepts.
 
-- round: from its begin to the next one's, median; step: from one token of plain `generate()` to the next, median.
-- cost: a round over a step. speed-up: tokens a round over cost, what the pattern gains over plain decoding.
+- round: median time from the begin of a round to the begin of the next one.
+- step: median time from one token of plain `generate()` to the next one.
+- cost: round / step.
+- speed-up: tokens a round / cost. This is what the pattern gains over plain decoding.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from .wrapped_drafter import WrappedDrafter
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a target, by the names of `LlamaConfig`; those of Llama-3.1-8B."""
+    """Sizes of a target, by the names of `LlamaConfig`. The defaults are those of Llama-3.1-8B."""
 
     hidden_size: int = 4096
     num_hidden_layers: int = 32
@@ -56,10 +58,14 @@ class Plan:
     """What is measured.
 
     Attributes:
-        accepted: drafted tokens that are accepted, round by round, over and over.
-        draft_steps, tree_size, beam_width: shape of the draft.
-        prompt_length, rounds: tokens of the prompt, and rounds of one call.
-        backend, mode: of `torch.compile`; an empty backend compiles nothing.
+        accepted: number of drafted tokens to accept, round by round, over and over.
+        draft_steps: greatest depth of a draft.
+        tree_size: number of nodes of a draft besides the root.
+        beam_width: number of nodes expanded at each depth.
+        prompt_length: number of tokens of the prompt.
+        rounds: number of rounds of a call.
+        backend: backend of `torch.compile`; empty for no compilation.
+        mode: mode of `torch.compile`.
     """
 
     accepted: tuple[int, ...]
@@ -79,26 +85,33 @@ class Plan:
 
     @property
     def tau(self) -> float:
-        """Tokens a round."""
+        """Mean number of tokens a round."""
         return 1 + sum(self.accepted) / len(self.accepted)
 
     @property
     def new_tokens(self) -> int:
+        """Number of new tokens of a call."""
         return int(self.rounds * self.tau) + 1
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What was measured; times in milliseconds, medians.
+    """What was measured. Times are in milliseconds.
 
     Attributes:
-        compiled: whether steps and rounds in a static cache were.
-        step, round: in a static cache.
-        eager_step, eager_round: in a `DynamicCache`, never compiled.
-        draft, verify, commit: parts of a round in a static cache, means, each waited for by itself.
-        waits: times in such a round that the host waited for the device; `None` where there is no such device.
-        tau: tokens a round; cost: `round` over `step`.
-        speed_up: `tau` over `cost`; eager_speed_up: the same of the eager times.
+        compiled: whether steps and rounds with a static cache were compiled.
+        step: median time of a step with a static cache.
+        round: median time of a round with a static cache.
+        eager_step: median time of a step with a `DynamicCache`, not compiled.
+        eager_round: median time of a round with a `DynamicCache`, not compiled.
+        draft: mean time of the draft of a round with a static cache. The device is waited for after each part.
+        verify: mean time of the verification of such a round.
+        commit: mean time of the commit of such a round.
+        waits: mean number of times that the host waits for the device in such a round; `None` without a GPU.
+        tau: mean number of tokens a round.
+        cost: `round / step`.
+        speed_up: `tau / cost`.
+        eager_speed_up: the same for the eager times.
     """
 
     compiled: bool
@@ -117,7 +130,7 @@ class RoundCost:
 
 
 def random_pair(shape: Shape, plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[Any, HSDrafter]:
-    """A target and a drafter of random weights, made on the device."""
+    """Returns a target and a drafter with random weights, made on the device."""
     length = plan.prompt_length + plan.rounds * (plan.draft_steps + 1) + plan.tree_size + 2
     config = LlamaConfig(**asdict(shape), max_position_embeddings=max(length, 1024), eos_token_id=None, pad_token_id=0)
     with torch.device(device):
@@ -126,12 +139,12 @@ def random_pair(shape: Shape, plan: Plan, device: torch.device, dtype: torch.dty
     options = drafter.generation_config
     options.num_assistant_tokens, options.tree_size = plan.draft_steps, plan.tree_size
     options.beam_width = plan.beam_width
-    options.tree_sizing, options.ngram_length = "fixed", 0  # the pattern decides, not what is probable
+    options.tree_sizing, options.ngram_length = "fixed", 0  # all drafts have the same size
     return target, drafter
 
 
 def measure(target: Any, drafter: HSDrafter, plan: Plan) -> RoundCost:
-    """Times steps and rounds, eager and compiled, the same number of tokens each."""
+    """Times steps and rounds, eager and compiled. All calls emit equally many tokens."""
     calls = _calls(plan, target.device)
     steps = {name: _time(target, plan, call, None) for name, call in calls.items()}
     rounds = {name: _time(target, plan, call, drafter) for name, call in calls.items()}
@@ -158,10 +171,10 @@ def measure(target: Any, drafter: HSDrafter, plan: Plan) -> RoundCost:
 
 
 def _calls(plan: Plan, device: torch.device) -> dict[str, dict[str, Any]]:
-    """What is compared, as arguments of `generate()`."""
+    """Returns arguments of `generate()` for each way to compare."""
     static = {
         "cache_implementation": "static",
-        # Of steps and rounds alike: one shape for both.
+        # Steps and rounds have the same length, so that their caches have one shape.
         "max_cache_len": plan.prompt_length + plan.new_tokens + plan.tree_size + 1,
     }
     calls: dict[str, dict[str, Any]] = {"eager": {}}
@@ -173,7 +186,7 @@ def _calls(plan: Plan, device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 class _Stopwatch(LogitsProcessor):
-    """Notes when each token is chosen; plain decoding waits for the one before."""
+    """Notes when each token of plain decoding is chosen. The device has finished the token before by then."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -186,7 +199,7 @@ class _Stopwatch(LogitsProcessor):
 def _decode(
     target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None, **kwargs: Any
 ) -> tuple[Any, list[float]]:
-    """What `generate()` returns, and when each step or round began; also when the last round ended."""
+    """Returns what `generate()` returns, and the times when each step or round began and the last one ended."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, target.config.vocab_size, (1, plan.prompt_length), generator=generator).to(target.device)
     settings = {"do_sample": False, "max_new_tokens": plan.new_tokens, **call, **kwargs}
@@ -198,14 +211,15 @@ def _decode(
 
 
 def _time(target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None) -> float:
-    """Milliseconds of a step or a round."""
+    """Returns the median milliseconds of a step or a round."""
     _decode(target, plan, call, drafter)  # compiles
     times = _decode(target, plan, call, drafter)[1]
-    # The first ones are not settled yet, and the last round is cut short by the end of the text.
+    # The first ones may take longer, and the end of the text cuts the last one short.
     return median(1000 * (after - before) for before, after in itertools.pairwise(times[2:-1]))
 
 
 def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any]) -> float | None:
+    """Returns the mean number of times that the host waits for the device in a round; `None` without a GPU."""
     if target.device.type != "cuda":
         return None
     with warnings.catch_warnings(record=True) as caught:
@@ -221,16 +235,16 @@ def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any])
 class ForcedDrafter(WrappedDrafter):
     """A drafter for one call of one text, whose rounds accept as many drafted tokens as given.
 
-    Drafter, target and the rules of the text do all their work; then a path of that length takes the place of the
+    Drafter, target and the rules of the text do all their work. Then a path of that length takes the place of the
     tree's own nodes, and the text follows it.
 
     Args:
-        drafter: that drafts. All its trees are of one size, without n-grams.
+        drafter: drafter that makes the drafts. All its trees have one size, without n-grams.
         accepted: number of drafted tokens to accept, round by round, over and over.
 
     Attributes:
-        times: when each round began, and when the last one ended.
-        path: nodes to accept in the round that is under way.
+        times: times when each round began, and when the last one ended.
+        path: nodes to accept in the current round.
     """
 
     def __init__(self, drafter: HSDrafter, accepted: Sequence[int]) -> None:
@@ -247,7 +261,7 @@ class ForcedDrafter(WrappedDrafter):
 
     @property
     def length(self) -> int:
-        """Number of drafted tokens to accept in the round that is under way."""
+        """Number of drafted tokens to accept in the current round."""
         return self._accepted[(len(self.times) - 1) % len(self._accepted)]
 
 
@@ -274,10 +288,10 @@ class _ForcedSession(Session):
 
 
 class _AlongPath(OwnChoice):
-    """Makes the target's own choice at each node, and then goes along a path instead, and leaves the tree behind it.
+    """Makes the target's own choice at each node, but then follows a given path. After its end no node is accepted.
 
     Args:
-        path: nodes of the tree of the round that is under way.
+        path: nodes of the current round's tree.
     """
 
     def __init__(self, path: Sequence[int]) -> None:
@@ -298,9 +312,9 @@ class _AlongPath(OwnChoice):
 
 
 def _along(tree: DraftTree, path: Sequence[int]) -> DraftTree:
-    """A tree of the same size whose nodes `path` are one path, the others siblings of them.
+    """Returns a tree of the same size whose nodes `path` form one path. The other nodes are siblings of these.
 
-    As in drafted trees the path's nodes lie apart, so that a commit has to move them.
+    As in drafted trees, the path's nodes are not neighbours, so that a commit has to move them.
     """
     parents, depths, tip, depth = [-1], [0], 0, 0
     for node in range(1, len(tree)):
@@ -336,7 +350,7 @@ def round_cost(
     mode: str = Plan.mode,
     out: Annotated[Path | None, typer.Option(help="Where the JSON goes too.")] = None,
 ) -> None:
-    """What a round costs, in decoding steps, as JSON."""
+    """Measures what a round costs, in steps of plain decoding, and prints it as JSON."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shape = Shape(
         hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size, vocab_size

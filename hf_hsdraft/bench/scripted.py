@@ -1,7 +1,7 @@
-"""Drafting from a script: trees that hold the right continuation to a random depth, among wrong branches.
+"""Drafts from a script: trees with the right continuation down to a random depth, among wrong branches.
 
-What a trained drafter does to a target, without one: some rounds accept nothing, some a whole path, on first and later
-branches. For checks of targets, whose text must not depend on any of it.
+With them a target meets all that a trained drafter may do. Some rounds accept nothing and some a whole path, on the
+first branch or on a later one. The target's text must not depend on any of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .wrapped_drafter import WrappedDrafter
 
 
 def random_tree(root: int, truth: Sequence[int], depth: int, vocab_size: int, rng: random.Random) -> DraftTree:
-    """A tree of random shape whose best path follows `truth` for a random number of nodes, at most `depth`."""
+    """Returns a tree of random shape in which a path follows `truth` for a random number of nodes, at most `depth`."""
     nodes: list[tuple[int, int, int]] = [(root, -1, 0)]
     taken: set[tuple[int, int]] = set()
 
@@ -43,7 +43,7 @@ def random_tree(root: int, truth: Sequence[int], depth: int, vocab_size: int, rn
 
 
 def chain_of(tree: DraftTree, truth: Sequence[int]) -> DraftTree:
-    """The path of a tree that follows `truth` longest, then any."""
+    """Returns the path of a tree that follows `truth` for longest, and then any branch, as a chain."""
     children, node = tree.children(), 0
     path: list[int] = []
     while children[node]:
@@ -56,15 +56,15 @@ def chain_of(tree: DraftTree, truth: Sequence[int]) -> DraftTree:
 
 
 class ScriptedDrafter(WrappedDrafter):
-    """Drafts along `texts` as far as chance has it.
+    """Drafts along given texts, down to random depths.
 
     Args:
-        drafter: whose options, hidden states and checks these are; its own drafts are not made.
+        drafter: a drafter. Its options, hidden states and checks are used, its own drafts are not.
         texts: the new tokens of each row.
-        seed: of the chance.
+        seed: seed of the random numbers.
 
     Attributes:
-        last: the session of the last call.
+        last: session of the last call; `None` before the first one.
     """
 
     def __init__(self, drafter: Any, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
@@ -78,10 +78,10 @@ class ScriptedDrafter(WrappedDrafter):
 
 
 class ScriptedSession(Session):
-    """The drafts of one call.
+    """The scripted drafts of one call.
 
     Attributes:
-        forwards: number of forwards that it was told of; tokens: number of tokens emitted, of all texts.
+        forwards: number of forwards so far.
         chains: whether chains were asked for.
     """
 
@@ -93,6 +93,7 @@ class ScriptedSession(Session):
 
     @property
     def tokens(self) -> int:
+        """Number of tokens emitted by all texts so far."""
         return sum(self._emitted)
 
     def observe(self, news: Sequence[Accepted]) -> None:

@@ -1,4 +1,4 @@
-"""A drafter around another one, to measure or to check what a call does with it."""
+"""A drafter around another drafter, to measure or check a call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..verifiers.verdict import Verifier
 
 
 class WrappedDrafter(Drafter):
-    """Drafts as another drafter, with trees of fixed size and without n-grams, so that every run drafts the same.
+    """Drafts as another drafter does, with trees of fixed size and without n-grams, so that every run drafts the same.
 
-    Derived classes say what they do otherwise: what is drafted (`session`), or what is accepted (`verifier`).
+    Derived classes change what is drafted (`session`) or what is accepted (`verifier`).
 
     Args:
-        drafter: the other drafter. It stays as it is: the options here are a copy of its own.
+        drafter: the other drafter. It is not changed: the options here are a copy of its own.
     """
 
     def __init__(self, drafter: Any) -> None:

@@ -158,7 +158,7 @@ class Drafter:
         raise NotImplementedError
 
     def check(self, target: Any) -> None:
-        """Raises a ValueError that names the field if this drafter was made for another target."""
+        """Raises a DraftingRefused that names the field if this drafter was made for another target."""
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         """May warn of a target that this drafter fits badly, before a call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,24 @@ class Family:
     drafter: Any
 
 
+class TokenizerOfTarget:
+    """Stands for the tokenizer of a drafter, which has none. A pipeline loads one beside an assistant, and drops it."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> TokenizerOfTarget:
+        """Reads no file."""
+        return cls()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises a TypeError."""
+        raise TypeError("a drafter has no tokenizer: use that of its target")
+
+
 FAMILIES: dict[str, Family] = {}
 
 
 def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
-    """Makes `AutoDrafter` and transformers' `AutoModel` load a family. Idempotent.
+    """Makes `AutoDrafter`, transformers' `AutoModel` and pipelines load a family by name. Idempotent.
 
     Raises:
         ValueError: another family has this `model_type`, or the configuration's class says another one.
@@ -42,4 +55,5 @@ def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
     if model_type not in FAMILIES:
         AutoConfig.register(model_type, config)
         AutoModel.register(config, drafter)
+        AutoTokenizer.register(config, TokenizerOfTarget)
         FAMILIES[model_type] = family

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from ..common.refusals import DraftingRefused
 from ..drafters.protocol import Drafter
 from ..target.target_limits import check_inputs, furthest_position, text_config
 from .row_processors import check_processors
@@ -15,18 +16,20 @@ from .row_processors import check_processors
 def check_call(
     target: Any, drafter: Drafter, input_ids: torch.Tensor, processors: Any, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
-    """Raises a ValueError for everything known beforehand that would make the call fail or be wrong."""
+    """Raises a DraftingRefused for everything known beforehand that would make the call fail or be wrong."""
     drafter.check(target)
     check_inputs(target)
     if not kwargs.get("use_cache"):
-        raise ValueError("use_cache=False is not possible with a drafter: verification needs the target's cache")
+        raise DraftingRefused("use_cache=False is not possible with a drafter: verification needs the target's cache")
     window = furthest_position(target)
     rotary = getattr(text_config(target), "rope_parameters", None)  # goes on beyond its window
     length = 0 if rotary else _positions_taken(target, input_ids, kwargs)
     if length > window:
-        raise ValueError(f"the prompt has {length} tokens, the target's context window is {window}; shorten the prompt")
+        raise DraftingRefused(
+            f"the prompt has {length} tokens, the target's context window is {window}; shorten the prompt"
+        )
     if synced_gpus and any(isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor) for one in processors):
-        raise ValueError(
+        raise DraftingRefused(
             "guidance_scale is not possible with a drafter and synced_gpus=True: its forwards differ by process"
         )
     check_processors(processors, len(input_ids))

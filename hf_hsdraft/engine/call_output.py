@@ -15,7 +15,7 @@ from .decoded_texts import DecodedTexts
 
 @dataclass
 class DraftStatistics:
-    """What one call did; kept only when `return_dict_in_generate=True`.
+    """What one call did; kept when `return_dict_in_generate=True`, and for an [`Attachment`].
 
     Attributes:
         new_tokens: tokens emitted, of all rows.
@@ -84,7 +84,7 @@ class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
 
 
 class Clock:
-    """Adds wall-clock time to fields of the statistics; does nothing, and never synchronises, without them."""
+    """Adds wall-clock time to fields of the statistics; does nothing, and never waits for the device, without them."""
 
     def __init__(self, statistics: DraftStatistics | None, device: torch.device) -> None:
         self._statistics = statistics

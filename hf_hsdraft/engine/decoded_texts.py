@@ -131,6 +131,11 @@ class DecodedTexts:
         length = row.ids.shape[1]
         return (min(length, row.end) if row.end and self._has_eos else length) - self.prompt_length
 
+    def all_new_tokens(self) -> int:
+        """Number of new tokens of all rows when they have ended."""
+        most = self.length() - self.prompt_length
+        return sum(min(self.new_tokens(row), most) for row in range(len(self.rows)))
+
     def beyond_end(self) -> list[int]:
         """Tokens of each row that are beyond the end of the batch; 0 while one of the rows goes on."""
         if self.active:

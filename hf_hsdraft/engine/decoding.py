@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..common.refusals import DraftingRefused
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Drafter
 from ..target.static_cache import with_draft_room
@@ -16,6 +18,7 @@ from ..trees.draft_tree import DraftTree
 from .call_checks import check_call
 from .call_output import Clock, DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
 from .decoded_texts import DecodedTexts
+from .draft_limits import refuse
 from .recorder import Recorder
 from .rounds import Rounds, Setting
 
@@ -30,6 +33,8 @@ def speculative_decoding(
     synced_gpus: bool = False,
     streamer: Any = None,
     tokenizer: Any = None,
+    statistics: DraftStatistics | None = None,
+    refused: Callable[[DraftingRefused], None] = refuse,
     **model_kwargs: Any,
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput | torch.Tensor:
     """Decodes with a drafter ("Make Every Draft Count"); the output has the target's own distribution.
@@ -37,8 +42,15 @@ def speculative_decoding(
     Takes what `generate()` hands to a decoding method, and returns what it returns: `[B, length]` token ids, or with
     `return_dict_in_generate` an [`HSDraftGenerateOutput`].
 
+    Args:
+        statistics: are filled in, whatever the call returns. Seconds are counted with `return_dict_in_generate` only,
+            as that waits for the device.
+        refused: told that the target turns out to read no drafts, which takes a few tokens to find out. Where it raises
+            nothing, the call goes on without drafts.
+
     Raises:
-        ValueError: target, drafter and call do not fit together; nothing has been streamed then.
+        DraftingRefused: target, drafter and call do not fit together. Nothing has been streamed or drawn then, and the
+            cache is as it was given; only `refused` is told later.
     """
     check_call(target, drafter, input_ids, logits_processor, synced_gpus, model_kwargs)
     options = DraftOptions.of(drafter, generation_config)
@@ -48,8 +60,10 @@ def speculative_decoding(
     verifier = drafter.verifier(options)
     runtime = TargetRuntime(target, sorted({*drafter.taps, *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
-    statistics = DraftStatistics(exact=verifier.exact) if generation_config.return_dict_in_generate else None
-    clock = Clock(statistics, target.device)
+    returned = generation_config.return_dict_in_generate
+    if statistics is None and returned:
+        statistics = DraftStatistics()
+    clock = Clock(statistics if returned else None, target.device)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         clock.start()
         recorder = Recorder(runtime, generation_config)
@@ -57,10 +71,10 @@ def speculative_decoding(
         clock.stop("prefill_seconds")
         if statistics is not None:
             statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
-        outlives = statistics is not None or getattr(runtime.cache, "_is_user_defined", False)
+        outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         rounds = None
         if texts.active or synced_gpus:
-            setting = Setting(target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, stack)
+            setting = Setting(target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack)
             rounds = Rounds(setting, output, model_kwargs.get("inputs_embeds"), statistics, clock)
         if rounds is not None:
             rounds.run()
@@ -71,13 +85,12 @@ def speculative_decoding(
     texts.end_stream()
     if rounds is not None and not synced_gpus:
         rounds.drafting.session.end()
+    clock.finish()
     if statistics is None:
         return texts.sequences()
-    clock.finish()
-    new_tokens = texts.length() - texts.prompt_length
-    statistics.packed_weights = runtime.packed
-    statistics.new_tokens = sum(min(texts.new_tokens(row), new_tokens) for row in range(len(texts.rows)))
-    return as_output(texts, runtime, statistics, generation_config, model_kwargs)
+    statistics.new_tokens, statistics.packed_weights = texts.all_new_tokens(), runtime.packed
+    statistics.exact = verifier.exact
+    return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
 def _read_prompts(

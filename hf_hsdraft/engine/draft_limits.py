@@ -7,13 +7,14 @@ positions or its cache end.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from ..common.refusals import DraftingRefused
 from ..drafters.draft_options import DraftOptions
 from ..target.target_ability import Ability, known_ability
 from ..target.target_limits import slots_read_alike, why_drafts_end, why_in_step
@@ -34,6 +35,11 @@ from .text_positions import TextPositions
 logger = logging.get_logger(__name__)
 
 
+def refuse(refusal: DraftingRefused) -> None:
+    """Raises it: the call ends."""
+    raise refusal
+
+
 class DraftLimits:
     """The limits of a call's drafts.
 
@@ -43,6 +49,7 @@ class DraftLimits:
         positions: where the texts are.
         options: what the user asks for.
         synced_gpus: whether all processes have to run the same forwards.
+        refused: told that the target turns out to read no drafts. Where it raises nothing, the texts go on without any.
 
     Attributes:
         options: what is left of the options: chains where the target reads no trees, a depth of 0 for no drafts.
@@ -58,9 +65,11 @@ class DraftLimits:
         positions: TextPositions,
         options: DraftOptions,
         synced_gpus: bool,
+        refused: Callable[[DraftingRefused], None] = refuse,
     ) -> None:
         self.options, self.kind, self.reason = options, "tree", ""
         self._runtime, self._texts, self._positions, self._synced_gpus = runtime, texts, positions, synced_gpus
+        self._refused = refused
         self.presumed = False
         self._known_until = sys.maxsize  # length of text up to which is known what the target can do
         self._steps: Steps | None = None  # tokens that are read one by one, to try the target with them
@@ -72,7 +81,7 @@ class DraftLimits:
             logits: `[B, V]`, of the first new tokens.
 
         Raises:
-            ValueError: it reads no drafts at all.
+            DraftingRefused: it reads no drafts at all.
         """
         runtime, rows, doubling = self._runtime, len(self._positions.roots), not self._synced_gpus
         room = max(map(self._texts.room, range(rows)))
@@ -80,9 +89,7 @@ class DraftLimits:
         known = known_ability(runtime, doubling, chains=bool(in_step))
         reason = self._why_nothing(known is None, room)
         if self._in_any_process(bool(reason)):
-            runtime.trees = False
-            self.options, self.kind = replace(self.options, depth=0), "chain"
-            self.reason = reason or "another process cannot draft, and all of them run the same forwards"
+            self._draft_nothing(reason or "another process cannot draft, and all of them run the same forwards")
             return
         if self._in_any_process(known is None):
             if self._tries_with_own_steps:
@@ -94,7 +101,11 @@ class DraftLimits:
         ability = known
         if in_step:  # the row that is furthest decides for all, as in plain decoding
             ability = replace(known, trees=False, reason=in_step if known.chains else known.reason)
-        self._check(ability)
+        refusal = self._refusal(ability)
+        if refusal is not None:
+            self._refused(refusal)
+            self._draft_nothing(str(refusal))
+            return
         runtime.trees = ability.trees
         if ability.trees:
             runtime.prepare_trees()
@@ -143,15 +154,22 @@ class DraftLimits:
         repeats = self.options.tree_sizing == "fixed" or self.options.costs is not None
         return single and not self._synced_gpus and not repeats
 
-    def _check(self, ability: Ability) -> None:
+    def _draft_nothing(self, reason: str) -> None:
+        """From here on the texts go on as plain decoding writes them."""
+        self._runtime.trees = False
+        self.options, self.kind, self.reason = replace(self.options, depth=0), "chain", reason
+
+    def _refusal(self, ability: Ability) -> DraftingRefused | None:
+        """What is to be said of a target that reads no drafts; `None` if it reads some."""
         name = type(self._runtime.target).__name__
         if not ability.chains:
-            raise ValueError(f"{name} cannot be drafted for: {ability.reason}.")
+            return DraftingRefused(f"{name} cannot be drafted for: {ability.reason}.")
         if self._synced_gpus and self._runtime.recurrent:
-            raise ValueError(
+            return DraftingRefused(
                 f"{name} cannot be drafted for with synced_gpus=True: its recurrent layers are read again after "
                 "rejections, and processes would run different numbers of forwards."
             )
+        return None
 
     def _warn_of_chains(self, ability: Ability) -> None:
         name = type(self._runtime.target).__name__
@@ -175,7 +193,7 @@ class DraftLimits:
             whether the options have changed.
 
         Raises:
-            ValueError: the first trial has found that the target reads no drafts at all.
+            DraftingRefused: the first trial has found that the target reads no drafts at all.
         """
         runtime = self._runtime
         if runtime.length < self._known_until or self.options.depth == 0 or not self._texts.active:
@@ -185,11 +203,10 @@ class DraftLimits:
         known = known_ability(runtime, not self._synced_gpus, chains, ragged) or self._tried(rows, ragged, chains)
         if known is None:
             return False
-        if self._steps is not None and not known.chains:  # the cache is the caller's again as it was given
-            self._steps.rewind()
+        refusal = self._refusal(known) if self.presumed else None
+        if refusal is not None:
+            self._refuse(refusal)
         first, self.presumed, self._steps, self._known_until = self.presumed, False, None, known.until
-        if first:
-            self._check(known)
         if known.trees or (known.chains and not runtime.trees):
             return False
         if known.chains and not ragged:
@@ -197,7 +214,9 @@ class DraftLimits:
             self.options, self.kind = self.options.as_chain(), "chain"
         else:
             self.options = replace(self.options, depth=0)
-        if first:
+        if refusal is not None:
+            self.reason = str(refusal)
+        elif first:
             self.reason = known.reason
             self._warn_of_chains(known)
         else:
@@ -205,6 +224,15 @@ class DraftLimits:
             self.reason = f"{what} beyond {runtime.length} tokens: {known.reason}"
             logger.warning_once(f"{type(runtime.target).__name__} reads long texts otherwise: {self.reason}.")
         return True
+
+    def _refuse(self, refusal: DraftingRefused) -> None:
+        """Tells of a refusal in the middle of a call; where that ends the call, what was read is taken back."""
+        try:
+            self._refused(refusal)
+        except DraftingRefused:
+            if self._steps is not None:
+                self._steps.rewind()
+            raise
 
     def _tried(self, rows: Sequence[int], ragged: bool, chains: bool) -> Ability | None:
         """What a trial finds; `None` until there can be one. So long nothing is drafted."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..acceleration.cpu.packing import Packing
+from ..common.refusals import DraftingRefused
 from ..common.tuning import TUNING
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import DraftCall, Drafter
@@ -42,6 +44,7 @@ class Setting:
         recorder: of attentions and hidden states.
         synced_gpus: whether all processes have to run the same forwards.
         outlives: whether the target's cache is for more than this call.
+        refused: see `DraftLimits`.
         stack: closes when the call ends.
     """
 
@@ -53,6 +56,7 @@ class Setting:
     recorder: Recorder
     synced_gpus: bool
     outlives: bool
+    refused: Callable[[DraftingRefused], None]
     stack: contextlib.ExitStack
 
 
@@ -67,7 +71,7 @@ class Rounds:
         clock: of the statistics.
 
     Raises:
-        ValueError: the target reads no drafts.
+        DraftingRefused: the target reads no drafts.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Rounds:
         runtime, texts, rows = call.runtime, call.texts, len(call.texts.rows)
         self._call, self._statistics = call, statistics
         positions = TextPositions.of(runtime, output.taps.shape[1], rows)
-        self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus)
+        self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus, call.refused)
         self._limits.find(output.logits[:, -1])
         self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, call.drafter.taps)
         options = self._limits.options

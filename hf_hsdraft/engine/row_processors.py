@@ -17,6 +17,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from ..common.refusals import DraftingRefused
 from ..trees.draft_tree import DraftTree
 from .grammar_processor import GrammarProcessor, check_grammars, is_grammar
 
@@ -66,7 +67,10 @@ _NOT_IN_BATCHES = _of_library("UnbatchedClassifierFreeGuidanceLogitsProcessor", 
 
 
 def check_processors(processors: LogitsProcessorList, rows: int) -> None:
-    """Raises a ValueError if one of these processors cannot be asked about single rows of a batch."""
+    """Raises a DraftingRefused if one of these processors cannot be asked about single rows of a batch.
+
+    Raises a ValueError for grammars of another number of texts: such a call fails without a drafter too.
+    """
     for one in processors:
         if is_grammar(one):
             check_grammars(one, rows)
@@ -75,12 +79,12 @@ def check_processors(processors: LogitsProcessorList, rows: int) -> None:
     for one in processors:
         name = type(one).__name__
         if isinstance(one, _NOT_IN_BATCHES):
-            raise ValueError(
+            raise DraftingRefused(
                 f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
                 "lengths; call generate() for each prompt, or leave assistant_model out"
             )
         if not _is_known(one) and not is_grammar(one) and not getattr(one, "row_wise", False):
-            raise ValueError(
+            raise DraftingRefused(
                 f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
                 "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
                 "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
+from ..common.refusals import DraftingRefused
 from .cache_slots import CacheSlots
 from .growing_cache import GrowingLayer
 
@@ -90,3 +93,40 @@ def _cut(layer: Any, slots: int) -> None:
         states = getattr(layer, name, None)
         if states is not None and states.dim() > 1 and states.shape[-2] > slots:
             setattr(layer, name, states[..., :slots, :])
+
+
+@contextlib.contextmanager
+def as_given(cache: Any) -> Iterator[None]:
+    """If drafting is refused inside, the cache of a call is as it was again, whatever was read into it.
+
+    Args:
+        cache: `None` if the call has none yet.
+    """
+    decoder = isinstance(cache, EncoderDecoderCache)
+    parts = (cache.self_attention_cache, cache.cross_attention_cache) if decoder else () if cache is None else (cache,)
+    before = [(part, list(part.layers), [_as_it_is(layer) for layer in part.layers]) for part in parts]
+    updated = dict(cache.is_updated) if decoder else {}
+    try:
+        yield
+    except DraftingRefused:
+        for part, layers, held in before:
+            part.layers[:] = layers
+            for layer, (attributes, slots) in zip(layers, held, strict=True):
+                vars(layer).update(attributes)
+                if slots is not None:
+                    _cut(layer, slots)
+        if decoder:
+            cache.is_updated = updated
+        raise
+
+
+def _as_it_is(layer: Any) -> tuple[dict[str, Any], int | None]:
+    """What a cache layer holds by attribute; and if keys and values grow at their end, how many slots instead of them.
+
+    Reading overwrites no slot that is filled, so keys and values are not copied.
+    """
+    states, grows = ("keys", "values"), type(layer) in (DynamicLayer, GrowingLayer)
+    held = {name: copy.deepcopy(value) for name, value in vars(layer).items() if name not in states}
+    if grows:
+        return held, layer.get_seq_length()
+    return held | {name: value for name, value in vars(layer).items() if name in states}, None

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DummyLayer, StaticCache, StaticLayer
 
+from ..common.refusals import DraftingRefused
+
 
 def why_not_static(cache: StaticCache) -> str:
     """Why no draft can be read into a static cache; empty if one may."""
@@ -67,7 +69,7 @@ def with_draft_room(
     A cache of the caller's own stays: where it is too short for a further draft, a single text goes on without.
 
     Raises:
-        ValueError: the caller's cache is too short for a batch, whose rows go on behind the longest one.
+        DraftingRefused: the caller's cache is too short for a batch, whose rows go on behind the longest one.
     """
     cache = model_kwargs.get("past_key_values")
     if not isinstance(cache, StaticCache) or why_not_static(cache):
@@ -79,7 +81,7 @@ def with_draft_room(
         return model_kwargs
     if getattr(cache, "_is_user_defined", False):
         if len(input_ids) > 1:
-            raise ValueError(
+            raise DraftingRefused(
                 f"the static cache has max_cache_len={cache.get_max_length()}; with a drafter this batch needs "
                 f"{needed}, {columns} of them for a draft. Make it longer, or use cache_implementation='static'."
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..common.refusals import DraftingRefused
 from ..common.tensors import on_device
 from .cache_marks import Mark
 from .cache_slots import CacheSlots
@@ -69,13 +70,13 @@ class TargetCall:
         """The call of so many texts when the target has returned `outputs` for its prompts.
 
         Raises:
-            ValueError: the target cannot take back what was rejected; the message says what is missing.
+            DraftingRefused: the target cannot take back what was rejected; the message says what is missing.
         """
         cache = getattr(outputs, "past_key_values", None)
         check_cache(target, cache)
         slots = CacheSlots(cache)
         if slots.hold_more_than_the_text:
-            raise ValueError(
+            raise DraftingRefused(
                 f"{type(target).__name__} cannot be drafted for: some layers of its cache hold more than the text, "
                 "which cannot be told from what was rejected."
             )

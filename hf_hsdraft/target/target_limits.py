@@ -12,6 +12,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache, StaticLayer
 from transformers.generation.utils import GenerationMixin
 
+from ..common.refusals import DraftingRefused
 from ..common.tuning import TUNING
 from ..trees.tree_masks import MASKED_ATTENTION
 from .growing_cache import GrowingLayer
@@ -68,14 +69,14 @@ def why_refused(target: Any, cache: Any) -> str:
 
 
 def check_cache(target: Any, cache: Any) -> None:
-    """Raises a ValueError that says why no draft can be verified with this cache, if none can."""
+    """Raises a DraftingRefused that says why no draft can be verified with this cache, if none can."""
     reason = why_refused(target, cache)
     if reason:
-        raise ValueError(f"{type(target).__name__} cannot be drafted for: {reason}.")
+        raise DraftingRefused(f"{type(target).__name__} cannot be drafted for: {reason}.")
 
 
 def check_inputs(target: Any) -> None:
-    """Raises a ValueError if something else than the target's own class prepares the inputs of its forwards.
+    """Raises a DraftingRefused if something else than the target's own class prepares the inputs of its forwards.
 
     PEFT's prompt-learning methods set such a method on the model during their `generate`. It puts virtual tokens
     before the text, which a drafter does not see, and after the prompt it passes on the last token only, so that no
@@ -87,7 +88,7 @@ def check_inputs(target: Any) -> None:
     if found is None or getattr(found, "__func__", found) is own or target.config.is_encoder_decoder:
         return
     whose = getattr(found, "__qualname__", type(found).__name__)
-    raise ValueError(
+    raise DraftingRefused(
         f"{type(target).__name__} cannot be drafted for: its prepare_inputs_for_generation was replaced by {whose}. "
         "PEFT does so for prompt tuning, p-tuning and prefix tuning: their virtual tokens stand before the text, where "
         "a draft cannot be verified. Leave assistant_model out, or use an adapter of the weights such as LoRA; "

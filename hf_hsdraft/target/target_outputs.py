@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..common.refusals import DraftingRefused
 from .target_call import Names, TargetCall
 
 
@@ -37,26 +38,26 @@ def target_output(target: Any, outputs: Any, states_name: str, tap_layers: Seque
         tap_layers: indices into them; taps are empty if there are none.
 
     Raises:
-        ValueError: the hidden states are not there, or not one vector for each position.
+        DraftingRefused: the hidden states are not there, or not one vector for each position.
     """
     logits, states = outputs.logits, outputs.get(states_name)
     if not tap_layers:
         return TargetOutput(logits, logits[..., :0])
     cannot = f"{type(target).__name__} cannot be drafted for: "
     if states and len(states) <= tap_layers[-1]:
-        raise ValueError(
+        raise DraftingRefused(
             f"{cannot}the drafter reads hidden state {tap_layers[-1]} of its layers, and it returns only {len(states)}."
         )
     missing = [layer for layer in tap_layers if states and states[layer] is None]
     if missing:
-        raise ValueError(
+        raise DraftingRefused(
             f"{cannot}the drafter reads hidden state {missing[0]} of its layers, which it leaves out when it is asked "
             "for."
         )
     shapes = {tuple(states[layer].shape[:-1]) for layer in tap_layers} if states else set()
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         found = " and ".join(map(str, sorted(shapes))) or "none"
-        raise ValueError(f"{cannot}its hidden states have to be one vector for each position; found {found}.")
+        raise DraftingRefused(f"{cannot}its hidden states have to be one vector for each position; found {found}.")
     return TargetOutput(logits, torch.cat([states[layer].to(logits.device) for layer in tap_layers], dim=-1))
 
 

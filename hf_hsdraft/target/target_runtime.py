@@ -15,7 +15,7 @@ import torch
 
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind
-from .cache_marks import Mark, mark, restore, roll_back
+from .cache_marks import Mark, as_given, mark, restore, roll_back
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
 from .target_call import Names, TargetCall
@@ -65,17 +65,19 @@ class TargetRuntime:
         the last chunk's: the drafter then starts with that much context.
 
         Raises:
-            ValueError: the target cannot take back what was rejected; the message says what is missing.
+            DraftingRefused: the target cannot take back what was rejected; the message says what is missing.
         """
         self.num_texts, self._prompt_length = input_ids.shape
         self._generation_config = generation_config
         before = self._kwargs.get("past_key_values")
         self.cached_before = 0 if before is None else int(before.get_seq_length())
-        outputs = self._outputs = self.target._prefill(input_ids, generation_config, self._kwargs)
-        self._call = TargetCall.after_prompts(self.target, self._names, self._kwargs, outputs, self.num_texts)
+        with as_given(before):
+            outputs = self._outputs = self.target._prefill(input_ids, generation_config, self._kwargs)
+            self._call = TargetCall.after_prompts(self.target, self._names, self._kwargs, outputs, self.num_texts)
+            read = target_output(self.target, outputs, self._names.states, self.tap_layers)
         self._call.slots.keep_past()  # not before: a window's layer would keep the whole prompt
         self._call.go_on(outputs, 1)
-        return target_output(self.target, outputs, self._names.states, self.tap_layers)
+        return read
 
     def prepare_trees(self) -> str:
         """Gets ready for trees; returns why there can be none, or nothing."""

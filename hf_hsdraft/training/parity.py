@@ -1,8 +1,8 @@
-"""Does training see what decoding sees? Both sides of every depth, compared on the same text.
+"""Checks whether training sees what decoding sees, at every depth and on the same text.
 
-A shift by one between training and inference is the field's most common silent bug: nearly perfect training accuracy
-and hardly any acceptance. Here the logits of the training forward stand against those that drafting and verification
-meet in an actual `generate()` call, the drafter's and the target's alike.
+A shift by one between training and decoding is a common error that raises no exception: training accuracy is nearly
+perfect, and hardly any draft is accepted. Here the logits of the training forward are compared with those of a real
+`generate()` call, for the drafter and for the target.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ PROMPTS = (
 
 
 class ParityError(RuntimeError):
-    """What is trained is not what decoding uses."""
+    """Training and decoding do not compute the same."""
 
 
 @dataclass(frozen=True)
 class DepthParity:
-    """One depth, over all rounds of some calls.
+    """What was found at one depth, over all rounds of some calls.
 
     Attributes:
-        depth: 1 .. K.
-        predictions: compared.
-        drafter, target: mean total variation between the distributions of training and of decoding, 0 to 1.
-        accuracy: how often the drafter's first choice is the token that the target went on with, by training's logits.
-        agreement: the same by decoding's logits; a chain would be accepted this often where it got this far.
+        depth: the depth, 1 .. K.
+        predictions: number of predictions compared.
+        drafter: mean total variation between the drafter's distributions in training and in decoding, 0 to 1.
+        target: the same for the target's distributions.
+        accuracy: how often the drafter's first choice by training's logits is the next token of the text.
+        agreement: the same by decoding's logits. A chain that comes so far would be accepted so often.
     """
 
     depth: int
@@ -64,17 +65,23 @@ class DepthParity:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """All depths, and the tolerance they are held to."""
+    """What was found at all depths, and the tolerance.
+
+    Attributes:
+        depths: what was found at each depth.
+        tolerance: greatest mean total variation allowed.
+    """
 
     depths: list[DepthParity]
     tolerance: float
 
     @property
     def passed(self) -> bool:
+        """Whether anything was compared and no depth is above the tolerance."""
         return bool(self.depths) and all(max(d.drafter, d.target) <= self.tolerance for d in self.depths)
 
     def lines(self) -> list[str]:
-        """A table to print."""
+        """Returns the lines of a table to print."""
         rows = [
             f"{d.depth:5}  {d.predictions:11}  {d.drafter:10.4f}  {d.target:9.4f}  {d.accuracy:17.3f}  "
             f"{d.agreement:17.3f}"
@@ -88,7 +95,7 @@ class ParityReport:
         ]
 
     def explain(self) -> str:
-        """What is wrong, by depth; empty if nothing is."""
+        """Returns a text that says what is wrong at which depths; empty if nothing is wrong."""
         if not self.depths:
             return "nothing was drafted: the texts are too short to compare anything"
         wrong = [depth for depth in self.depths if max(depth.drafter, depth.target) > self.tolerance]
@@ -110,13 +117,15 @@ def parity(
     tolerance: float = 0.0,
     labels_of: LabelsOf = true_labels,
 ) -> ParityReport:
-    """Decodes prompts greedily, then computes the same drafts as training does, and compares.
+    """Decodes prompts greedily, computes the same drafts as training does, and compares both.
 
     Args:
-        prompts: token ids `[1, length]` each.
-        max_new_tokens: decoded after each.
-        tolerance: mean total variation allowed at each depth; 0 takes that of the target's dtype.
-        labels_of: how training labels the chains of a pack to some depth.
+        drafter: the drafter.
+        target: the target.
+        prompts: token ids `[1, length]` of each prompt.
+        max_new_tokens: greatest number of tokens decoded after each prompt.
+        tolerance: greatest mean total variation allowed at each depth; 0 for that of the target's dtype.
+        labels_of: function by which training labels the chains of a pack.
     """
     steps = drafter.config.num_draft_steps
     rows: list[list[tuple[float, float, bool, bool]]] = [[] for _ in range(steps)]
@@ -135,10 +144,15 @@ def parity(
 def _compare_text(
     drafter: HSDrafter, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
 ) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
-    """Per prediction its depth index, then TV of drafter and target, first choice right in training and decoding."""
+    """Compares all predictions of one text.
+
+    Yields:
+        The index of the depth of a prediction, and with it the total variation of the drafter and of the target, and
+        whether the first choice is right in training and in decoding.
+    """
     observed = _ObservedDrafter(drafter, prompt.shape[1])
     drafts, verified = observed.drafts, observed.verified
-    with in_full_precision():  # what training computes, not what is close to it
+    with in_full_precision():  # as training computes
         text = target.generate(
             prompt.to(target.device),
             attention_mask=torch.ones_like(prompt).to(target.device),
@@ -179,7 +193,7 @@ def _compare_text(
 
 
 def _as_trained(drafter: HSDrafter, target: Any, text: torch.Tensor, starts: Sequence[int]) -> tuple[Pack, Chains]:
-    """The text as a training step would read it: as the second document of a pack."""
+    """Returns the text as a training step would read it, as the second document of a pack, and its chains."""
     chat = TokenizedConversation(text.cpu(), torch.ones(len(text), dtype=torch.bool))
     short = TokenizedConversation(chat.input_ids[:3], chat.answer_mask[:3])
     read = read_features(target, drafter.config.target_tap_layers, [short, chat], drafter.device, drafter.dtype)
@@ -193,7 +207,7 @@ def _total_variation(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _replayed(expansion: Expansion, tokens: Sequence[int]) -> torch.Tensor:
-    """What a draft of decoding would have said after these tokens, the root first: log-probabilities `[V']`."""
+    """Returns the log-probabilities `[V']` that a draft of decoding gives after tokens that begin with the root."""
     states = None
     for level, token in enumerate(tokens, 1):
         log_probs, states = expansion(level, torch.tensor([[token]], device=expansion.logits.device), states)
@@ -201,15 +215,15 @@ def _replayed(expansion: Expansion, tokens: Sequence[int]) -> torch.Tensor:
 
 
 class _ObservedDrafter(WrappedDrafter):
-    """A drafter for one call, which notes what decoding meets: every draft, and what the target makes of the text.
+    """A drafter for one call that notes every draft and the target's logits.
 
     Args:
-        drafter: whose drafts these are, without reuse and n-grams.
+        drafter: drafter that makes the drafts, without reuse and n-grams.
         length: number of tokens of the prompt.
 
     Attributes:
-        drafts: by the position that each starts from.
-        verified: the target's logits `[V]` by position.
+        drafts: drafts, by the position that they start from.
+        verified: the target's logits `[V]`, by position.
     """
 
     def __init__(self, drafter: HSDrafter, length: int) -> None:
@@ -227,7 +241,7 @@ class _ObservedDrafter(WrappedDrafter):
 
 
 class _NotingSession(HSCandidateGenerator):
-    """Goes on in the place of a session that has not drafted yet, and notes every draft by its start."""
+    """Takes the place of a session that has not drafted yet, and notes every draft by its start."""
 
     def __init__(self, session: HSCandidateGenerator, drafts: dict[int, Expansion]) -> None:
         self.__dict__.update(session.__dict__)
@@ -245,10 +259,12 @@ class _NotingSession(HSCandidateGenerator):
 
 
 class _NotingVerifier:
-    """Decides as another rule, and notes the target's logits at the root and at each accepted node.
+    """Decides as another rule does, and notes the target's logits at the root and at each accepted node.
 
     Args:
-        position: of the first token that is judged, the prompt's last.
+        rule: the other rule.
+        verified: where the logits are noted, by position.
+        position: position of the first root, the prompt's last token.
     """
 
     def __init__(self, rule: Verifier, verified: dict[int, torch.Tensor], position: int) -> None:

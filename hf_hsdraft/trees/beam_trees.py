@@ -23,7 +23,7 @@ def beam_trees(
     batch = torch.arange(len(tokens), device=tokens.device)[:, None]
     scores = torch.zeros_like(tokens, dtype=torch.float32)
     states: torch.Tensor | None = None
-    numbers = torch.zeros_like(tokens)  # of each node of the beam: 0 for the root, then all children as they are found
+    numbers = torch.zeros_like(tokens)  # numbers of the nodes: 0 for the root, then all children as they are found
     found, levels = 1, []
     most = 1 if limits.beam_width == 1 else limits.tree_size  # children of a level that may stay
     for level in range(1, expansion.depth + 1):

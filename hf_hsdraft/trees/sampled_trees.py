@@ -104,7 +104,7 @@ class _Growth:
         self._real = torch.ones_like(self._tokens, dtype=torch.bool)
         self.scores = torch.zeros_like(self._tokens, dtype=torch.float32)
         self._levels = [(self._tokens, torch.full_like(self._tokens, -1), self.scores, self._real)]
-        self._log_probs: list[torch.Tensor] = []  # of the children of each level's nodes
+        self._log_probs: list[torch.Tensor] = []  # `[B, n, V']`, by which the next level was drawn
 
     def expand(self) -> torch.Tensor:
         """Returns the log-probabilities `[B, n, V']` of the children of the last level's nodes."""

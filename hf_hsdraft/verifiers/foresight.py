@@ -26,8 +26,8 @@ from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 
 _FORESEEABLE = ("cpu", "cuda")
-_USUAL_TIME = 0.56  # of a race: the geometric mean of an exponential variable
-_TAKING = threading.Lock()  # numbers of a generator that threads share
+_USUAL_TIME = 0.56  # geometric mean of the times: that of an exponential variable
+_TAKING = threading.Lock()  # held while numbers are taken off a generator, which threads may share
 
 
 @dataclass(frozen=True)

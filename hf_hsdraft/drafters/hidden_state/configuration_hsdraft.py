@@ -152,7 +152,11 @@ class HSDraftConfig(PreTrainedConfig):
         self.draft_vocab_ids = None if draft_vocab_ids is None else _as_list(draft_vocab_ids)
         self.tree_size, self.beam_width = tree_size, beam_width
         self.check()
-        super().__init__(**_allowed(kwargs))
+        allowed = _allowed(kwargs)
+        names = allowed.get("architectures")
+        if isinstance(names, list) and names and "AutoModel" not in names:
+            allowed["architectures"] = [*names, "AutoModel"]  # by which of transformers' classes a pipeline loads it
+        super().__init__(**allowed)
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> HSDraftConfig:

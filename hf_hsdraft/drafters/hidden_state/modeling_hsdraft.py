@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 
+from ...common.refusals import DraftingRefused
 from ...target.target_limits import text_config
 from ..draft_options import DraftOptions, default_options
 from ..protocol import DraftCall, Drafter
@@ -74,7 +75,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
             ("num_hidden_layers", decoder_layers(config), wanted.target_num_hidden_layers),
         ):
             if found != expected:
-                raise ValueError(
+                raise DraftingRefused(
                     f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
                     "target, or train one with `hsdraft train`."
                 )

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...common.checks import is_integer
+from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
 from ...target.target_limits import text_config
 from ..draft_options import default_options
@@ -84,7 +85,7 @@ class CachebackDrafter(Drafter):
     def check(self, target: Any) -> None:
         vocab_size = text_config(target).vocab_size
         if self.most_token >= vocab_size:
-            raise ValueError(
+            raise DraftingRefused(
                 f"the texts of this CachebackDrafter hold token {self.most_token}, the target's vocabulary has only "
                 f"{vocab_size}: they have to be encoded by the target's tokenizer"
             )

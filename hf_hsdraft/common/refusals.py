@@ -1,0 +1,11 @@
+"""That a call cannot be drafted for, told apart from all other errors."""
+
+from __future__ import annotations
+
+
+class DraftingRefused(ValueError):
+    """The call cannot be drafted for, although plain decoding may run it. The message says why and what to do.
+
+    It is raised before any text is streamed, any token is drawn and any logits processor is asked, and the cache of the
+    call is as it was given. The exception is a target that turns out to read no drafts; see `speculative_decoding`.
+    """
