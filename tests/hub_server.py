@@ -1,8 +1,9 @@
 """A Hugging Face Hub in memory, for the unmodified `huggingface_hub` client: `HF_ENDPOINT` is `HubServer.url`.
 
-It speaks the Hub's REST protocol for model repositories as the client does with `HF_HUB_DISABLE_XET=1`, so large files
-take the LFS path. It listens on two ports of the loopback, since the Hub's large files are on another host than the
-Hub and the client treats a redirect to another origin differently: it stops at it, and it keeps its token to itself.
+It speaks the Hub's REST protocol for repositories of models and data sets as the client does with
+`HF_HUB_DISABLE_XET=1`, so large files take the LFS path. It listens on two ports of the loopback, since the Hub's large
+files are on another host than the Hub and the client treats a redirect to another origin differently: it stops at it,
+and it keeps its token to itself.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ try:
 except ImportError:
     yaml = None
 
-LFS_SUFFIXES = (".safetensors", ".bin", ".png")
+LFS_SUFFIXES = (".safetensors", ".bin", ".png", ".parquet")
 LFS_SIZE = 10 * 2**20
 FAULTS = ("cut", "flip", "truncate")
-PARTS = {"repo": "[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "kind": "branch|tag", "sha": "[0-9a-f]{64}"}
+PARTS = {"repo": "(?:datasets/)?[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "kind": "branch|tag", "sha": "[0-9a-f]{64}"}
 PARTS = {name: f"(?P<{name}>{pattern})" for name, pattern in PARTS.items()}
 ROUTES: list[tuple[str, re.Pattern[str], Endpoint]] = []
 
@@ -42,7 +43,8 @@ def route(method: str, template: str) -> Callable[[Endpoint], Endpoint]:
     """Let a method of `HubServer` answer the requests to such addresses."""
 
     def register(endpoint: Endpoint) -> Endpoint:
-        ROUTES.append((method, re.compile(template.format(**PARTS)), endpoint))
+        pattern = template.format(**PARTS).replace("/api/models/", "/api/(?:models/|(?=datasets/))")
+        ROUTES.append((method, re.compile(pattern), endpoint))
         return endpoint
 
     return register
@@ -137,7 +139,10 @@ class Commit:
 
 @dataclass
 class Repo:
-    """A model repository; its `objects` are the LFS files that were uploaded, committed or not."""
+    """A repository; its `objects` are the LFS files that were uploaded, committed or not.
+
+    The `id` of a data set begins with `datasets/`.
+    """
 
     id: str
     private: bool
@@ -149,7 +154,7 @@ class Repo:
 
     @property
     def owner(self) -> str:
-        return self.id.split("/")[0]
+        return self.id.split("/")[-2]
 
     def visible_to(self, user: str | None) -> bool:
         return not self.private or user == self.owner
@@ -475,14 +480,16 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
     @route("POST", "/api/repos/create")
     def _create_repo(self, ask: Request) -> Response:
         wanted = ask.json()
-        if wanted.get("type", "model") != "model":
-            raise Refusal(404, "There are only models here")
+        kind = wanted.get("type") or "model"
+        if kind not in ("model", "dataset"):
+            raise Refusal(404, "There are only models and data sets here")
         namespace = wanted.get("organization") or ask.user or ""
         ask.check_owner(namespace)
-        repo = f"{namespace}/{wanted['name']}"
-        answer = {"url": f"{self.url}/{repo}", "name": repo}
+        name = f"{namespace}/{wanted['name']}"
+        repo = name if kind == "model" else f"datasets/{name}"
+        answer = {"url": f"{self.url}/{repo}", "name": name}
         if repo in self._repos:
-            return as_json({"error": "You already created this model repo", **answer}, 409)
+            return as_json({"error": f"You already created this {kind} repo", **answer}, 409)
         self._create(repo, wanted.get("visibility") == "private" or wanted.get("private") is True)
         return as_json(answer)
 
@@ -510,7 +517,8 @@ class HubServer(contextlib.AbstractContextManager["HubServer"]):
         card, detailed = commit.card(), ask.flag("blobs")
         files = sorted(commit.files.items())
         details = {path: blob.describe("blobId", "sha256") if detailed else {} for path, blob in files}
-        info = {"id": repo.id, "modelId": repo.id, "author": repo.owner, "sha": commit.oid, "private": repo.private}
+        name = repo.id.removeprefix("datasets/")
+        info = {"id": name, "modelId": name, "author": repo.owner, "sha": commit.oid, "private": repo.private}
         info |= {"gated": False, "disabled": False, "downloads": 0, "likes": 0, "lastModified": commit.date}
         info |= {"siblings": [{"rfilename": path, **detail} for path, detail in details.items()]}
         info |= {"cardData": card or None, "tags": tags_of(card)}

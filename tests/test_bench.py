@@ -224,6 +224,23 @@ def test_options_have_to_be_the_drafters(target, drafter):
     assert [system.name for system in two] == ["one: chain", "two: chain", "prompt lookup (transformers)"]
 
 
+def test_chains_of_all_lengths_tell_how_many_drafted_tokens_are_accepted(target, drafter, inputs):
+    assert systems_of("chain3", target, drafter)[0].options["num_assistant_tokens"] == 3
+    systems = systems_of("chains", target, drafter)
+    assert [system.name for system in systems] == ["chain1", "chain2", "chain3", "chain4"]  # as long as it drafts
+    measured = measure(target, systems, inputs, Settings(10))
+    for length, system in enumerate(systems, 1):
+        runs = measured.runs[system.name]
+        rounds = [count for one in runs for count in one.statistics.accepted_lengths]
+        drafted = [count for one in runs for count in one.statistics.drafted_nodes]
+        assert max(drafted) == length and max(rounds) <= length
+        row = summarise(runs, measured.plain)
+        # Each text's first token is that of the prompt's forward, and no round follows its last one.
+        assert row.acceptance_length == pytest.approx(4 * 9 / len(rounds))
+        assert row.identical == len(inputs)
+    assert summarise(measured.plain, measured.plain).acceptance_length is None
+
+
 @pytest.mark.parametrize("name", ["cacheback", "untrained"])
 def test_drafters_without_training_are_made_when_they_are_asked_for(target, drafter, inputs, name):
     [system] = systems_of(name, target, drafter)

@@ -26,7 +26,7 @@ def folder(target, tmp_path):
     return tmp_path
 
 
-def report(folder, weights, **changes):
+def report(folder, digest, **changes):
     options = {"beam_width": 5, "tree_size": 16, "num_assistant_tokens": 4}
     settings = {
         "target": "target",
@@ -44,7 +44,7 @@ def report(folder, weights, **changes):
     }
     document = {
         "settings": settings,
-        "weights": {"tree": weights},
+        "weights": {"tree": digest},
         "summary": {"plain": {**ROW, "tau": 1.0}, "tree": ROW, "lookup": {**ROW, "tau": 1.125}},
         "by_category": {
             name: {"math": ROW, "prose": {**ROW, "tau": 1.5, "speed_up": 0.875}} for name in ("tree", "lookup")
@@ -59,10 +59,13 @@ def report(folder, weights, **changes):
 def test_a_card_without_figures_has_visible_gaps_and_valid_metadata(folder):
     card = ModelCard.load(folder / "README.md")
     data = card.data
-    assert data.base_model == "org/target" and data.to_dict()["library_name"] == "transformers"
-    assert data.pipeline_tag == "text-generation" and {"hsdraft", "speculative-decoding"} <= set(data.tags)
+    assert data.base_model == "org/target" and {"hsdraft", "speculative-decoding"} <= set(data.tags)
+    # The Hub would show how to load a drafter as a text generator of transformers, which does not work.
+    assert data.to_dict()["library_name"] == "hf_hsdraft" and "pipeline_tag" not in data.to_dict()
+    assert "arxiv:2602.21224" in data.tags and "https://arxiv.org/abs/2602.21224" in card.text
     assert data.eval_results is None and data.license is None
-    assert "Speed: not measured" in card.text and "No recipe is recorded" in card.text
+    assert "Speed: not measured" in card.text and "Acceptance of chains: not measured" in card.text
+    assert "No recipe is recorded" in card.text
     assert "a" * 40 in card.text  # the target's revision
     for route in ("HSDrafter.from_pretrained(", "trust_remote_code=True)", "custom_generate="):
         assert route in card.text
@@ -102,6 +105,51 @@ def test_every_figure_of_a_card_comes_from_its_files(folder):
     assert (folder / "speed_up.png").read_bytes().startswith(b"\x89PNG")
 
 
+def chain_report(folder, weights):
+    names = [f"chain{length}" for length in (2, 10)]  # as text 10 would come before 2
+    lengths = dict(zip(names, (1.75, 2.0), strict=True))
+    rows = {name: {**ROW, "acceptance_length": length, "speed_up": length} for name, length in lengths.items()}
+    groups = {name: {"math": {**row, "acceptance_length": 3.0}, "prose": row} for name, row in rows.items()}
+    rounds = {"chain10": {"depth_1": 0.5, "depth_2": 0.25}}
+    return report(
+        folder, weights, summary=rows, by_category=groups, round=rounds, weights=dict.fromkeys(names, weights)
+    )
+
+
+def test_chains_are_reported_by_length_and_category_and_by_depth(folder):
+    drafter = HSDrafter.from_pretrained(folder)
+    enter_benchmarks(folder, [report(folder, drafter.config.weights_digest)])
+    enter_benchmarks(folder, [chain_report(folder, drafter.config.weights_digest)], keep=True)
+    write_card(folder, "user/name")
+    card = ModelCard.load(folder / "README.md")
+    table = "| acceptance length | k = 2 | k = 10 |\n| --- | --- | --- |\n| all prompts | 1.75 | 2.00 |"
+    assert f"{table}\n| math | 3.00 | 3.00 |\n| prose | 1.75 | 2.00 |" in card.text
+    assert "| accepted, of all rounds | 0.50 | 0.25 | 0.00 |" in card.text
+    assert "| accepted, where all before were | 0.50 | 0.50 | 0.00 | not measured |" in card.text
+    assert "1 + accepted drafted tokens / rounds" in card.text  # the definition
+    assert "| tree (16 nodes, 4 deep) | 2.50 |" not in card.text  # the same command: the later report stays
+    assert "Speed: not measured" in card.text and not (folder / "speed_up.png").exists()
+    results = [(result.metric_type, result.metric_value) for result in card.data.eval_results]
+    assert results == [("acceptance_length", 1.75), ("acceptance_length", 2.0)]
+
+
+def test_reports_are_kept_beside_those_of_other_commands(folder):
+    weights = HSDrafter.from_pretrained(folder).config.weights_digest
+    other = report(folder, weights)
+    document = json.loads(other.read_text())
+    document["settings"]["command"] += " --limit 4"
+    other = other.rename(other.with_name("other.json"))
+    other.write_text(json.dumps(document))
+    enter_benchmarks(folder, [other])
+    assert len(enter_benchmarks(folder, [chain_report(folder, weights)], keep=True)) == 2
+    assert len(enter_benchmarks(folder, [chain_report(folder, weights)], keep=True)) == 2
+    write_card(folder, "user/name")
+    text = (folder / "README.md").read_text()
+    assert "| tree (16 nodes, 4 deep) | 2.50 |" in text and "| all prompts | 1.75 | 2.00 |" in text
+    assert "Speed: not measured" not in text and "chains: not measured" not in text
+    assert len(enter_benchmarks(folder, [other])) == 1
+
+
 def test_figures_of_other_weights_are_refused_and_not_carried_along(folder, target, tmp_path_factory):
     drafter = HSDrafter.from_pretrained(folder)
     with pytest.raises(ValueError, match="other weights"):
@@ -139,7 +187,7 @@ def test_names_in_a_card_cannot_break_out_of_it(target, tmp_path):
     name = "org/x\"); import os; os.system('id'); (\": [y] - #'` | <b>"
     make_drafter(target, target_name=name).save_pretrained(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.license is None and card.data.to_dict()["library_name"] == "transformers"
+    assert card.data.license is None and card.data.to_dict()["library_name"] == "hf_hsdraft"
     for code in re.findall(r"^```python\n(.*?)^```", card.text, re.MULTILINE | re.DOTALL):
         calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
         assert {ast.unparse(call.func) for call in calls} <= {

@@ -51,6 +51,7 @@ CODE = {
     "foresight.py",
     "generate_hook.py",
     "generate_recipe.py",
+    "grammar_processor.py",
     "grouped_attention.py",
     "growing_cache.py",
     "hub_entry.py",

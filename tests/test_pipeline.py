@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
 from hub_server import HubServer
-from huggingface_hub import HfApi, constants
+from huggingface_hub import DatasetCard, HfApi, ModelCard, constants
 from transformers import AutoModelForCausalLM, MambaConfig
 from typer.testing import CliRunner
 
@@ -314,6 +314,59 @@ def test_a_finished_drafter_is_pushed_and_nothing_else(chatty, tokenizer, tmp_pa
     reference = config["target_reference"]
     assert reference["agreed"] == len(reference["input_ids"]) - reference["start"]  # its own greedy text
     assert not any(b"hf_secret" in content or str(tmp_path).encode() in content for content in files.values())
+
+
+def test_chats_are_published_as_a_data_set_that_the_card_names(chatty, tokenizer, tmp_path, monkeypatch):
+    from datasets import load_dataset
+
+    hub_options = {"hub_token": "hf_secret", "hub_private_repo": True}
+    with HubServer(tokens={"hf_secret": "user"}) as hub:
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(care, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        said: list[str] = []
+        run(chatty, tokenizer, plan(tmp_path), **hub_options)
+        assert "datasets" not in (tmp_path / "out" / "README.md").read_text()
+        hub.fail("POST", "/commit/main", 500, times=None)
+        with pytest.raises(OSError, match="500"):  # a finished run sends its chats too, and may be asked again
+            run(chatty, tokenizer, plan(tmp_path, publish_data="user/chats"), **hub_options)
+        hub.heal()
+        for _ in range(2):
+            run(chatty, tokenizer, plan(tmp_path, publish_data="user/chats"), said.append, **hub_options)
+        files, commits = hub.files("datasets/user/chats"), hub.commits("datasets/user/chats")
+        assert len(commits) == 2  # the one that made it, and one with everything
+        with pytest.raises(ValueError, match=r"made with other settings .*max_new_tokens: 12 -> 9"):
+            run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "b"), publish_data="user/chats", max_new_tokens=9),
+                **hub_options)  # fmt: skip
+        hub.put("datasets/user/other", {"data.csv": b"1,2"}, private=True)
+        with pytest.raises(ValueError, match=r"holds another data set \(data.csv\)"):
+            run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "b"), publish_data="user/other"), **hub_options)
+        hub.put("datasets/user/open", {})
+        with pytest.raises(ValueError, match="exists and is public"):
+            run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "b"), publish_data="user/open"), **hub_options)
+    assert not (tmp_path / "b").exists()  # all that was known before anything was made
+    assert set(files) == {".gitattributes", "README.md", "recipe.yaml", "data/train-00000-of-00001.parquet"}
+    assert not any(b"hf_secret" in content or str(tmp_path).encode() in content for content in files.values())
+    for name, content in files.items():
+        path = tmp_path / "chats" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    chats = load_dataset(str(tmp_path / "chats"), cache_dir=str(tmp_path / "cache"), split="train")
+    assert chats["key"] == sorted(keys_of(tmp_path / "out" / "data")) and len(chats) == 12
+    assert chats[0]["messages"][-1]["role"] == "assistant" and chats[0]["messages"][-1]["content"]
+    data_card = DatasetCard.load(tmp_path / "chats" / "README.md")
+    assert data_card.data.size_categories == "n<1K" and "| chats | 12, " in data_card.text
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.datasets == ["user/chats"] and any("chats sent" in line for line in said)
+
+
+def test_chats_that_were_given_with_their_answers_are_not_published(chatty, tokenizer, tmp_path):
+    lines = [{"messages": [{"role": "user", "content": f"w{i}"}, {"role": "assistant", "content": "w2 w3 w4"}]}
+             for i in range(8)]  # fmt: skip
+    given = tmp_path / "given.jsonl"
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="--publish-data sends the chats that the target answers"):
+        run(chatty, tokenizer, plan(tmp_path, prompts=[str(given)], publish_data="user/chats"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_hub_is_asked_before_hours_are_spent(chatty, tokenizer, tmp_path, monkeypatch):

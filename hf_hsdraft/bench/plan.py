@@ -114,17 +114,13 @@ class BenchPlan:
         parts = [f"--prompts {path.name}" for path in self.prompts]
         parts += [] if self.limit is None else [f"--limit {self.limit}"]
         parts += [f"--max-new-tokens {self.max_new_tokens}", f"--dtype {dtype}"]
-        parts += [f"--variants {','.join(_without_folder(variant) for variant in self.parsed)}"]
+        parts += [f"--variants {','.join(variant.public_text for variant in self.parsed)}"]
         parts += [f"--temperature {self.temperature} --seed {self.seed}"] if self.temperature else []
         parts += [f"--repeats {self.repeats}"] if self.repeats > 1 else []
         for axis, values in self.points.items():
             parts += [f"--{axis.replace('_', '-')} {','.join(map(str, values))}"] if values else []
         parts += ["--profile"] if self.profile else []
         return " ".join(["hsdraft bench", *parts])
-
-
-def _without_folder(variant: Variant) -> str:
-    return variant.text.replace(str(variant.folder), variant.folder.name) if variant.folder else variant.text
 
 
 def whole_numbers(text: str | None, option: str) -> list[int]:

@@ -169,9 +169,11 @@ def _cost_table(result: BenchResult) -> Table | None:
     depths = min(depths, _SHOWN_DEPTHS)  # the JSON has all depths
     if not rows:
         return None
-    table = Table("per round", *(f"{part} ms" for part in _COSTS), *(f"accept {d}" for d in range(1, depths + 1)))
+    heads = [*(f"{part} ms" for part in _COSTS), "acceptance length", *(f"accept {d}" for d in range(1, depths + 1))]
+    table = Table("per round", *heads)
+    summaries = result.summaries()
     for name, row in rows.items():
-        cells = [_number(row.get(part), 1) for part in _COSTS]
+        cells = [*(_number(row.get(part), 1) for part in _COSTS), _number(summaries[name].acceptance_length)]
         table.add_row(escape(name), *cells, *(f"{row.get(f'depth_{d}', 0.0):.2f}" for d in range(1, depths + 1)))
     return table
 

@@ -13,6 +13,8 @@ TIE_MARGIN = 1e-3  # a text that parts where the top-1/top-2 margin is smaller i
 
 DEFINITIONS = {
     "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
+    "acceptance_length": "tokens emitted per verifying forward, the bonus token included and the prompt's forward not: "
+    "1 + accepted drafted tokens / rounds",
     "tokens_per_second": "new tokens of all prompts over the seconds of their calls, the prompt's forward included; "
     "median over repeats",
     "speed_up": "tokens/s over plain generate(), same settings, process and repeat, in changing order; median over "
@@ -44,6 +46,7 @@ class Summary:
     """One row of the table, see `DEFINITIONS`. `None` stands for what is not known or has no meaning."""
 
     tau: float | None
+    acceptance_length: float | None
     tokens_per_second: float
     speed_up: float
     time_ratio: float
@@ -88,6 +91,7 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> Summary:
     identical, ties, divergent = _texts(runs)
     return Summary(
         tau=_tau(runs),
+        acceptance_length=_acceptance_length(runs),
         tokens_per_second=statistics.median(_speed(own) for own, _ in repeats),
         speed_up=statistics.median(ratios),
         time_ratio=statistics.median(times),
@@ -137,6 +141,12 @@ def _tau(runs: Sequence[Run]) -> float | None:
     if any(run.rows > 1 and run.statistics is None for run in runs):
         return None
     return sum(run.tokens for run in runs) / sum(run.forwards for run in runs)
+
+
+def _acceptance_length(runs: Sequence[Run]) -> float | None:
+    """Returns tokens emitted per round; `None` where the system does not tell its rounds, or had none."""
+    lengths = [length for run in runs for length in run.accepted or ()]
+    return 1 + sum(lengths) / len(lengths) if lengths else None
 
 
 def _texts(runs: Sequence[Run]) -> tuple[int | None, int | None, int | None]:

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from ..acceleration.cpu.packed_weights import linears_to_pack
+from ..common.checks import public_name
 from ..drafters.draft_options import DraftOptions
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
-from . import economize
+from . import economize, peers
 
 PLAIN = "plain"
 EXPECTED = (
-    "default, untrained, chain, tree, tree8 (nodes), tree8x3 (and depth), any of them +none, +ensemble, +resample, "
-    "+ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
-    "economize-eagle3=FOLDER, economize-hybrid=FOLDER"
+    "default, untrained, chain, chain3 (depth), tree, tree8 (nodes), tree8x3 (and depth), any of them +none, "
+    "+ensemble, +resample, +ngrams, +cost or +option=value; chains (of 1 to 7 tokens); lookup, static, packed, "
+    "cacheback, draft-model=FOLDER, mtp, dflash=FOLDER, economize-lookup, economize-eagle3=FOLDER, "
+    "economize-hybrid=FOLDER"
 )
 # Short names of drafting options. Any other option of `drafter.generation_config` is given as +name=value.
 SHORT: dict[str, dict[str, Any]] = {
@@ -33,7 +35,9 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 _DRAFTED = re.compile(r"(default|untrained|chain|tree)(?:(?<!default)(?<!untrained)(\d+)(?:x(\d+))?)?((?:\+[^+]+)*)")
 _ECONOMIZE = re.compile(r"(economize-(?:lookup|eagle3|hybrid))(?:=([^:]+))?(?::(\d+)(?::(0?\.\d+))?)?")
-_FIXED = ("lookup", "static", "packed", "cacheback")
+_PEER = re.compile(rf"({'|'.join(peers.NAMES)})(?:=(.+))?")
+_CHAINS, LONGEST_CHAIN = "chains", 7  # as other speculators report
+_FIXED = (_CHAINS, "lookup", "static", "packed", "cacheback")
 _LOOKUP_TOKENS = 10  # transformers' own example
 
 
@@ -43,14 +47,15 @@ class Variant:
 
     Attributes:
         text: the name as given.
-        kind: `default`, `untrained` (the same with random weights), `chain`, `tree`, `lookup`, `static`, `packed`,
-            `cacheback`, or one of `economize.KINDS`.
-        size: SIZE of `treeSIZExDEPTH`; `None` if it was not given.
+        kind: `default`, `untrained` (the same with random weights), `chain`, `chains`, `tree`, `lookup`, `static`,
+            `packed`, `cacheback`, or one of `peers.NAMES` or `economize.KINDS`.
+        size: SIZE of `treeSIZExDEPTH` or `chainSIZE`; `None` if it was not given.
         depth: DEPTH of `treeSIZExDEPTH`; `None` if it was not given.
         options: drafting options that were named.
         folder: folder of an economize drafter.
         cycle: number of tokens of a cycle of economize.
         confidence: probability below which economize stops drafting; `None` if it never does.
+        model: folder or Hub name of the weights of a peer.
     """
 
     text: str
@@ -61,11 +66,25 @@ class Variant:
     folder: Path | None = None
     cycle: int = economize.CYCLE
     confidence: float | None = None
+    model: str | None = None
+
+    @property
+    def public_text(self) -> str:
+        """The name without what names places of this machine."""
+        place = self.model or str(self.folder or "")
+        return self.text.replace(place, public_name(place)) if place else self.text
 
     @property
     def drafts(self) -> bool:
         """Whether it takes one of our trained drafters."""
-        return self.kind in ("default", "untrained", "chain", "tree")
+        return self.kind in ("default", "untrained", "chain", _CHAINS, "tree")
+
+    def each(self, drafter: HSDrafter) -> list[Variant]:
+        """Returns what this name stands for: `chains` for chains of all lengths of a drafter, others for themselves."""
+        if self.kind != _CHAINS:
+            return [self]
+        longest = min(LONGEST_CHAIN, drafter.config.num_draft_steps)
+        return [Variant(f"chain{length}", "chain", length) for length in range(1, longest + 1)]
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -82,6 +101,10 @@ class Variant:
             kind, size, depth, suffixes = match.groups()
             options = _options(text, [part for part in suffixes.split("+") if part])
             return cls(text, kind, int(size) if size else None, int(depth) if depth else None, options)
+        match = _PEER.fullmatch(text)
+        if match is not None:
+            peers.check_name(*match.groups())
+            return cls(text, match[1], model=match[2])
         match = _ECONOMIZE.fullmatch(text)
         if match is None:
             raise ValueError(f"unknown variant {text!r}: expected some of {EXPECTED}")
@@ -128,6 +151,7 @@ class System:
         ours: whether it drafts with an `HSDrafter`. If such a system fails, the whole comparison fails.
         draws_as_plain: whether sampling with the same seed gives plain decoding's text.
         static: whether its cache has a fixed length. Its forwards may then be compiled.
+        drafts_later: whether nothing is drafted in the prompt's forward.
         packed: whether the target's weights are packed for the whole call.
     """
 
@@ -139,6 +163,7 @@ class System:
     ours: bool = False
     draws_as_plain: bool = True
     static: bool = False
+    drafts_later: bool = False
     packed: bool = False
 
     @property
@@ -171,13 +196,14 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
         drafter = _untrained(drafter)
     elif variant.kind != "default":
         config = drafter.config
+        depth = variant.depth or (variant.size if variant.kind == "chain" else None) or config.num_draft_steps
         options = {
             "reuse": "none",
             "ngram_length": 0,
             "tree_sizing": "fixed",
             "beam_width": 1 if variant.kind == "chain" else max(config.beam_width, 2),
             "tree_size": variant.size or config.tree_size,
-            "num_assistant_tokens": variant.depth or config.num_draft_steps,
+            "num_assistant_tokens": depth,
         }
     options |= variant.options
     stored = drafter.generation_config
@@ -225,6 +251,11 @@ def other_system(variant: Variant, target: Any) -> System:
     if variant.kind == "cacheback":
         drafter = CachebackDrafter()
         return System("cacheback (no training)", {"assistant_model": drafter}, drafter)
+    if variant.kind in peers.NAMES:
+        kwargs = peers.generate_kwargs(variant.kind, target, variant.model)
+        own = f" {public_name(variant.model)}" if variant.model else ""
+        name = f"{peers.NAMES[variant.kind]}{own} (transformers)"
+        return System(name, kwargs, draws_as_plain=False, drafts_later=variant.kind != "draft-model")
     shape = f"cycle {variant.cycle}" + ("" if variant.confidence is None else f", above {variant.confidence}")
     decode = economize.decoder(variant.kind, target, variant.folder, variant.cycle, variant.confidence)
     return System(f"economize {economize.KINDS[variant.kind]}, {shape}", decode=decode, draws_as_plain=False)
@@ -247,7 +278,8 @@ def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, H
             systems.append(other_system(variant, target))
             continue
         for label, drafter in drafters.items():
-            systems.append(drafted_system(variant, drafter, label if several else ""))
+            shown = label if several else ""
+            systems.extend(drafted_system(each, drafter, shown) for each in variant.each(drafter))
     names = [system.name for system in systems]
     twice = {name for name in names if names.count(name) > 1}
     if twice:

@@ -24,9 +24,10 @@ def bench(
     variants: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: default, untrained, chain, tree, tree8x3 (nodes, depth), any +ensemble, +resample, "
-            "+ngrams, +cost or +option=value; lookup, static, packed, cacheback, economize-lookup, "
-            "economize-eagle3=FOLDER, economize-hybrid=FOLDER."
+            help="Comma-separated: default, untrained, chain, chain3 (depth), tree, tree8x3 (nodes, depth), any "
+            "+ensemble, +resample, +ngrams, +cost or +option=value; chains (of 1 to 7 tokens); lookup, static, packed, "
+            "cacheback, draft-model=FOLDER, mtp, dflash=FOLDER, economize-lookup, economize-eagle3=FOLDER, "
+            "economize-hybrid=FOLDER."
         ),
     ] = "default,chain,lookup",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,

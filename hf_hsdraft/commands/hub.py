@@ -132,6 +132,7 @@ def card(
             "--bench", exists=True, dir_okay=False, help="Reports of `bench --json`, instead of earlier ones."
         ),
     ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep earlier reports, except of the same command.")] = False,
     target: Annotated[
         str | None, typer.Option(help="Record what this target is and writes: Hub name, folder or .gguf file.")
     ] = None,
@@ -157,7 +158,7 @@ def card(
         record_target(drafter, *load_target(target, torch.float32), name=target)
         drafter.save_pretrained(folder)
     if bench:
-        enter_benchmarks(folder, bench)
+        enter_benchmarks(folder, bench, keep)
     stated = {name: value for name, value in (("license", license), ("language", language)) if value}
     if stated:
         recipe = read_json(folder / RECIPE) if (folder / RECIPE).is_file() else {}

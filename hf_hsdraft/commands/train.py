@@ -89,6 +89,9 @@ def train(
         int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
     ] = None,
     target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: --target.")] = None,
+    publish_data: Annotated[
+        str | None, typer.Option(help="Send the chats that the target answers to this data set of the Hub: user/name.")
+    ] = None,
     dtype: Annotated[
         Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
     ] = Dtype.float32,
@@ -139,6 +142,7 @@ def train(
         eval_prompts=eval_prompts,
         init_from=init_from,
         lora=lora,
+        publish_data=publish_data,
         drafter=overrides,
     )
     model, tokenizer = load_target(target, dtype.torch, device or _own_device())

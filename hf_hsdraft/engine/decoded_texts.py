@@ -177,6 +177,10 @@ class DecodedTexts:
         for row, *judged in zip(self.rows, raw.split(1), scores.to(ids.device).split(1), strict=True):
             row.judged[0] = judged[0], judged[1]
 
+    def prune(self, index: int, tree: DraftTree) -> DraftTree:
+        """A row's tree without nodes that are known to be refused. Of drawn nodes the rule has to see all."""
+        return tree if self._verifier.drawn_nodes else self._processed.prune(index, self.rows[index].ids, tree)
+
     def judge(self, index: int, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor | None = None) -> Verdict:
         """What of a row's tree is accepted, by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`."""
         row = self.rows[index]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..pace.pacing import FixedPace, Pace
 from ..trees.draft_tree import DraftTree, certainty, merge_trees
+
+Prune = Callable[[int, DraftTree], DraftTree]  # given the index of a text and its tree
+
+
+def _whole(row: int, tree: DraftTree) -> DraftTree:
+    return tree
 
 
 class Drafting:
@@ -17,14 +23,16 @@ class Drafting:
     Args:
         session: of the drafter.
         front: n-grams in front of it, if they are asked for.
+        prune: takes nodes out of a text's tree that are known to be refused.
 
     Attributes:
         pace: how much to draft. The call replaces it where another one is due.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
-    def __init__(self, session: Session, front: NgramSession | None = None) -> None:
+    def __init__(self, session: Session, front: NgramSession | None = None, prune: Prune = _whole) -> None:
         self.session = session
+        self._prune = prune
         self.pace: Pace = FixedPace()
         self.depth = 0
         self._sessions = [session] if front is None else [front, session]
@@ -34,9 +42,10 @@ class Drafting:
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
 
     @classmethod
-    def of(cls, drafter: Drafter, call: DraftCall) -> Drafting:
+    def of(cls, drafter: Drafter, call: DraftCall, prune: Prune = _whole) -> Drafting:
         session = drafter.session(call)
-        return cls(session, NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None)
+        front = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
+        return cls(session, front, prune)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, with as many nodes as pay."""
@@ -47,7 +56,7 @@ class Drafting:
             return roots
         guessed = {ask.row: DraftTree.root(ask.root) for ask in wanted}
         for session in self._free:
-            found = _checked(session, session.draft(wanted), wanted)
+            found = self._of_session(session, wanted)
             guessed = {ask.row: _joined(guessed[ask.row], tree, ask) for ask, tree in zip(wanted, found, strict=True)}
         deciding = [ask.row for ask in wanted if ask.decides] or [ask.row for ask in wanted]
         depth = self.pace.plan(certainty([guessed[row] for row in deciding]))
@@ -62,12 +71,17 @@ class Drafting:
         if self._paced is None or depth == 0:
             return {ask.row: DraftTree.root(ask.root) for ask in asks}
         limited = [replace(ask, depth=min(ask.depth, depth)) for ask in asks]
-        drafted = _checked(self._paced, self._paced.draft(limited), limited)
+        drafted = self._of_session(self._paced, limited)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
         scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items()}
         self.pace.note_gains([scored[row] for row in deciding], self.depth)
         return scored
+
+    def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
+        """What a session drafts, without nodes that would be verified in vain."""
+        trees = _checked(session, session.draft(asks), asks)
+        return [self._prune(ask.row, tree) for ask, tree in zip(asks, trees, strict=True)]
 
     def rest(self) -> None:
         """Nothing is drafted any more; nothing is kept for it."""

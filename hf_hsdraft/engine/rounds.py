@@ -92,6 +92,7 @@ class Rounds:
         self.drafting = Drafting.of(
             call.drafter,
             DraftCall(call.target, rows, options, texts.foresight, runtime.slots, runtime.compile_config, call.stack),
+            texts.prune,
         )
         if rows == 1:
             memory = getattr(runtime.cache, _MEMORY, None)

@@ -3,6 +3,9 @@
 Plain decoding shows a processor all rows at once. With a drafter each row reaches its next token in its own time, so it
 is processed as a batch of one: ids `[1, L]`, scores `[1, V]`. The result is plain decoding's own where a processor
 treats every row alone. Of the library's classes that is known here; of others the caller has to say it.
+
+A processor may have a method `prune(input_ids, tree)`: it takes nodes out of a draft tree that it would forbid, so that
+they are not verified in vain. What is emitted is decided by the scores alone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from ..common.refusals import DraftingRefused
+from ..trees.draft_tree import DraftTree
+from .grammar_processor import GrammarProcessor, check_grammars, is_grammar
 
 
 def _of_library(*names: str) -> tuple[type, ...]:
@@ -62,7 +67,13 @@ _NOT_IN_BATCHES = _of_library("UnbatchedClassifierFreeGuidanceLogitsProcessor", 
 
 
 def check_processors(processors: LogitsProcessorList, rows: int) -> None:
-    """Raises a DraftingRefused if one of these processors cannot be asked about single rows of a batch."""
+    """Raises a DraftingRefused if one of these processors cannot be asked about single rows of a batch.
+
+    Raises a ValueError for grammars of another number of texts: such a call fails without a drafter too.
+    """
+    for one in processors:
+        if is_grammar(one):
+            check_grammars(one, rows)
     if rows == 1:
         return
     for one in processors:
@@ -72,7 +83,7 @@ def check_processors(processors: LogitsProcessorList, rows: int) -> None:
                 f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
                 "lengths; call generate() for each prompt, or leave assistant_model out"
             )
-        if not _is_known(one) and not getattr(one, "row_wise", False):
+        if not _is_known(one) and not is_grammar(one) and not getattr(one, "row_wise", False):
             raise DraftingRefused(
                 f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
                 "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
@@ -98,9 +109,7 @@ class RowProcessors:
 
     def __init__(self, processors: LogitsProcessorList, rows: int) -> None:
         self._all = processors
-        self._of_rows = [processors]
-        if rows > 1:
-            self._of_rows = [LogitsProcessorList(_for_row(one, row, rows) for one in processors) for row in range(rows)]
+        self._of_rows = [LogitsProcessorList(_for_row(one, row, rows) for one in processors) for row in range(rows)]
 
     def __len__(self) -> int:
         return len(self._all)
@@ -108,6 +117,13 @@ class RowProcessors:
     def __call__(self, row: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[1, V]` of one row after its text `[1, L]`. May write to `scores`."""
         return self._of_rows[row](ids, scores)
+
+    def prune(self, row: int, ids: torch.Tensor, tree: DraftTree) -> DraftTree:
+        """The draft tree of a row after its text `[1, L]`, without nodes that a processor is known to forbid."""
+        for one in self._of_rows[row]:
+            if hasattr(one, "prune"):
+                tree = one.prune(ids, tree)
+        return tree
 
     def of_all_rows(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[B, V]` after texts `[B, L]` of equal length, as plain decoding does it. May write to `scores`.
@@ -126,6 +142,10 @@ class RowProcessors:
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
     """The processor for a batch that is this row alone: with that row's part of what it holds for each row."""
+    if is_grammar(processor):
+        return GrammarProcessor(processor, row)
+    if rows == 1:
+        return processor
     kind = type(processor)
     if kind is logits_process.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn

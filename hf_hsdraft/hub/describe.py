@@ -12,6 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from ..common.checks import printable
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..repository.card_figures import GAP, is_chain
 from ..repository.care import care
 from ..repository.drafter_files import (
     CONFIG,
@@ -24,7 +25,7 @@ from ..repository.drafter_files import (
     read_json,
     weight_files,
 )
-from ..repository.model_card import GAP, parameters_and_bytes, read_figures, read_recipe
+from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,10 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
         for variant in benchmark["ours"]:
             row = benchmark["summary"][variant]
             title = f"{variant}, {settings['dtype']}, {settings['questions']} prompts of {settings.get('prompts')}"
-            found["figures"][printable(title)] = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f}"
+            if is_chain(variant) and row.get("acceptance_length") is not None:
+                found["figures"][printable(title)] = f"acceptance length {row['acceptance_length']:.2f}"
+            else:
+                found["figures"][printable(title)] = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f}"
         found["figures"][f"measured on, {printable(settings['dtype'])}"] = printable(settings["processor"])
     if not figures["benchmarks"]:
         found["figures"]["speed"] = GAP

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from ..common.checks import printable
+from ..repository.card_figures import is_chain
 from ..repository.drafter_files import FIGURES, digests, read_json
 from ..repository.model_card import is_benchmark, read_figures
 from ..training.files import write_json
 from ..training.pictures import draw_speed_up
 
 
-def enter_benchmarks(folder: Path, reports: Sequence[Path]) -> list[dict[str, Any]]:
+def enter_benchmarks(folder: Path, reports: Sequence[Path], keep: bool = False) -> list[dict[str, Any]]:
     """Puts what `hsdraft bench --json` wrote into a drafter's figures, in place of what was entered before.
+
+    Args:
+        folder: Of the drafter.
+        reports: Files of the reports.
+        keep: Whether reports that were entered before stay, except those of the same command.
 
     Returns:
         The entries, one a report.
@@ -24,9 +30,13 @@ def enter_benchmarks(folder: Path, reports: Sequence[Path]) -> list[dict[str, An
     """
     weights = digests(folder)
     entered = [_entry(path, read_json(path), weights) for path in reports]
-    training = read_figures(folder)["training"]
+    before = read_figures(folder)
+    training = before["training"]
+    if keep:  # figures belong to the weights beside them, so these do
+        commands = {entry["settings"]["command"] for entry in entered}
+        entered = [each for each in before["benchmarks"] if each["settings"]["command"] not in commands] + entered
     write_json(folder / FIGURES, {**({} if training is None else {"training": training}), "benchmarks": entered})
-    if draw_speed_up(entered, folder) is None:
+    if draw_speed_up([each for each in entered if not is_chain(each["ours"][0])], folder) is None:
         (folder / "speed_up.png").unlink(missing_ok=True)  # of other figures
     return entered
 
@@ -50,5 +60,5 @@ def _entry(path: Path, report: Mapping[str, Any], weights: Mapping[str, str]) ->
     }
     if not is_benchmark(entry):
         raise ValueError(f"{path} is no complete report of `hsdraft bench --json`: something a card shows is missing")
-    ours.sort(key=lambda variant: -summary[variant]["speed_up"])
+    ours.sort(key=lambda variant: (is_chain(variant), -summary[variant]["speed_up"]))
     return entry

@@ -64,12 +64,15 @@ class RepositoryCare:
         return api.upload_folder(repo_id=repo_id, folder_path=folder, **chosen, **options)
 
 
-def prepare_repository(repo_id: str, options: dict[str, Any]) -> tuple[HfApi, str, set[str]]:
+def prepare_repository(
+    repo_id: str, options: dict[str, Any], repo_type: str | None = None
+) -> tuple[HfApi, str, set[str]]:
     """Makes sure that a repository of the Hub and the branch to write to exist.
 
     Args:
         repo_id: Name of the repository.
         options: Of a push. `token` and `private` are taken out of them.
+        repo_type: `"dataset"` for a data set; `None` for a model.
 
     Returns:
         The client to send with, the full name of the repository, and the names of the files that are there.
@@ -79,12 +82,12 @@ def prepare_repository(repo_id: str, options: dict[str, Any]) -> tuple[HfApi, st
     """
     api, private = HfApi(token=options.pop("token", None)), options.pop("private", None)
     revision = options.get("revision")
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if private and not api.repo_info(repo_id).private:
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type).repo_id
+    if private and not api.repo_info(repo_id, repo_type=repo_type).private:
         raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
     if revision is not None and not options.get("create_pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    return api, repo_id, set(api.list_repo_files(repo_id, revision=revision))
+    return api, repo_id, set(api.list_repo_files(repo_id, revision=revision, repo_type=repo_type))
 
 
 _registered = [RepositoryCare()]

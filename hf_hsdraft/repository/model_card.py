@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import safe_open
 
 from ..common.checks import public_name
+from .card_figures import figures_section, is_chain
 from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
+from .markdown import code, table
 from .publication import MARK, is_generated
 
-GAP = "not measured"
+PAPER = "2602.21224"  # arXiv
 _CAPTIONS = {
     "speed_up.png": "Speed-up and tau by category",
     "learning_curves.png": "Loss and tau over the steps of training",
@@ -60,10 +61,13 @@ def is_benchmark(entry: Any) -> bool:
         settings, rows = entry["settings"], entry["summary"]
         groups = [entry["by_category"].get(name, {}) for name in rows]
         numbers = [row[metric] for row in rows.values() for metric in ("tau", "speed_up", "tokens_per_second")]
+        numbers += [row["acceptance_length"] for row in rows.values() if row.get("acceptance_length") is not None]
         numbers += [row[metric] for group in groups for row in group.values() for metric in ("tau", "speed_up")]
         texts = [settings[name] for name in ("dtype", "device", "torch", "transformers", "processor", "command")]
         counts = [settings[name] for name in ("questions", "max_new_tokens", "threads")]
         counts += [row["identical"] for row in rows.values() if row["identical"] is not None]
+        rounds = [row.values() for row in entry.get("round", {}).values()]
+        numbers += [number for row in rounds for number in row]
         ours = entry["ours"]
         return (
             all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
@@ -111,12 +115,12 @@ def render_card(folder: Path, name: str) -> str:
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or ""
     parts = [
-        f"---\n{_metadata(name, target, recipe, benchmarks).to_yaml()}\n---",
+        f"---\n{_metadata(name, target, adapts, recipe, benchmarks).to_yaml()}\n---",
         MARK,
         f"# {name.rsplit('/', 1)[-1]}",
         _what_it_is(folder, config, target, adapts),
         _use(name, target, adapts),
-        "## Figures\n\n" + _figures(figures["training"], benchmarks, name),
+        "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in [*_limits(target), *recipe.get("limits", [])]),
@@ -124,7 +128,10 @@ def render_card(folder: Path, name: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metadata(name: str, target: str, recipe: Mapping[str, Any], benchmarks: Sequence[Any]) -> ModelCardData:
+def _metadata(
+    name: str, target: str, adapts: str | None, recipe: Mapping[str, Any], benchmarks: Sequence[Any]
+) -> ModelCardData:
+    """What the Hub lists. No `pipeline_tag`, and a library of its own: a drafter alone generates no text."""
     results = [
         EvalResult(
             task_type="text-generation",
@@ -138,17 +145,17 @@ def _metadata(name: str, target: str, recipe: Mapping[str, Any], benchmarks: Seq
         for settings in [benchmark["settings"]]
         for variant, row in benchmark["summary"].items()
         if variant in benchmark["ours"]
-        for metric in ("tau", "speed_up")
+        for metric in (("acceptance_length",) if is_chain(variant) else ("tau", "speed_up"))
+        if row.get(metric) is not None
     ]
-    on_the_hub = target.count("/") == 1
+    bases = [each for each in (adapts, target) if each is not None and each.count("/") == 1]  # names of the Hub
     return ModelCardData(
-        base_model=target if on_the_hub else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
+        base_model=bases[0] if bases else None,
+        library_name="hf_hsdraft",
         license=recipe.get("license"),
         language=recipe.get("language"),
         datasets=recipe.get("datasets"),
-        tags=["speculative-decoding", "hsdraft"],
+        tags=["speculative-decoding", "hsdraft", f"arxiv:{PAPER}"],
         model_name=name.rsplit("/", 1)[-1] if results else None,
         eval_results=results or None,
         ignore_metadata_errors=False,
@@ -156,14 +163,18 @@ def _metadata(name: str, target: str, recipe: Mapping[str, Any], benchmarks: Seq
 
 
 def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: str | None) -> str:
-    shown = _code(target) if target else "a target that is not named"
+    shown = code(target) if target else "a target that is not named"
     if adapts is not None:
-        return f"An adapter (LoRA) of the drafter {_code(adapts)}, for {shown}."
+        return f"An adapter (LoRA) of the drafter {code(adapts)}, for {shown}."
     text = (
         f"A hidden-state drafter for {shown}, for speculative decoding: given to `generate()`, it lets the model emit "
         "the same tokens in fewer forwards. It reads hidden states of the model, rolls its own forward without "
         "tokens, and proposes a tree of continuations that one forward of the model verifies; what the model would "
         "not have said is not emitted."
+    )
+    paper = (
+        f"The method is that of [Make Every Draft Count](https://arxiv.org/abs/{PAPER}) (arXiv:{PAPER}), with one "
+        "change: the drafter also reads the tokens that were accepted."
     )
     parameters, size = parameters_and_bytes(folder)
     window = config.get("sliding_window")
@@ -183,7 +194,7 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
         "draft vocabulary": f"{config.get('draft_vocab_size', 0):,} tokens",
         "format": f"{config.get('format_version', 1)}",
     }
-    return text + "\n\n" + _table(["", ""], rows.items())
+    return "\n\n".join([text, paper, table(["", ""], rows.items())])
 
 
 def _use(name: str, target: str, adapts: str | None) -> str:
@@ -226,89 +237,11 @@ def _python(*lines: str) -> str:
     return "\n".join(["```python", *imports, *([""] if imports else []), *lines[len(imports) :], "```"])
 
 
-def _code(text: str) -> str:
-    return f"`{_cell(text).replace('`', '')}`"
-
-
-def _figures(training: Mapping[str, Any] | None, benchmarks: Sequence[Mapping[str, Any]], name: str) -> str:
-    blocks = [
-        "tau: tokens emitted per target forward, bonus included (plain decoding: 1). speed-up: tokens/s over plain "
-        "`generate()`, same settings and process, alternating. identical: texts equal to those of plain `generate()`."
-    ]
-    blocks += [_benchmark(benchmark, name) for benchmark in benchmarks] or [f"Speed: {GAP}."]
-    if training is not None:
-        blocks.append(_held_out(training))
-    return "\n\n".join(blocks)
-
-
-def _benchmark(benchmark: Mapping[str, Any], drafter: str) -> str:
-    settings, ours = benchmark["settings"], benchmark["ours"]
-    rows = [
-        [
-            _shape(name, settings) if name in ours else f"{name} (for comparison)",
-            f"{row['tau']:.2f}",
-            f"{row['speed_up']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            "no comparison" if row["identical"] is None else f"{row['identical']} of {settings['questions']}",
-        ]
-        for name, row in benchmark["summary"].items()
-    ]
-    threads = f"{settings['threads']} thread{'s' if settings['threads'] != 1 else ''}"
-    how = (
-        f"**{settings['dtype']}, {settings['max_new_tokens']} new tokens.** {settings['questions']} prompts of "
-        f"{_cell(settings.get('prompts') or 'a file that is not named')}, {_drawn(settings)}, "
-        f"target {_cell(settings.get('target') or 'not named')}; {_cell(settings['processor'])}, "
-        f"{threads}, device {settings['device']}; torch {settings['torch']}, transformers {settings['transformers']}."
-    )
-    table = _table(["", "tau", "speed-up", "tokens/s", "identical"], rows)
-    best = benchmark["by_category"].get(ours[0], {})
-    shown = ", ".join(f"{name or 'none'} {row['tau']:.2f} ({row['speed_up']:.2f})" for name, row in best.items())
-    by_category = f"\n\ntau (speed-up) of {_code(ours[0])} by category: {_cell(shown)}." if shown else ""
-    return f"{how}\n\n{table}{by_category}\n\n```bash\n{_cell(settings['command'])} --drafter {drafter}\n```"
-
-
-def _drawn(settings: Mapping[str, Any]) -> str:
-    if not settings.get("do_sample"):
-        return "greedy decoding (which draws nothing, so there is no seed)"
-    return f"sampling at temperature {_cell(settings.get('temperature'))}, seed {_cell(settings.get('seed'))}"
-
-
-def _shape(variant: str, settings: Mapping[str, Any]) -> str:
-    """A variant's name with what it stands for."""
-    try:
-        options = settings["variants"][variant]
-        nodes, depth, width = (options[name] for name in ("tree_size", "num_assistant_tokens", "beam_width"))
-    except (KeyError, TypeError):
-        return variant
-    return f"{variant} ({depth} deep)" if width == 1 else f"{variant} ({nodes} nodes, {depth} deep)"
-
-
-def _held_out(training: Mapping[str, Any]) -> str:
-    history = training["history"]
-    last: Mapping[str, Any] = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
-    depths = sorted(int(key.rpartition("_")[2]) for key in last if re.fullmatch(r"eval_accuracy_\d{1,3}", key))
-    table = _table(
-        ["depth", "first choice right, true tokens given", "some node of the tree accepted, where all above were"],
-        [
-            (f"{depth}", _figure(last, f"eval_accuracy_{depth}"), _figure(last, f"eval_acceptance_{depth}"))
-            for depth in depths
-        ],
-    )
-    sizes = training.get("held_out")
-    size = f" ({_cell(sizes)})" if isinstance(sizes, str) else ""
-    return (
-        f"**Held-out conversations of the training run{size}.** tau {_figure(last, 'eval_tau')} (greedy, by "
-        f"generating); loss {_figure(last, 'eval_loss')} nats. What training computes and what decoding uses differ by "
-        f"{_figure(last, 'eval_parity')} at most (total variation of the distributions, 0 is none). A drafter that "
-        f"this run started from may have seen them.\n\n{table}"
-    )
-
-
 def _training(recipe: Mapping[str, Any]) -> str:
     if not recipe.get("training"):
         return "No recipe is recorded."
     changed = "The weights were changed after this." if recipe["changed_since"] else ""
-    blocks = [changed] * bool(changed) + [_table(["", ""], recipe["training"].items())]
+    blocks = [changed] * bool(changed) + [table(["", ""], recipe["training"].items())]
     if recipe.get("commands"):
         blocks.append("```bash\n" + "\n".join(recipe["commands"]) + "\n```")
     blocks += recipe.get("notes", [])
@@ -317,7 +250,7 @@ def _training(recipe: Mapping[str, Any]) -> str:
 
 def _limits(target: str) -> list[str]:
     return [
-        f"It belongs to the weights of {_code(target) if target else 'its target'}. For a fine-tuned one it drafts "
+        f"It belongs to the weights of {code(target) if target else 'its target'}. For a fine-tuned one it drafts "
         "less, and `generate()` warns with what it measured; the text is always the model's own.",
         "In half precision a forward over a tree rounds otherwise than one over a token; where the model's two best "
         "tokens are closer than that, texts can part. In float32 they are the same.",
@@ -335,17 +268,3 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
         with safe_open(path, framework="pt") as file:
             parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return parameters, sum(path.stat().st_size for path in files)
-
-
-def _figure(entry: Mapping[str, Any], name: str) -> str:
-    value = entry.get(name)
-    return f"{value:.4g}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP  # nor if it is no number
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).replace("|", "\\|").split())

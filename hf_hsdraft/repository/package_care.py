@@ -107,14 +107,14 @@ class PackageCare(RepositoryCare):
             OSError: The Hub refuses or cannot be reached. The same call may be repeated.
             ValueError: A private repository was asked for, and there is a public one; or it holds another model.
         """
-        with _told(repo_id), tempfile.TemporaryDirectory() as place:
+        with told(repo_id), tempfile.TemporaryDirectory() as place:
             adapter = (folder / ADAPTER_CONFIG).is_file()
             staged = _stage_adapter(folder, Path(place)) if adapter else folder
             api, repo_id, there = prepare_repository(repo_id, options)
             revision = options.pop("revision", None)
             stale = [] if adapter else self._stale(api, repo_id, revision, there, staged)
             write_card(staged, repo_id)
-            _leave_foreign_card(api, repo_id, revision, there, staged)
+            leave_foreign_card(api, repo_id, revision, there, staged)
             options.setdefault("commit_message", "Upload adapter" if adapter else "Upload drafter")
             return api.upload_folder(
                 repo_id=repo_id, folder_path=staged, revision=revision, delete_patterns=stale or None, **options
@@ -195,18 +195,20 @@ def _stage_adapter(folder: Path, staged: Path) -> Path:
     return staged
 
 
-def _leave_foreign_card(api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path) -> None:
+def leave_foreign_card(
+    api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path, repo_type: str | None = None
+) -> None:
     """Takes a generated card out of what is sent, where the repository has one that somebody wrote."""
     if CARD not in there or not is_generated(folder / CARD):
         return
     with tempfile.TemporaryDirectory() as place:
-        card = Path(api.hf_hub_download(repo_id, CARD, revision=revision, local_dir=place))
+        card = Path(api.hf_hub_download(repo_id, CARD, revision=revision, repo_type=repo_type, local_dir=place))
         if card.read_text(encoding="utf-8", errors="replace").strip() and not is_generated(card):
             (folder / CARD).unlink()
 
 
 @contextmanager
-def _told(repo_id: str) -> Iterator[None]:
+def told(repo_id: str) -> Iterator[None]:
     """Says what to do about what the Hub or the way to it refuses."""
     try:
         yield

@@ -7,7 +7,7 @@ key, so no row is made twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from .files import write_complete, write_json
 # The card has no `configs` block, and the recipe no ending that `datasets` reads. For then `datasets` finds the data
 # files by itself, and only then its cache tells folders of the same name apart.
 _CARD = "{title}\n\nHow these rows were made is in `recipe.yaml`.\n"
-_RECIPE = "recipe.yaml"  # it holds JSON, which is YAML too
+RECIPE = "recipe.yaml"  # it holds JSON, which is YAML too
 
 
 class RowFolder:
@@ -38,15 +38,9 @@ class RowFolder:
         self._title = title
         self._recipe = None if recipe is None else json.loads(json.dumps(recipe))
         self._writer = writer
-        path = folder / _RECIPE
+        path = folder / RECIPE
         if self._recipe is not None and path.exists():
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            names = sorted({*stored, *self._recipe} - {"made_with"})
-            changes = [
-                f"{name}: {_short(stored.get(name))} -> {_short(self._recipe.get(name))}"
-                for name in names
-                if stored.get(name) != self._recipe.get(name)
-            ]
+            changes = differences(json.loads(path.read_text(encoding="utf-8")), self._recipe)
             if changes:
                 raise ValueError(
                     f"{folder} was made with other settings ({'; '.join(changes)}); use the same, or another folder"
@@ -76,8 +70,8 @@ class RowFolder:
         from datasets import Dataset
 
         (self.folder / "data").mkdir(parents=True, exist_ok=True)
-        if self._recipe is not None and not (self.folder / _RECIPE).exists():
-            write_json(self.folder / _RECIPE, self._recipe)
+        if self._recipe is not None and not (self.folder / RECIPE).exists():
+            write_json(self.folder / RECIPE, self._recipe)
         if not (self.folder / "README.md").exists():
             card = _CARD.format(title=self._title)
             write_complete(self.folder / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
@@ -89,6 +83,16 @@ class RowFolder:
 
     def _parts(self) -> list[Path]:
         return sorted((self.folder / "data").glob("*.parquet"))
+
+
+def differences(stored: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+    """What two recipes say otherwise, the versions that made them excepted."""
+    names = sorted({*stored, *recipe} - {"made_with"})
+    return [
+        f"{name}: {_short(stored.get(name))} -> {_short(recipe.get(name))}"
+        for name in names
+        if stored.get(name) != recipe.get(name)
+    ]
 
 
 def _write_parquet(table: Any, path: Path) -> None:

@@ -70,7 +70,7 @@ def answer_all(
         report: told of the progress.
     """
     state = PartialState()
-    recipe = _recipe(target, tokenizer, plan, seed, identity)
+    recipe = recipe_of(target, tokenizer, plan, seed, identity)
     sharded = is_sharded(target)
     same = RowFolder if state.is_main_process else _UnwrittenRows  # where all processes make the same rows, one writes
     if plan.invents:
@@ -151,7 +151,7 @@ def _temperatures(plan: TrainingPlan) -> Sequence[float]:
     return (0.0,) if plan.greedy_only else plan.temperatures
 
 
-def _recipe(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
+def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
     """Returns everything that decides the answers."""
     return {
         "target": identity,

@@ -40,6 +40,7 @@ class TrainingPlan:
         eval_prompts: number of held-out prompts that measure tau.
         init_from: drafter to start from; `None` for none.
         lora: rank of the updates that are trained instead of all weights; `None` to train all weights.
+        publish_data: data set of the Hub that the target's own chats are sent to, as user/name; `None` sends none.
         drafter: fields of `HSDraftConfig.for_target`.
     """
 
@@ -65,6 +66,7 @@ class TrainingPlan:
     eval_prompts: int = 16
     init_from: str | None = None
     lora: int | None = None
+    publish_data: str | None = None
     drafter: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -82,6 +84,14 @@ class TrainingPlan:
         kinds = ", ".join(f"{temperature:g}" for temperature in sorted(set(self.temperatures)))
         answers = f"new answers at temperatures {kinds}, of {self.max_new_tokens} tokens at most"
         return f"{' and '.join(sources)}{turns}; {answers}"
+
+    def check_publishes(self, prompts: int) -> None:
+        """Raises a ValueError if chats are to be published and the target answers none of the `prompts` given."""
+        if self.publish_data is not None and not (prompts or self.invents):
+            raise ValueError(
+                "--publish-data sends the chats that the target answers, but all conversations are given with their "
+                "answers (`messages`): leave the option out, or give prompts (`turns`)"
+            )
 
     def check_amount(self, count: int) -> None:
         """Raises a ValueError if `count` conversations and prompts, invented ones included, are too few."""

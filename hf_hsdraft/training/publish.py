@@ -8,6 +8,9 @@ from huggingface_hub import HfApi
 
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..repository.care import care
+from ..repository.drafter_files import RECIPE, read_json
+from ..repository.model_card import read_recipe, write_card
+from .files import write_json
 
 
 def prepare_repository(name: str, token: str | None, private: bool | None) -> str:
@@ -22,3 +25,11 @@ def publish(folder: Path, repo_id: str, token: str | None) -> None:
         care().push(folder, repo_id, **commit)
     else:
         HSDrafter.from_pretrained(folder).push_to_hub(repo_id, **commit)
+
+
+def name_data_set(folder: Path, name: str) -> None:
+    """Names a data set of the Hub in the recipe and the card of a run's drafter."""
+    named = read_recipe(folder).get("datasets", [])
+    if name not in named:
+        write_json(folder / RECIPE, {**read_json(folder / RECIPE), "datasets": [*named, name]})
+        write_card(folder, folder.resolve().name)

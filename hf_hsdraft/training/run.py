@@ -43,17 +43,18 @@ from .checks import (
 from .conversations import Conversation, tokenize_conversation
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
-from .gather import answer_all, in_order, read_sources
+from .gather import answer_all, in_order, read_sources, recipe_of
 from .identity import record_target
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
-from .publish import prepare_repository, publish
+from .publish import name_data_set, prepare_repository, publish
+from .published_chats import PublishedChats
 from .start import config_for, draft_vocabulary, drafter_to_start_from, start_from_target
 from .trainer import DrafterTrainer
 from .vocabulary import with_draft_vocabulary
 
 # Settings that may change when a run is resumed. Others would mix two different drafters.
-_MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "server_model", "cache_taps"}
+_MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "server_model", "cache_taps", "publish_data"}
 _ARGUMENTS_FIXED = (
     "learning_rate",
     "lr_scheduler_type",
@@ -118,10 +119,12 @@ def train(
     for line in bad:
         report(f"left out: {line}")
     plan.check_amount(len(finished) + len(prompts))
+    plan.check_publishes(len(prompts))
     if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
         check_template_keeps_turns(tokenizer)
     push = (arguments or {}).get("push_to_hub", False) and state.is_main_process
     repository = prepare_repository(_hub_name(args, out), args.hub_token, args.hub_private_repo) if push else ""
+    chats = _published_chats(plan, args, recipe_of(target, tokenizer, plan, args.seed, identity))
     try:
         out.mkdir(parents=True, exist_ok=True)
         if state.is_main_process:
@@ -132,14 +135,34 @@ def train(
             torch.manual_seed(args.seed)
             conversations = finished + answer_all(target, tokenizer, plan, args.seed, identity, prompts, out, report)
             _train_on(target, tokenizer, plan, args, start, identity, conversations, report)
-        if push:
-            publish(out, repository, args.hub_token)
-            report(f"pushed to {repository}")
+        _publish(out, chats, repository, args, report)
         return _load(out, plan)
     except OSError as error:
         if is_disk_full(error) and "the disk is full" not in str(error):
             raise disk_full(out) from error
         raise
+
+
+def _published_chats(
+    plan: TrainingPlan, args: DrafterTrainingArguments, recipe: Mapping[str, Any]
+) -> PublishedChats | None:
+    """The data set that this process sends chats to, made sure of; `None` if there is none."""
+    if plan.publish_data is None or not PartialState().is_main_process:
+        return None
+    hub = {"token": args.hub_token, "private": args.hub_private_repo}
+    return PublishedChats(plan.publish_data, plan.describe_prompts(), plan.dataset, hub).prepare(recipe)
+
+
+def _publish(
+    out: Path, chats: PublishedChats | None, repository: str, args: DrafterTrainingArguments, report: Report
+) -> None:
+    """Sends what is to be on the Hub: the chats first, as the drafter's card names them."""
+    if chats is not None:
+        report(f"chats sent: {chats.send(out / 'data')}")
+        name_data_set(out, chats.name)
+    if repository:
+        publish(out, repository, args.hub_token)
+        report(f"pushed to {repository}")
 
 
 def _train_on(

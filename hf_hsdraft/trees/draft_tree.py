@@ -73,10 +73,17 @@ class DraftTree:
         if size >= len(self) - 1:
             return self
         ranked = sorted(range(1, len(self)), key=lambda node: -self.scores[node])
-        kept = [0, *sorted(ranked[:size])]
-        place = {old: new for new, old in enumerate(kept)}
+        return self.part({0, *ranked[:size]})
+
+    def part(self, kept: set[int]) -> DraftTree:
+        """Returns the tree of some of its nodes: the root, and with each node its parent.
+
+        It has no `log_probs`: a part of drawn nodes is not a draw.
+        """
+        nodes = sorted(kept)
+        place = {old: new for new, old in enumerate(nodes)}
         return from_nodes(
-            [(self.tokens[n], place.get(self.parents[n], -1), self.depths[n], self.scores[n]) for n in kept]
+            [(self.tokens[n], place.get(self.parents[n], -1), self.depths[n], self.scores[n]) for n in nodes]
         )
 
     def ancestor_mask(self) -> list[list[bool]]:
