@@ -50,12 +50,12 @@ def drafter_of(target: str | None, drafter: str | None) -> str:
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter, in one dtype on one device; the drafter first, as it may not be there."""
     from ..drafters.auto_drafter import AutoDrafter
-    from ..target.target_loading import load_target
+    from ..target.target_loading import DEFAULT_TARGET, load_target
 
     name = drafter_of(target, drafter)
     loaded = AutoDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
     try:
         model, tokenizer = load_target(target, dtype.torch, device)
     except OSError as error:  # its message does not always say what was looked for
-        raise OSError(f"the target {target} cannot be loaded: {error}") from None
+        raise OSError(f"the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
     return model, tokenizer, loaded
