@@ -66,7 +66,7 @@ class Tuning:
     # Factor of the logits of a race; 1 would take the drafter's error for as large as a Gumbel variable - by hand.
     race_sharpness: float = 0.8
     # Number of draws that n-grams look ahead
-    # - by hand: in 60 greedy texts 3% of the rounds accepted 8 tokens or more (docs/performance.md).
+    # - by hand: in 60 greedy texts 3% of the rounds accepted 8 tokens or more.
     draws_ahead: int = 8
     # Number of times in a row that what was foreseen did not come, until a text is drafted without - by hand.
     most_misses: int = 3
