@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import VOCAB, make_target
@@ -82,3 +84,62 @@ def test_a_family_of_one_file_decodes_exactly(target, rows, do_sample, sizing):
     assert sum(output.statistics.drafted_nodes) > 0
     if not do_sample and sizing == "fixed":
         assert output.statistics.tau > 2
+
+
+class WrongSession(ListSession):
+    """Gives each text what a function makes of its ask."""
+
+    def __init__(self, made_of) -> None:
+        self.made_of = made_of
+
+    def draft(self, asks: list[Ask]) -> list[DraftTree]:
+        return self.made_of(asks)
+
+
+def each(tree_of):
+    return lambda asks: [tree_of(ask) for ask in asks]
+
+
+def path(ask: Ask, length: int, **changes) -> DraftTree:
+    nodes = range(length + 1)
+    tree = DraftTree((ask.root, *range(5, 5 + length)), tuple(range(-1, length)), tuple(nodes), (0.0,) * len(nodes))
+    return replace(tree, **changes)
+
+
+def star(ask: Ask, length: int) -> DraftTree:
+    return path(ask, length, parents=(-1,) + (0,) * length, depths=(0,) + (1,) * length)
+
+
+WRONG = {
+    "none": (lambda asks: None, "NoneType"),
+    "missing tree": (lambda asks: [], "0: expected a list with 1 trees"),
+    "no tree": (each(lambda ask: None), "got NoneType, expected a DraftTree"),
+    "root": (each(lambda ask: path(replace(ask, root=ask.root + 1), 1)), "ask.root="),
+    "deep": (each(lambda ask: path(ask, ask.depth + 1)), "ask.depth="),
+    "large": (each(lambda ask: star(ask, ask.size + 1)), "ask.size="),
+    "late parent": (each(lambda ask: path(ask, 2, parents=(-1, 2, 0))), "node 1 has parent 2"),
+    "no parent": (each(lambda ask: path(ask, 2, parents=(-1, 0, -1))), "node 2 has parent -1"),
+    "depths": (each(lambda ask: path(ask, 2, depths=(0, 1, 1))), "node 2 has depth 1, its parent 1"),
+    "root's depth": (each(lambda ask: path(ask, 1, depths=(1, 2))), "the root has parent -1 and depth 1"),
+    "token": (each(lambda ask: path(ask, 1, tokens=(ask.root, VOCAB))), f"token {VOCAB}: the target's vocabulary"),
+    "negative": (each(lambda ask: path(ask, 1, tokens=(ask.root, -1))), "token -1"),
+    "siblings": (each(lambda ask: replace(star(ask, 2), tokens=(ask.root, 7, 7))), "the same parent 0"),
+    "scores": (each(lambda ask: path(ask, 1, scores=(0.0,))), "2 tokens have 2 parents, 2 depths, 1 scores"),
+    "branches": (each(lambda ask: star(ask, 2)), "ask.chain=True"),
+}
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["paced", "free"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_tree_that_was_not_asked_for_is_an_error_that_names_the_session(target, wrong, free, monkeypatch):
+    """A wrong depth would be a wrong position: the text would change without a word."""
+    made_of, message = WRONG[wrong]
+    session = WrongSession(made_of)
+    session.free = free
+    drafter = ListDrafter([])
+    drafter.generation_config.tree_sizing = "fixed"
+    if wrong == "branches":
+        drafter.generation_config.beam_width = 1
+    monkeypatch.setattr(drafter, "session", lambda call: session)
+    with pytest.raises(ValueError, match=rf"WrongSession\.draft returned .*{message}"):
+        texts_of(target, torch.arange(5, 12)[None], do_sample=False, assistant_model=drafter)

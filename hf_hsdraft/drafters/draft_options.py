@@ -105,6 +105,10 @@ class DraftOptions:
         _check_sizes(option, drafter.num_draft_steps)
         _check_rules(option)
         builder = option("tree_builder")
+        if (
+            builder == "gumbel" and option("beam_width") == 1
+        ):  # that builder draws trees only; of one path both are alike
+            builder = "stochastic_beam"
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         return cls(
             depth=option("num_assistant_tokens"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
@@ -17,13 +18,14 @@ class Drafting:
     Args:
         session: of the drafter.
         front: n-grams in front of it, if they are asked for.
+        vocab_size: number of tokens that the target can read; 0 if it is not known.
 
     Attributes:
         pace: how much to draft. The call replaces it where another one is due.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
-    def __init__(self, session: Session, front: NgramSession | None = None) -> None:
+    def __init__(self, session: Session, front: NgramSession | None = None, vocab_size: int = 0) -> None:
         self.session = session
         self.pace: Pace = FixedPace()
         self.depth = 0
@@ -31,12 +33,14 @@ class Drafting:
         self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
         self._rests = False
+        self._vocab_size = vocab_size
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
 
     @classmethod
     def of(cls, drafter: Drafter, call: DraftCall) -> Drafting:
         session = drafter.session(call)
-        return cls(session, NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None)
+        front = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
+        return cls(session, front, call.target.get_input_embeddings().weight.shape[0])
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, with as many nodes as pay."""
@@ -47,7 +51,7 @@ class Drafting:
             return roots
         guessed = {ask.row: DraftTree.root(ask.root) for ask in wanted}
         for session in self._free:
-            found = _checked(session, session.draft(wanted), wanted)
+            found = _checked(session, session.draft(wanted), wanted, self._vocab_size)
             guessed = {ask.row: _joined(guessed[ask.row], tree, ask) for ask, tree in zip(wanted, found, strict=True)}
         deciding = [ask.row for ask in wanted if ask.decides] or [ask.row for ask in wanted]
         depth = self.pace.plan(certainty([guessed[row] for row in deciding]))
@@ -62,7 +66,7 @@ class Drafting:
         if self._paced is None or depth == 0:
             return {ask.row: DraftTree.root(ask.root) for ask in asks}
         limited = [replace(ask, depth=min(ask.depth, depth)) for ask in asks]
-        drafted = _checked(self._paced, self._paced.draft(limited), limited)
+        drafted = _checked(self._paced, self._paced.draft(limited), limited, self._vocab_size)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, drafted, strict=True)}
         self.depth = max(ask.depth for ask in limited)
         scored = {row: self.pace.scored(tree) for row, tree in self._drafted.items()}
@@ -94,15 +98,38 @@ class Drafting:
             session.keep(rows)
 
 
-def _checked(session: Session, trees: Sequence[DraftTree], asks: Sequence[Ask]) -> Sequence[DraftTree]:
-    """The trees; raises a ValueError for one that is deeper than was asked: the target could not read it rightly."""
+def _checked(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int) -> Sequence[DraftTree]:
+    """Returns the trees of a session.
+
+    Raises:
+        ValueError: a tree is missing, or is not as it was asked for: the target could not read it rightly.
+    """
+    name, found = type(session).__name__, len(trees) if isinstance(trees, Sequence) else type(trees).__name__
+    if found != len(asks):
+        raise ValueError(f"{name}.draft returned {found}: expected a list with {len(asks)} trees, one for each ask")
     for tree, ask in zip(trees, asks, strict=True):
-        if max(tree.depths) > ask.depth or tree.tokens[0] != ask.root:
-            raise ValueError(
-                f"{type(session).__name__} gave a tree of depth {max(tree.depths)} from token {tree.tokens[0]}: "
-                f"expected at most {ask.depth}, from token {ask.root}"
-            )
+        fault = _fault(tree, ask, vocab_size)
+        if fault:
+            raise ValueError(f"{name}.draft returned a wrong tree for text {ask.row}: {fault}")
     return trees
+
+
+def _fault(tree: Any, ask: Ask, vocab_size: int) -> str:
+    """Returns what is wrong with a tree that was asked for; empty if nothing is."""
+    if not isinstance(tree, DraftTree):
+        return f"got {type(tree).__name__}, expected a DraftTree; DraftTree.root(ask.root) drafts nothing"
+    fault = tree.fault(vocab_size)
+    if fault:
+        return fault
+    if tree.tokens[0] != ask.root:
+        return f"its root has token {tree.tokens[0]}: expected ask.root={ask.root}"
+    if max(tree.depths) > ask.depth:
+        return f"it has depth {max(tree.depths)}: expected at most ask.depth={ask.depth}"
+    if len(tree) - 1 > ask.size:
+        return f"it has {len(tree) - 1} nodes beside the root: expected at most ask.size={ask.size}"
+    if ask.chain and max(tree.depths) < len(tree) - 1:
+        return "it has branches: expected one path, as ask.chain=True says"
+    return ""
 
 
 def _joined(tree: DraftTree, other: DraftTree, ask: Ask) -> DraftTree:
