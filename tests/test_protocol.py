@@ -9,6 +9,7 @@ import torch
 from conftest import VOCAB, make_target
 from transformers import GenerationConfig
 
+from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.draft_options import default_options
 from hf_hsdraft.drafters.protocol import Ask, DraftCall, Drafter, Session
 from hf_hsdraft.trees.draft_tree import DraftTree
@@ -143,3 +144,14 @@ def test_a_tree_that_was_not_asked_for_is_an_error_that_names_the_session(target
     monkeypatch.setattr(drafter, "session", lambda call: session)
     with pytest.raises(ValueError, match=rf"WrongSession\.draft returned .*{message}"):
         texts_of(target, torch.arange(5, 12)[None], do_sample=False, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("drafter", [ListDrafter([]), CachebackDrafter()], ids=["list", "cacheback"])
+@pytest.mark.parametrize("verification", ["walk", "rejection"])
+def test_a_drafter_that_draws_no_nodes_takes_no_builder_that_draws(target, drafter, verification, monkeypatch):
+    options = drafter.generation_config
+    monkeypatch.setattr(options, "tree_builder", "gumbel")
+    monkeypatch.setattr(options, "verification", verification)
+    monkeypatch.setattr(target, "forward", None)  # refused before any work
+    with pytest.raises(ValueError, match=r"tree_builder='gumbel' is invalid.*expected tree_builder='beam'"):
+        texts_of(target, torch.arange(5, 12)[None], do_sample=True, assistant_model=drafter)
