@@ -13,6 +13,9 @@ from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.draft_options import default_options
 from hf_hsdraft.drafters.protocol import Ask, DraftCall, Drafter, Session
 from hf_hsdraft.trees.draft_tree import DraftTree
+from hf_hsdraft.verifiers.own_choice import OwnChoice
+from hf_hsdraft.verifiers.registry import VERIFIERS
+from hf_hsdraft.verifiers.verdict import Verifier
 
 NEW = 24
 
@@ -155,3 +158,52 @@ def test_a_drafter_that_draws_no_nodes_takes_no_builder_that_draws(target, draft
     monkeypatch.setattr(target, "forward", None)  # refused before any work
     with pytest.raises(ValueError, match=r"tree_builder='gumbel' is invalid.*expected tree_builder='beam'"):
         texts_of(target, torch.arange(5, 12)[None], do_sample=True, assistant_model=drafter)
+
+
+class WatchingVerifier(OwnChoice):
+    """Notes the hidden states that it gets."""
+
+    taps = (1,)
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def judge(self, tree, nodes):
+        verdict = super().judge(tree, nodes)
+        self.seen.append(nodes.taps[[0, *verdict.path]])
+        return verdict
+
+
+class WatchingDrafter(ListDrafter):
+    taps = (0, 2)
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        super().__init__(texts)
+        self.rule = WatchingVerifier()
+
+    def verifier(self, options):
+        return self.rule
+
+
+def test_a_verifier_reads_its_own_hidden_states(target):
+    """They are those of one forward over the whole text, at each place whose next token was chosen."""
+    ids = torch.arange(5, 14)[None]
+    drafter = WatchingDrafter([texts_of(target, ids, do_sample=False)[0, 8:].tolist()])
+    drafter.generation_config.tree_sizing = "fixed"
+    text = texts_of(target, ids, do_sample=False, assistant_model=drafter)
+    expected = target(text, output_hidden_states=True).hidden_states[1][0, 8:-1]
+    seen = torch.cat(drafter.rule.seen)[: len(expected)]
+    torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_verifier_that_says_nothing_is_lossy_and_takes_any_tree(target, monkeypatch):
+    class Taking(Verifier):
+        def judge(self, tree, nodes):
+            return OwnChoice().judge(tree, nodes)
+
+    monkeypatch.setitem(VERIFIERS, "taking", Taking())
+    drafter, ids = ListDrafter([]), torch.arange(5, 14)[None]
+    drafter.generation_config.verification = "taking"
+    output = texts_of(target, ids, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
+    assert not output.statistics.exact
+    assert output.sequences.tolist() == texts_of(target, ids, do_sample=False).tolist()

@@ -72,6 +72,7 @@ class DecodedTexts:
         verifier: the rule that accepts drafts.
 
     Attributes:
+        verifier: see above.
         foresight: what drafts may know of the draws to come; `None` where nothing is drawn.
     """
 
@@ -90,7 +91,7 @@ class DecodedTexts:
         self._process = logits_processor
         self._streamer = streamer
         self._streamed = 0
-        self._verifier = verifier
+        self.verifier = verifier
         self.foresight: Foresight | None = None
         wanted = generation_config.return_dict_in_generate
         self.keeps_scores = bool(wanted and generation_config.output_scores)
@@ -158,7 +159,7 @@ class DecodedTexts:
         Args:
             vocab_size: of the target's logits.
         """
-        if not self._config.do_sample or not self._verifier.own_draws:
+        if not self._config.do_sample or not self.verifier.own_draws:
             return
         self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
         if self._draws is not None:
@@ -196,7 +197,7 @@ class DecodedTexts:
         def ends(path: list[int], tokens: list[int]) -> bool:
             return self._ends(index, path, tokens)
 
-        return self._verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
+        return self.verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
 
     def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
         """Appends what was accepted, and the token after it."""
