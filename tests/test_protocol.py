@@ -207,3 +207,8 @@ def test_a_verifier_that_says_nothing_is_lossy_and_takes_any_tree(target, monkey
     output = texts_of(target, ids, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
     assert not output.statistics.exact
     assert output.sequences.tolist() == texts_of(target, ids, do_sample=False).tolist()
+
+
+def test_a_class_in_a_drafters_place_is_an_error_that_says_so(target):
+    with pytest.raises(ValueError, match=r"CachebackDrafter is a class.*CachebackDrafter\(\)"):
+        texts_of(target, torch.arange(5, 12)[None], assistant_model=CachebackDrafter)
