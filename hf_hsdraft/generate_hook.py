@@ -124,7 +124,13 @@ def _hooked_validation(original: Any) -> Any:
     def _validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> Any:
-        drafter = _drafter_of(generation_mode_kwargs.get("assistant_model"))
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if isinstance(assistant, type) and issubclass(assistant, Drafter):
+            raise ValueError(
+                f"assistant_model={assistant.__name__} is a class: expected a drafter, which {assistant.__name__}() or "
+                f"{assistant.__name__}.from_pretrained(...) makes"
+            )
+        drafter = _drafter_of(assistant)
         if drafter is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             drafter.check(self)
             check_inputs(self)  # before a streamer gets the prompt

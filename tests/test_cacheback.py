@@ -112,3 +112,11 @@ def test_wrong_arguments_are_refused_before_any_work(target, prompt):
         target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(tree_size=0))
     with pytest.raises(ValueError, match="num_assistant_tokens=True"):
         target.generate(prompt, max_new_tokens=4, assistant_model=CachebackDrafter(num_assistant_tokens=True))
+
+
+def test_without_ngrams_there_is_nothing_to_draft_by(target, prompt, monkeypatch):
+    drafter = CachebackDrafter()
+    drafter.generation_config.ngram_length = 0
+    monkeypatch.setattr(target, "forward", None)  # refused before any work
+    with pytest.raises(ValueError, match=r"ngram_length=0 is invalid: expected an integer from 1,.*CachebackDrafter"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=drafter)

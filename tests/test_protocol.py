@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import VOCAB, make_target
 from transformers import GenerationConfig
 
+from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.draft_options import default_options
 from hf_hsdraft.drafters.protocol import Ask, DraftCall, Drafter, Session
 from hf_hsdraft.trees.draft_tree import DraftTree
+from hf_hsdraft.verifiers.own_choice import OwnChoice
+from hf_hsdraft.verifiers.registry import VERIFIERS
+from hf_hsdraft.verifiers.verdict import Verifier
 
 NEW = 24
 
@@ -82,3 +88,127 @@ def test_a_family_of_one_file_decodes_exactly(target, rows, do_sample, sizing):
     assert sum(output.statistics.drafted_nodes) > 0
     if not do_sample and sizing == "fixed":
         assert output.statistics.tau > 2
+
+
+class WrongSession(ListSession):
+    """Gives each text what a function makes of its ask."""
+
+    def __init__(self, made_of) -> None:
+        self.made_of = made_of
+
+    def draft(self, asks: list[Ask]) -> list[DraftTree]:
+        return self.made_of(asks)
+
+
+def each(tree_of):
+    return lambda asks: [tree_of(ask) for ask in asks]
+
+
+def path(ask: Ask, length: int, **changes) -> DraftTree:
+    nodes = range(length + 1)
+    tree = DraftTree((ask.root, *range(5, 5 + length)), tuple(range(-1, length)), tuple(nodes), (0.0,) * len(nodes))
+    return replace(tree, **changes)
+
+
+def star(ask: Ask, length: int) -> DraftTree:
+    return path(ask, length, parents=(-1,) + (0,) * length, depths=(0,) + (1,) * length)
+
+
+WRONG = {
+    "none": (lambda asks: None, "NoneType"),
+    "missing tree": (lambda asks: [], "0: expected a list with 1 trees"),
+    "no tree": (each(lambda ask: None), "got NoneType, expected a DraftTree"),
+    "root": (each(lambda ask: path(replace(ask, root=ask.root + 1), 1)), "ask.root="),
+    "deep": (each(lambda ask: path(ask, ask.depth + 1)), "ask.depth="),
+    "large": (each(lambda ask: star(ask, ask.size + 1)), "ask.size="),
+    "late parent": (each(lambda ask: path(ask, 2, parents=(-1, 2, 0))), "node 1 has parent 2"),
+    "no parent": (each(lambda ask: path(ask, 2, parents=(-1, 0, -1))), "node 2 has parent -1"),
+    "depths": (each(lambda ask: path(ask, 2, depths=(0, 1, 1))), "node 2 has depth 1, its parent 1"),
+    "root's depth": (each(lambda ask: path(ask, 1, depths=(1, 2))), "the root has parent -1 and depth 1"),
+    "token": (each(lambda ask: path(ask, 1, tokens=(ask.root, VOCAB))), f"token {VOCAB}: the target's vocabulary"),
+    "negative": (each(lambda ask: path(ask, 1, tokens=(ask.root, -1))), "token -1"),
+    "siblings": (each(lambda ask: replace(star(ask, 2), tokens=(ask.root, 7, 7))), "the same parent 0"),
+    "scores": (each(lambda ask: path(ask, 1, scores=(0.0,))), "2 tokens have 2 parents, 2 depths, 1 scores"),
+    "branches": (each(lambda ask: star(ask, 2)), "ask.chain=True"),
+}
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["paced", "free"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_tree_that_was_not_asked_for_is_an_error_that_names_the_session(target, wrong, free, monkeypatch):
+    """A wrong depth would be a wrong position: the text would change without a word."""
+    made_of, message = WRONG[wrong]
+    session = WrongSession(made_of)
+    session.free = free
+    drafter = ListDrafter([])
+    drafter.generation_config.tree_sizing = "fixed"
+    if wrong == "branches":
+        drafter.generation_config.beam_width = 1
+    monkeypatch.setattr(drafter, "session", lambda call: session)
+    with pytest.raises(ValueError, match=rf"WrongSession\.draft returned .*{message}"):
+        texts_of(target, torch.arange(5, 12)[None], do_sample=False, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("drafter", [ListDrafter([]), CachebackDrafter()], ids=["list", "cacheback"])
+@pytest.mark.parametrize("verification", ["walk", "rejection"])
+def test_a_drafter_that_draws_no_nodes_takes_no_builder_that_draws(target, drafter, verification, monkeypatch):
+    options = drafter.generation_config
+    monkeypatch.setattr(options, "tree_builder", "gumbel")
+    monkeypatch.setattr(options, "verification", verification)
+    monkeypatch.setattr(target, "forward", None)  # refused before any work
+    with pytest.raises(ValueError, match=r"tree_builder='gumbel' is invalid.*expected tree_builder='beam'"):
+        texts_of(target, torch.arange(5, 12)[None], do_sample=True, assistant_model=drafter)
+
+
+class WatchingVerifier(OwnChoice):
+    """Notes the hidden states that it gets."""
+
+    taps = (1,)
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def judge(self, tree, nodes):
+        verdict = super().judge(tree, nodes)
+        self.seen.append(nodes.taps[[0, *verdict.path]])
+        return verdict
+
+
+class WatchingDrafter(ListDrafter):
+    taps = (0, 2)
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        super().__init__(texts)
+        self.rule = WatchingVerifier()
+
+    def verifier(self, options):
+        return self.rule
+
+
+def test_a_verifier_reads_its_own_hidden_states(target):
+    """They are those of one forward over the whole text, at each place whose next token was chosen."""
+    ids = torch.arange(5, 14)[None]
+    drafter = WatchingDrafter([texts_of(target, ids, do_sample=False)[0, 8:].tolist()])
+    drafter.generation_config.tree_sizing = "fixed"
+    text = texts_of(target, ids, do_sample=False, assistant_model=drafter)
+    expected = target(text, output_hidden_states=True).hidden_states[1][0, 8:-1]
+    seen = torch.cat(drafter.rule.seen)[: len(expected)]
+    torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_verifier_that_says_nothing_is_lossy_and_takes_any_tree(target, monkeypatch):
+    class Taking(Verifier):
+        def judge(self, tree, nodes):
+            return OwnChoice().judge(tree, nodes)
+
+    monkeypatch.setitem(VERIFIERS, "taking", Taking())
+    drafter, ids = ListDrafter([]), torch.arange(5, 14)[None]
+    drafter.generation_config.verification = "taking"
+    output = texts_of(target, ids, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
+    assert not output.statistics.exact
+    assert output.sequences.tolist() == texts_of(target, ids, do_sample=False).tolist()
+
+
+def test_a_class_in_a_drafters_place_is_an_error_that_says_so(target):
+    with pytest.raises(ValueError, match=r"CachebackDrafter is a class.*CachebackDrafter\(\)"):
+        texts_of(target, torch.arange(5, 12)[None], assistant_model=CachebackDrafter)

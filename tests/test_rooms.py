@@ -35,20 +35,51 @@ def room_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
-def imported(path: Path, top_level_only: bool = False) -> list[Path]:
-    """The files of the package that a module imports, by relative imports."""
+def imported(path: Path) -> list[Path]:
+    """The files of the package that a module imports, by relative or absolute imports, at any place."""
+    return imported_by(path.read_text(encoding="utf-8"), path)
+
+
+def imported_by(code: str, path: Path) -> list[Path]:
+    """The same for the code of a file."""
     found = []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body if top_level_only else ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or node.level == 0:
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        folder = path.parents[node.level - 1]
-        base = folder.joinpath(*(node.module or "").split(".")) if node.module else folder
-        if base.with_suffix(".py").is_file():
-            found.append(base.with_suffix(".py"))
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            folder = path.parents[node.level - 1] if node.level else PACKAGE.parent
+            bases = [folder.joinpath(*filter(None, (node.module or "").split(".")))]
         else:
-            found += [base / f"{alias.name}.py" for alias in node.names if (base / f"{alias.name}.py").is_file()]
+            bases = [PACKAGE.parent.joinpath(*name.split(".")) for name in names]
+        files = [base.with_suffix(".py") for base in bases if base != PACKAGE]
+        files += [base / f"{name}.py" for base in bases for name in names]
+        found += [file for file in files if file.is_file() and PACKAGE in file.parents]
     return found
+
+
+def test_imports_of_all_forms_are_seen() -> None:
+    module = PACKAGE / "engine" / "module.py"
+    for line in (
+        "from ..hub.describe import x",
+        "from ..hub import describe",
+        "from hf_hsdraft.hub.describe import x",
+        "from hf_hsdraft.hub import describe",
+        "import hf_hsdraft.hub.describe as x",
+        "def f():\n    import hf_hsdraft.hub.describe",
+    ):
+        assert imported_by(line, module) == [PACKAGE / "hub" / "describe.py"], line
+
+
+def family_of(path: Path) -> str:
+    """The folder of `drafters/` that a file is in; empty for none."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[1] if parts[0] == "drafters" and len(parts) > 2 else ""
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if family_of(path)], ids=lambda path: path.stem)
+def test_a_family_imports_no_other_family(path: Path) -> None:
+    assert {family_of(other) for other in imported(path)} <= {family_of(path), ""}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..engine.call_output import DraftStatistics
 
 DEFINITIONS = (
@@ -56,21 +55,6 @@ def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
     """Returns tau over several calls: all emitted tokens per target forward, each counted for every row."""
     forwards = sum(call.row_forwards for call in statistics)
     return sum(call.new_tokens for call in statistics) / max(forwards, 1)
-
-
-def measure_tau(target: Any, tokenizer: Any, drafter: HSDrafter, prompts: Sequence[str], max_new_tokens: int) -> float:
-    """Returns tau of greedy decoding with a drafter. The texts are generated for it."""
-    calls = [
-        target.generate(
-            **encode_prompt(tokenizer, prompt, target.device),
-            assistant_model=drafter,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True,
-        ).statistics
-        for prompt in prompts
-    ]
-    return pooled_tau(calls)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class ScriptedSession(Session):
             most = self._options.shared_by(ask.sharing).depth
             truth = list(self._texts[ask.row][self._emitted[ask.row] :])
             tree = random_tree(ask.root, truth, min(ask.depth, most), self._vocab_size, self._rng)
-            tree = tree.first(self._options.tree_size)
+            tree = tree.first(ask.size)
             self.chains = self.chains or ask.chain
             trees.append(chain_of(tree, truth) if ask.chain else tree)
         return trees

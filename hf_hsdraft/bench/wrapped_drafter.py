@@ -24,6 +24,7 @@ class WrappedDrafter(Drafter):
     def __init__(self, drafter: Any) -> None:
         self.config, self.device = drafter.config, getattr(drafter, "device", None)
         self.taps, self.num_draft_steps = drafter.taps, drafter.num_draft_steps
+        self.draws_nodes = drafter.draws_nodes
         self.generation_config = copy.deepcopy(drafter.generation_config)
         self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
         self._drafter = drafter

@@ -102,9 +102,13 @@ class DraftOptions:
                 return "none"
             return value
 
-        _check_sizes(option, drafter.num_draft_steps)
-        _check_rules(option)
+        _check_sizes(option, drafter)
+        _check_rules(option, drafter)
         builder = option("tree_builder")
+        if (
+            builder == "gumbel" and option("beam_width") == 1
+        ):  # that builder draws trees only; of one path both are alike
+            builder = "stochastic_beam"
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         return cls(
             depth=option("num_assistant_tokens"),
@@ -124,8 +128,9 @@ class DraftOptions:
         )
 
 
-def _check_sizes(option: Callable[[str], Any], most_depth: int) -> None:
+def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
     """Raises a ValueError for a number that is out of range."""
+    most_depth, least_length = drafter.num_draft_steps, drafter.least_ngram_length
     sizes = dict.fromkeys(("tree_size", "beam_width"), MOST_NODES)
     for name, most in {"num_assistant_tokens": most_depth, **sizes}.items():
         value = option(name)
@@ -134,17 +139,16 @@ def _check_sizes(option: Callable[[str], Any], most_depth: int) -> None:
             wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
             raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
     length, threshold, weight = map(option, ("ngram_length", "assistant_confidence_threshold", "reuse_weight"))
-    if not is_integer(length) or not 0 <= length <= MOST_LEADING:
-        raise ValueError(
-            f"ngram_length={length!r} is invalid: expected an integer from 0 (no n-grams) to {MOST_LEADING}"
-        )
+    if not is_integer(length) or not least_length <= length <= MOST_LEADING:
+        least = "0 (no n-grams)" if least_length == 0 else f"{least_length}, the least of a {type(drafter).__name__},"
+        raise ValueError(f"ngram_length={length!r} is invalid: expected an integer from {least} to {MOST_LEADING}")
     if not is_number(threshold) or not 0.0 <= threshold < 1.0:
         raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
     if not is_number(weight) or not weight >= 0.0:
         raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
 
 
-def _check_rules(option: Callable[[str], Any]) -> None:
+def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
     """Raises a ValueError for a rule that is not known, or does not go with another one."""
     rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
     for name, allowed in {"reuse": REUSES, **rules}.items():
@@ -155,6 +159,11 @@ def _check_rules(option: Callable[[str], Any]) -> None:
         raise ValueError(
             f"verification={verification!r} is invalid with tree_builder='beam': its ratio holds for drawn nodes "
             "only, the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
+        )
+    if builder != "beam" and not drafter.draws_nodes:
+        raise ValueError(
+            f"tree_builder={builder!r} is invalid for a {type(drafter).__name__}, which does not draw its nodes: "
+            "expected tree_builder='beam', and with it verification='walk'"
         )
     if packed is not None and not isinstance(packed, bool):
         raise ValueError(

@@ -146,11 +146,15 @@ class Drafter:
     Attributes:
         taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
         num_draft_steps: greatest `num_assistant_tokens`.
+        draws_nodes: whether its sessions can draw their nodes, as a `tree_builder` other than `"beam"` asks for.
+        least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
         generation_config: the drafting options.
     """
 
     taps: Sequence[int] = ()
     num_draft_steps: int
+    draws_nodes: bool = False
+    least_ngram_length: int = 0
     generation_config: GenerationConfig
 
     def default_generation_config(self) -> GenerationConfig:

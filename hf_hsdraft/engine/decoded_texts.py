@@ -74,6 +74,7 @@ class DecodedTexts:
         verifier: the rule that accepts drafts.
 
     Attributes:
+        verifier: see above.
         foresight: what drafts may know of the draws to come; `None` where nothing is drawn.
     """
 
@@ -92,7 +93,7 @@ class DecodedTexts:
         self._process = logits_processor
         self._streamer = streamer
         self._streamed = 0
-        self._verifier = verifier
+        self.verifier = verifier
         self.foresight: Foresight | None = None
         wanted = generation_config.return_dict_in_generate
         self.keeps_scores = bool(wanted and generation_config.output_scores)
@@ -160,7 +161,7 @@ class DecodedTexts:
         Args:
             vocab_size: of the target's logits.
         """
-        if not self._config.do_sample or not self._verifier.own_draws:
+        if not self._config.do_sample or not self.verifier.own_draws:
             return
         self._draws = Draws.of_rows(len(self.rows), self.rows[0].ids.device, vocab_size)
         if self._draws is not None:
@@ -179,7 +180,7 @@ class DecodedTexts:
 
     def prune(self, index: int, tree: DraftTree) -> DraftTree:
         """A row's tree without nodes that are known to be refused. Of drawn nodes the rule has to see all."""
-        return tree if self._verifier.drawn_nodes else self._processed.prune(index, self.rows[index].ids, tree)
+        return tree if self.verifier.drawn_nodes else self._processed.prune(index, self.rows[index].ids, tree)
 
     def judge(self, index: int, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor | None = None) -> Verdict:
         """What of a row's tree is accepted, by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`."""
@@ -202,7 +203,7 @@ class DecodedTexts:
         def ends(path: list[int], tokens: list[int]) -> bool:
             return self._ends(index, path, tokens)
 
-        return self._verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
+        return self.verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
 
     def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
         """Appends what was accepted, and the token after it."""

@@ -12,7 +12,7 @@ from ..common.refusals import DraftingRefused
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Drafter
 from ..target.static_cache import with_draft_room
-from ..target.target_outputs import TargetOutput
+from ..target.target_outputs import TargetOutput, picked_taps
 from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from .call_checks import check_call
@@ -98,11 +98,12 @@ def _read_prompts(
 ) -> TargetOutput:
     """The prompts' forward, and the first token of each text."""
     output = runtime.prefill(input_ids, generation_config)
+    rule_taps = picked_taps(output.taps[:, -1:], runtime.tap_layers, texts.verifier.taps)
     texts.foresee(output.logits.shape[-1])
     texts.start(output.logits[:, -1])
     for row in range(len(input_ids)):
         tree = DraftTree.root(-1)
-        verdict = texts.judge(row, tree, output.logits[row, -1:], output.taps[row, -1:])
+        verdict = texts.judge(row, tree, output.logits[row, -1:], rule_taps[row])
         texts.emit(row, tree, verdict, recorder.prompt(row))
     texts.end_batch()
     return output

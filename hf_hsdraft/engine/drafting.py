@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
@@ -30,7 +31,13 @@ class Drafting:
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
-    def __init__(self, session: Session, front: NgramSession | None = None, prune: Prune = _whole) -> None:
+    def __init__(
+        self,
+        session: Session,
+        front: NgramSession | None = None,
+        vocab_size: int = 0,
+        prune: Prune = _whole,
+    ) -> None:
         self.session = session
         self._prune = prune
         self.pace: Pace = FixedPace()
@@ -39,13 +46,14 @@ class Drafting:
         self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
         self._rests = False
+        self._vocab_size = vocab_size
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
 
     @classmethod
     def of(cls, drafter: Drafter, call: DraftCall, prune: Prune = _whole) -> Drafting:
         session = drafter.session(call)
         front = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
-        return cls(session, front, prune)
+        return cls(session, front, call.target.get_input_embeddings().weight.shape[0], prune)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, with as many nodes as pay."""
@@ -80,7 +88,7 @@ class Drafting:
 
     def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
         """What a session drafts, without nodes that would be verified in vain."""
-        trees = _checked(session, session.draft(asks), asks)
+        trees = _checked(session, session.draft(asks), asks, self._vocab_size)
         return [self._prune(ask.row, tree) for ask, tree in zip(asks, trees, strict=True)]
 
     def rest(self) -> None:
@@ -108,15 +116,38 @@ class Drafting:
             session.keep(rows)
 
 
-def _checked(session: Session, trees: Sequence[DraftTree], asks: Sequence[Ask]) -> Sequence[DraftTree]:
-    """The trees; raises a ValueError for one that is deeper than was asked: the target could not read it rightly."""
+def _checked(session: Session, trees: Any, asks: Sequence[Ask], vocab_size: int) -> Sequence[DraftTree]:
+    """Returns the trees of a session.
+
+    Raises:
+        ValueError: a tree is missing, or is not as it was asked for: the target could not read it rightly.
+    """
+    name, found = type(session).__name__, len(trees) if isinstance(trees, Sequence) else type(trees).__name__
+    if found != len(asks):
+        raise ValueError(f"{name}.draft returned {found}: expected a list with {len(asks)} trees, one for each ask")
     for tree, ask in zip(trees, asks, strict=True):
-        if max(tree.depths) > ask.depth or tree.tokens[0] != ask.root:
-            raise ValueError(
-                f"{type(session).__name__} gave a tree of depth {max(tree.depths)} from token {tree.tokens[0]}: "
-                f"expected at most {ask.depth}, from token {ask.root}"
-            )
+        fault = _fault(tree, ask, vocab_size)
+        if fault:
+            raise ValueError(f"{name}.draft returned a wrong tree for text {ask.row}: {fault}")
     return trees
+
+
+def _fault(tree: Any, ask: Ask, vocab_size: int) -> str:
+    """Returns what is wrong with a tree that was asked for; empty if nothing is."""
+    if not isinstance(tree, DraftTree):
+        return f"got {type(tree).__name__}, expected a DraftTree; DraftTree.root(ask.root) drafts nothing"
+    fault = tree.fault(vocab_size)
+    if fault:
+        return fault
+    if tree.tokens[0] != ask.root:
+        return f"its root has token {tree.tokens[0]}: expected ask.root={ask.root}"
+    if max(tree.depths) > ask.depth:
+        return f"it has depth {max(tree.depths)}: expected at most ask.depth={ask.depth}"
+    if len(tree) - 1 > ask.size:
+        return f"it has {len(tree) - 1} nodes beside the root: expected at most ask.size={ask.size}"
+    if ask.chain and max(tree.depths) < len(tree) - 1:
+        return "it has branches: expected one path, as ask.chain=True says"
+    return ""
 
 
 def _joined(tree: DraftTree, other: DraftTree, ask: Ask) -> DraftTree:

@@ -9,7 +9,7 @@ import torch
 from ..common.tensors import on_device
 from ..common.tuning import TUNING
 from ..drafters.protocol import Accepted, Ask
-from ..target.target_outputs import TargetOutput
+from ..target.target_outputs import TargetOutput, picked_taps
 from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from ..verifiers.verdict import Verdict
@@ -55,11 +55,7 @@ class LocalTarget:
 
     def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
         """Returns those hidden states that the drafter reads, of all side by side `[..., taps * D]`."""
-        layers = self._runtime.tap_layers
-        if tuple(layers) == tuple(self._taps):
-            return taps
-        places = [layers.index(layer) for layer in self._taps]
-        return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
+        return picked_taps(taps, self._runtime.tap_layers, self._taps)
 
     def asks(self) -> list[Ask]:
         """The drafts that are wanted for the next round, of the texts that still grow."""
@@ -95,9 +91,10 @@ class LocalTarget:
         place = {row: index for index, row in enumerate(self.read)}
         with runtime.undone_on_error():
             output = runtime.verify(list(trees.values()), texts.batch())
+            rule_taps = picked_taps(output.taps, runtime.tap_layers, texts.verifier.taps)
             self._limits.note_step(texts.last_token(0), output.logits[:, 0])
             verdicts = {
-                row: texts.judge(row, trees[row], output.logits[place[row]], output.taps[place[row]]) for row in active
+                row: texts.judge(row, trees[row], output.logits[place[row]], rule_taps[place[row]]) for row in active
             }
             if runtime.in_step and active:
                 shortest = min(len(verdict.path) for verdict in verdicts.values())

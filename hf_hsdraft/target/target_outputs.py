@@ -30,6 +30,23 @@ class TargetOutput:
         return TargetOutput(self.logits[:, -columns:], self.taps[:, -columns:])
 
 
+def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Returns the hidden states of the wanted layers only.
+
+    Args:
+        taps: `[..., len(layers) * D]`, hidden states of some layers side by side.
+        layers: indices of these layers.
+        wanted: indices of some of them, in the order that is wanted.
+
+    Returns:
+        `[..., len(wanted) * D]`.
+    """
+    if tuple(layers) == tuple(wanted):
+        return taps
+    places = [layers.index(layer) for layer in wanted]
+    return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
+
+
 def target_output(target: Any, outputs: Any, states_name: str, tap_layers: Sequence[int]) -> TargetOutput:
     """Logits and taps of a forward.
 

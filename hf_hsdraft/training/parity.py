@@ -258,7 +258,7 @@ class _NotingSession(HSCandidateGenerator):
         return super()._grown(asks, expansion, depths, options)
 
 
-class _NotingVerifier:
+class _NotingVerifier(Verifier):
     """Decides as another rule does, and notes the target's logits at the root and at each accepted node.
 
     Args:

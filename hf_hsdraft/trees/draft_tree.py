@@ -49,6 +49,34 @@ class DraftTree:
         """
         return cls((token,), (-1,), (-1,), (0.0,))
 
+    def fault(self, vocab_size: int = 0) -> str:
+        """Returns what breaks the rules of a draft tree; empty if nothing does.
+
+        A target would read such a tree wrongly, and the text might change.
+
+        Args:
+            vocab_size: ids of drafted tokens have to be below it; 0 for no limit.
+        """
+        count, seen = len(self.tokens), set()
+        if not count or {len(self.parents), len(self.depths), len(self.scores)} != {count}:
+            return (
+                f"{count} tokens have {len(self.parents)} parents, {len(self.depths)} depths, {len(self.scores)} scores"
+            )
+        if (self.parents[0], self.depths[0]) != (-1, 0):
+            return f"the root has parent {self.parents[0]} and depth {self.depths[0]}: expected -1 and 0"
+        for node in range(1, count):
+            token, parent, depth = self.tokens[node], self.parents[node], self.depths[node]
+            if not 0 <= parent < node:
+                return f"node {node} has parent {parent}: expected a node before it, 0 to {node - 1}"
+            if depth != self.depths[parent] + 1:
+                return f"node {node} has depth {depth}, its parent {self.depths[parent]}: expected one more"
+            if token < 0 or 0 < vocab_size <= token:
+                return f"node {node} has token {token}: the target's vocabulary has {vocab_size}"
+            if (parent, token) in seen:
+                return f"node {node} has token {token}, as a node before it has with the same parent {parent}"
+            seen.add((parent, token))
+        return ""
+
     def children(self) -> list[dict[int, int]]:
         """Returns for each node its children, as a mapping from token id to node index."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..trees.draft_tree import DraftTree
-from .verdict import ChooseToken, Nodes, Verdict, walk
+from .verdict import ChooseToken, Nodes, Verdict, Verifier, walk
 
 
-class OwnChoice:
+class OwnChoice(Verifier):
     """Chooses at each node the token that plain decoding would choose there.
 
     The drafted children play no part in the choice: they only decide how far one forward reaches. So sampling uses up
@@ -16,9 +14,7 @@ class OwnChoice:
     """
 
     exact = True
-    taps: Sequence[int] = ()
     own_draws = True
-    drawn_nodes = False
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         return walk(tree, own_choice(nodes), nodes.ends)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from ..trees.draft_tree import DraftTree
 from .own_choice import OwnChoice
-from .verdict import Nodes, Verdict, draw_token, walk
+from .verdict import Nodes, Verdict, Verifier, draw_token, walk
 
 
-class Rejection:
+class Rejection(Verifier):
     """Offers the children of a node to the target in the order in which the drafter drew them.
 
     p is the target's distribution and q the drafter's. A child is accepted with probability min(1, p / q). After a
@@ -21,8 +21,6 @@ class Rejection:
     """
 
     exact = True
-    taps: Sequence[int] = ()
-    own_draws = False
     drawn_nodes = True
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -37,7 +36,7 @@ class Nodes:
         ends: returns whether the text ends with a token.
         draw: draws a token from probabilities; `None` where the most probable token is taken.
         processed: whether `scores` have to be asked, because processors change them or the call returns them.
-        taps: `[nodes, taps * D]`, the hidden states that drafter and rule asked for.
+        taps: `[nodes, taps * D]`, the hidden states that the rule reads, in the order of its `taps`.
     """
 
     logits: torch.Tensor
@@ -73,8 +72,8 @@ class Verdict:
         return replace(self, path=self.path[:length], next_token=following, finished=False, num_drafted=length + 1)
 
 
-class Verifier(Protocol):
-    """A rule that accepts a path of a draft tree.
+class Verifier:
+    """A rule that accepts a path of a draft tree. Derived classes say what differs from the defaults here.
 
     Attributes:
         exact: whether the emitted text has the target's own distribution. A rule without it is lossy: it is never a
@@ -84,14 +83,14 @@ class Verifier(Protocol):
         drawn_nodes: whether the drafter has to draw the nodes. The best nodes of a beam would bias the text.
     """
 
-    exact: bool
-    taps: Sequence[int]
-    own_draws: bool
-    drawn_nodes: bool
+    exact: bool = False
+    taps: Sequence[int] = ()
+    own_draws: bool = False
+    drawn_nodes: bool = False
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         """Returns the verdict about a tree. It changes nothing, except that it may draw random numbers."""
-        ...
+        raise NotImplementedError
 
 
 def walk(tree: DraftTree, choose: ChooseToken, ends: EndsText) -> Verdict:

@@ -41,6 +41,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
+    draws_nodes = True
     auto_map: ClassVar[dict[str, str]] = {
         "AutoConfig": "configuration_hsdraft.HSDraftConfig",
         "AutoModel": "hub_entry.HSDrafter",

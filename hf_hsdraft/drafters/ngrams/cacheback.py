@@ -60,6 +60,7 @@ class CachebackDrafter(Drafter):
     """
 
     num_draft_steps = TUNING.ngram_depth
+    least_ngram_length = 1
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
         if not is_integer(ngram_length) or not 1 <= ngram_length <= MOST_LEADING:
