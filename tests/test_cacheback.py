@@ -8,6 +8,7 @@ from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.target.target_runtime import TargetRuntime
 
 REPEATING = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8, 9, 8]])
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}
@@ -117,6 +118,6 @@ def test_wrong_arguments_are_refused_before_any_work(target, prompt):
 def test_without_ngrams_there_is_nothing_to_draft_by(target, prompt, monkeypatch):
     drafter = CachebackDrafter()
     drafter.generation_config.ngram_length = 0
-    monkeypatch.setattr(target, "forward", None)  # refused before any work
+    monkeypatch.setattr(TargetRuntime, "prefill", None)  # refused before any work
     with pytest.raises(ValueError, match=r"ngram_length=0 is invalid: expected an integer from 1,.*CachebackDrafter"):
         target.generate(prompt, max_new_tokens=4, assistant_model=drafter)

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.draft_options import default_options
 from hf_hsdraft.drafters.protocol import Ask, DraftCall, Drafter, Session
+from hf_hsdraft.target.target_runtime import TargetRuntime
 from hf_hsdraft.trees.draft_tree import DraftTree
 from hf_hsdraft.verifiers.own_choice import OwnChoice
 from hf_hsdraft.verifiers.registry import VERIFIERS
@@ -155,7 +156,7 @@ def test_a_drafter_that_draws_no_nodes_takes_no_builder_that_draws(target, draft
     options = drafter.generation_config
     monkeypatch.setattr(options, "tree_builder", "gumbel")
     monkeypatch.setattr(options, "verification", verification)
-    monkeypatch.setattr(target, "forward", None)  # refused before any work
+    monkeypatch.setattr(TargetRuntime, "prefill", None)  # refused before any work
     with pytest.raises(ValueError, match=r"tree_builder='gumbel' is invalid.*expected tree_builder='beam'"):
         texts_of(target, torch.arange(5, 12)[None], do_sample=True, assistant_model=drafter)
 
