@@ -213,3 +213,17 @@ def test_a_verifier_that_says_nothing_is_lossy_and_takes_any_tree(target, monkey
 def test_a_class_in_a_drafters_place_is_an_error_that_says_so(target):
     with pytest.raises(ValueError, match=r"CachebackDrafter is a class.*CachebackDrafter\(\)"):
         texts_of(target, torch.arange(5, 12)[None], assistant_model=CachebackDrafter)
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["paced", "free"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_session_is_asked_for_no_more_than_the_options_depth(target, free, rows, monkeypatch):
+    asked = []
+    session = WrongSession(lambda asks: asked.extend(asks) or [path(ask, min(ask.depth, ask.size)) for ask in asks])
+    session.free = free
+    drafter, ids = ListDrafter([]), torch.arange(5, 14).expand(rows, -1)
+    drafter.generation_config.tree_sizing, drafter.generation_config.num_assistant_tokens = "fixed", 2
+    monkeypatch.setattr(drafter, "session", lambda call: session)
+    text = texts_of(target, ids, do_sample=False, assistant_model=drafter)
+    assert max(ask.depth for ask in asked) == 2
+    assert text.tolist() == texts_of(target, ids, do_sample=False).tolist()

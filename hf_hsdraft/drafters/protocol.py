@@ -32,6 +32,8 @@ class Ask:
         size: greatest number of nodes beside the root.
         sharing: number of texts that share the sizes of the options, see `DraftOptions.shared_by`.
         chain: whether only one path may be drafted.
+        reach: greatest depth that the target can verify. `num_assistant_tokens` limits `depth` too, but not the n-grams
+            in front of a drafter, which may go so deep.
         decides: whether the batch waits for this text. The pace looks at these texts only.
     """
 
@@ -41,6 +43,7 @@ class Ask:
     size: int
     sharing: int = 1
     chain: bool = False
+    reach: int = 0
     decides: bool = True
 
 

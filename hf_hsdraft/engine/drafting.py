@@ -64,7 +64,9 @@ class Drafting:
             return roots
         guessed = {ask.row: DraftTree.root(ask.root) for ask in wanted}
         for session in self._free:
-            found = self._of_session(session, wanted)
+            # N-grams in front cost nothing, so the option that limits the drafter's depth does not limit theirs.
+            asked = wanted if session is self.session else [replace(ask, depth=ask.reach) for ask in wanted]
+            found = self._of_session(session, asked)
             guessed = {ask.row: _joined(guessed[ask.row], tree, ask) for ask, tree in zip(wanted, found, strict=True)}
         deciding = [ask.row for ask in wanted if ask.decides] or [ask.row for ask in wanted]
         depth = self.pace.plan(certainty([guessed[row] for row in deciding]))

@@ -69,10 +69,11 @@ class LocalTarget:
             Ask(
                 row,
                 self._texts.last_token(row),
-                depths[row],
+                min(depths[row], options.depth),
                 options.tree_size,
                 sharing,
                 chain=options.beam_width == 1,
+                reach=depths[row],
                 decides=row in decide,
             )
             for row in active

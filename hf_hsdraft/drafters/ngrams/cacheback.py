@@ -92,4 +92,4 @@ class CachebackDrafter(Drafter):
             )
 
     def session(self, call: DraftCall) -> NgramSession:
-        return NgramSession(call, self.frozen, obeys_depth=True)
+        return NgramSession(call, self.frozen)

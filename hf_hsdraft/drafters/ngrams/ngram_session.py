@@ -19,18 +19,16 @@ class NgramSession(Session):
     Args:
         call: the call. Its option `ngram_length` is 1 or more.
         frozen: tables of other texts, see `NgramCache`.
-        obeys_depth: whether `num_assistant_tokens` limits the depth. In front of another session it does not, because
-            these drafts cost nothing.
     """
 
     free = True
     takes_ngrams = False
 
-    def __init__(self, call: DraftCall, frozen: Sequence[FollowerTable] = (), obeys_depth: bool = False) -> None:
+    def __init__(self, call: DraftCall, frozen: Sequence[FollowerTable] = ()) -> None:
         vocab_size = call.target.get_input_embeddings().weight.shape[0]
         length = call.options.ngram_length
         self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
-        self._options, self._foresight, self._obeys_depth = call.options, call.foresight, obeys_depth
+        self._options, self._foresight = call.options, call.foresight
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: self._tree(ask) for ask in asks}
@@ -41,8 +39,6 @@ class NgramSession(Session):
     def _tree(self, ask: Ask) -> DraftTree:
         """Returns what the n-grams of a text propose."""
         ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth), self._options.threshold
-        if self._obeys_depth:
-            depth = min(depth, self._options.shared_by(ask.sharing).depth)
         if ngrams.last != ask.root:  # they were not told of the root, or it is no token of the vocabulary
             return DraftTree.root(ask.root)
         return ngrams.draft(ask.size, depth, width=1 if ask.chain else None, threshold=threshold)
