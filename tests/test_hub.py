@@ -105,6 +105,7 @@ CODE = {
     "tree_reading.py",
     "trunk.py",
     "trunk_sight.py",
+    "tuning.py",
     "verdict.py",
     "working_weights.py",
 }
