@@ -104,3 +104,14 @@ def test_nothing_is_imported_in_a_circle() -> None:
 
     for path in MODULES:
         visit(path, ())
+
+
+@pytest.mark.parametrize("room", ["engine", "target", "drafters"])
+def test_classes_and_functions_can_be_read_at_a_glance(room: str) -> None:
+    """No class over 300 lines and no function over 60."""
+    longest = {ast.ClassDef: 300, ast.FunctionDef: 60}
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if type(node) in longest:
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= longest[type(node)], f"{path.name}: {node.name} has {lines} lines"

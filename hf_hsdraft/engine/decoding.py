@@ -43,8 +43,7 @@ def speculative_decoding(
     `return_dict_in_generate` an [`HSDraftGenerateOutput`].
 
     Args:
-        statistics: are filled in, whatever the call returns. Seconds are counted with `return_dict_in_generate` only,
-            as that waits for the device.
+        statistics: are filled in, whatever the call returns; seconds only with `return_dict_in_generate`.
         refused: told that the target turns out to read no drafts, which takes a few tokens to find out. Where it raises
             nothing, the call goes on without drafts.
 
@@ -72,16 +71,8 @@ def speculative_decoding(
         if statistics is not None:
             statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
-        rounds = None
-        if texts.active or synced_gpus:
-            setting = Setting(target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack)
-            rounds = Rounds(setting, output, model_kwargs.get("inputs_embeds"), statistics, clock)
-        if rounds is not None:
-            rounds.run()
-        texts.stream()
-        runtime.finish(texts.sequences())
-        if rounds is not None and outlives:
-            rounds.leave_memory()
+        setting = Setting(target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack)
+        rounds = _run_rounds(setting, output, model_kwargs.get("inputs_embeds"), statistics, clock)
     texts.end_stream()
     if rounds is not None and not synced_gpus:
         rounds.drafting.session.end()
@@ -91,6 +82,25 @@ def speculative_decoding(
     statistics.new_tokens, statistics.packed_weights = texts.all_new_tokens(), runtime.packed
     statistics.exact = verifier.exact
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
+
+
+def _run_rounds(
+    call: Setting,
+    output: TargetOutput,
+    inputs_embeds: torch.Tensor | None,
+    statistics: DraftStatistics | None,
+    clock: Clock,
+) -> Rounds | None:
+    """Runs all rounds after the prompts' forward; returns `None` if there are none, as each text has ended."""
+    rounds = None
+    if call.texts.active or call.synced_gpus:
+        rounds = Rounds(call, output, inputs_embeds, statistics, clock)
+        rounds.run()
+    call.texts.stream()
+    call.runtime.finish(call.texts.sequences())
+    if rounds is not None and call.outlives:
+        rounds.leave_memory()
+    return rounds
 
 
 def _read_prompts(

@@ -43,14 +43,13 @@ class TargetRuntime:
 
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
         self.target, self.trees = target, True
-        self.num_texts = self.cached_before = 0
+        self.num_texts = self.cached_before = self._prompt_length = 0
         self._names = Names(target)
         self.tap_layers = list(tap_layers)
         self._kwargs = dict(model_kwargs)  # of the prompts' forward
         if self.tap_layers and not self._kwargs.get("output_hidden_states"):
             # transformers drops an index that the encoder has no layer for, so of a decoder all states are asked for.
             self._kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else self.tap_layers
-        self._prompt_length = 0
         self._kinds: list[AttentionKind] = []
         self._outputs: Any = None  # of the last forward
         self._columns = self._again = 0  # the drafts' columns in it, and those before them that were read again

@@ -140,23 +140,17 @@ class HSDraftConfig(PreTrainedConfig):
         self.target_reference = dict(target_reference) if isinstance(target_reference, Mapping) else target_reference
         self.weights_digest = dict(weights_digest) if isinstance(weights_digest, Mapping) else weights_digest
         self.code_files = None if code_files is None else _as_list(code_files)
-        self.num_hidden_layers = num_hidden_layers
+        self.num_hidden_layers, self.tree_size, self.beam_width = num_hidden_layers, tree_size, beam_width
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
-        self.num_draft_steps, self.sliding_window = num_draft_steps, sliding_window
+        self.num_draft_steps, self.sliding_window, self.head = num_draft_steps, sliding_window, head
         self.rms_norm_eps, self.rope_theta, self.initializer_range = rms_norm_eps, rope_theta, initializer_range
-        self.injector, self.injector_rank = injector, injector_rank
-        self.injector_hidden_size, self.head = injector_hidden_size, head
+        self.injector, self.injector_rank, self.injector_hidden_size = injector, injector_rank, injector_hidden_size
         self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
         self.draft_vocab_ids = None if draft_vocab_ids is None else _as_list(draft_vocab_ids)
-        self.tree_size, self.beam_width = tree_size, beam_width
         self.check()
-        allowed = _allowed(kwargs)
-        names = allowed.get("architectures")
-        if isinstance(names, list) and names and "AutoModel" not in names:
-            allowed["architectures"] = [*names, "AutoModel"]  # by which of transformers' classes a pipeline loads it
-        super().__init__(**allowed)
+        super().__init__(**_with_auto_model(_allowed(kwargs)))
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> HSDraftConfig:
@@ -307,6 +301,14 @@ class HSDraftConfig(PreTrainedConfig):
 def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:
     if not valid:
         raise ValueError(f"{name}={short(value)} is invalid: {wanted}")
+
+
+def _with_auto_model(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same fields, with the class of transformers that a pipeline loads a drafter by among the architectures."""
+    names = kwargs.get("architectures")
+    if isinstance(names, list) and names and "AutoModel" not in names:
+        return {**kwargs, "architectures": [*names, "AutoModel"]}
+    return kwargs
 
 
 def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
