@@ -224,7 +224,10 @@ class HSCandidateGenerator(Session, CandidateGenerator):
                 one, since = [asks[place]], leftover.since(self._advance)[None]
                 expansion = self._expansion(one, leftover.hidden[None, : depths[place]], None, options, since)
                 [resampled] = self._grown(one, expansion, [expansion.depth], options)
-                trees[place] = merge_trees(trees[place], resampled, options.tree_size)
+                if asks[place].chain:
+                    trees[place] = max(trees[place], resampled, key=DraftTree.expected_length)
+                else:
+                    trees[place] = merge_trees(trees[place], resampled, options.tree_size)
         return trees
 
     def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
