@@ -235,7 +235,8 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
         scores = torch.zeros(rows, 1)
         for level in (1, 2, 3):
             log_probs, _ = parts(level, tokens, states)
-            scores_, tokens_, parents, states = parts.best(level, tokens, states, scores, 4)
+            scores_, columns, parents, states = parts.best(level, tokens, states, scores, 4)
+            tokens_ = weights.vocab_ids[columns]
             for row in range(rows):
                 likely = set(weights.vocab_ids[parts.logits[row].amax(dim=0).topk(20).indices].tolist())
                 whole = {
