@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..common.options import Option
 from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Foresight
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Verifier
-from .draft_options import DraftOptions
+from .draft_options import DraftOptions, option_names
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,15 @@ class Session:
 class Drafter:
     """Weights, configuration and drafting options. One drafter may serve several calls at once.
 
-    What is learnt of a drafter is kept by the object. So it has to be hashable and weakly referable, as objects of
-    plain classes are.
+    What is learnt of a drafter is kept by the object: two drafters are never taken for one, however alike. So every
+    class of drafters hashes by identity, a dataclass too.
 
     Attributes:
         taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
         num_draft_steps: greatest `num_assistant_tokens`.
         draws_nodes: whether its sessions can draw their nodes, as a `tree_builder` other than `"beam"` asks for.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
+        own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
         generation_config: the drafting options.
     """
 
@@ -158,11 +160,20 @@ class Drafter:
     num_draft_steps: int
     draws_nodes: bool = False
     least_ngram_length: int = 0
+    own_options: Sequence[Option] = ()
     generation_config: GenerationConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("__hash__") is None:  # a dataclass, or a class with `__eq__`, would have none
+            cls.__hash__ = object.__hash__  # type: ignore[method-assign]
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options where nobody says otherwise."""
         raise NotImplementedError
+
+    def check_together(self, options: DraftOptions) -> None:
+        """Raises a ValueError for options that are right one by one, but exclude each other in this family."""
 
     def check(self, target: Any) -> None:
         """Raises a DraftingRefused that names the field if this drafter was made for another target."""
@@ -181,4 +192,14 @@ class Drafter:
 
     def verifier(self, options: DraftOptions) -> Verifier:
         """The rule that accepts its drafts."""
-        return VERIFIERS[options.verification]
+        return VERIFIERS[options.verification].with_options(options.own)
+
+
+def all_option_names() -> set[str]:
+    """Returns the names of all drafting options that any family here has."""
+    names, families = option_names(), [Drafter]
+    while families:
+        family = families.pop()
+        names |= {option.name for option in family.own_options}
+        families += family.__subclasses__()
+    return names

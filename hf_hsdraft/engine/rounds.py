@@ -170,6 +170,9 @@ class Rounds:
         options = self._limits.options.shared_by(rows)
         foresight = self._call.texts.foresight
         draws = foresight.warper_names if foresight else None  # they take time, and drafts go by them
+        # Options of a family's own change what a draft costs and how often it is right, as reuse does. A threshold
+        # leaves nodes out after they were drafted: that changes what a depth gains, and the cost of no part.
+        own = options.verification, repr(sorted(options.own.items()))
         costs = (
             *kind_of_call(runtime),
             options.beam_width,
@@ -177,9 +180,10 @@ class Rounds:
             runtime.num_texts,
             draws,
             runtime.compile_config is not None,
+            *own,
             type(session).__qualname__,
             *session.kind,
         )
-        habits = draws, rows > 1, options.beam_width, options.ngram_length
+        habits = draws, rows > 1, options.beam_width, options.ngram_length, options.threshold, *own
         depth = 0 if session.free else options.depth
         return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.packed)

@@ -20,7 +20,7 @@ from ..protocol import Accepted, Ask, Session
 from .draft_memory import DraftMemory
 from .expansion import Expansion
 from .network import HSDraftNetwork
-from .reuse import Leftover, ensemble
+from .reuse import Leftover, ensemble, reuse_of
 from .roll_out import RollOut
 from .target_match import warn_of_poor_guesses
 from .working_weights import WorkingWeights
@@ -84,6 +84,7 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         self.kind = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size, drafter.dtype, drafter.device
         self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
         self._options = options or DraftOptions.of(drafter)
+        self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
         self._target = target
         beam = self._options.tree_builder == "beam"
@@ -185,7 +186,7 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         if state.tree is not None and next_token is not None:
             self._count_guess(state.tree, [*accepted, next_token][0])
         state.leftover = None
-        if self._options.reuse != "none":
+        if self._reuse != "none":
             state.leftover = Leftover.of(state.drafted, state.root, accepted)
         state.tree = state.drafted = None
 
@@ -213,13 +214,13 @@ class HSCandidateGenerator(Session, CandidateGenerator):
         """The trees of drafted states `[B, depth, D]`, with what is left of the last round."""
         logits = self._working.logits(hidden)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
-        if left and options.reuse == "ensemble":
+        if left and self._reuse == "ensemble":
             logits, working = logits.clone(), self._working
             for place, leftover in left.items():
-                root, weight = asks[place].root, options.reuse_weight
+                root, weight = asks[place].root, self._reuse_weight
                 ensemble(logits[place], leftover, root, weight, working.logits, working.injector, self._advance)
         trees = self._grown(asks, self._expansion(asks, hidden, logits, options), depths, options)
-        if options.reuse == "resample":
+        if self._reuse == "resample":
             for place, leftover in left.items():
                 one, since = [asks[place]], leftover.since(self._advance)[None]
                 expansion = self._expansion(one, leftover.hidden[None, : depths[place]], None, options, since)

@@ -14,6 +14,7 @@ from ..protocol import DraftCall, Drafter
 from .candidate_generator import HSCandidateGenerator
 from .configuration_hsdraft import HSDraftConfig, decoder_layers
 from .network import HSDraftNetwork
+from .reuse import REUSE_OPTIONS, reuse_of
 from .roll_out import RollOut
 from .static_roll_out import static_roll_out
 from .target_match import has_other_tokens, warn_of_mismatch
@@ -42,6 +43,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     """
 
     draws_nodes = True
+    own_options = REUSE_OPTIONS
     auto_map: ClassVar[dict[str, str]] = {
         "AutoConfig": "configuration_hsdraft.HSDraftConfig",
         "AutoModel": "hub_entry.HSDrafter",
@@ -65,7 +67,14 @@ class HSDrafter(HSDraftNetwork, Drafter):
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""
         config = self.config
-        return default_options(config.num_draft_steps, config.tree_size, config.beam_width)
+        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
+
+    def check_together(self, options: DraftOptions) -> None:
+        reuse, _ = reuse_of(options.own)
+        if options.tree_builder != "beam" and reuse != "none":
+            raise ValueError(
+                f"reuse={reuse!r} is invalid with tree_builder={options.tree_builder!r}: only beams can be merged"
+            )
 
     def check(self, target: Any) -> None:
         config, wanted = text_config(target), self.config

@@ -12,10 +12,10 @@ from ...common.checks import is_integer
 from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
 from ...target.target_limits import text_config
-from ..draft_options import default_options
+from ..draft_options import MOST_LEADING, default_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
-from .ngram_cache import MOST_LEADING, FollowerTable, tables_of
+from .ngram_cache import FollowerTable, tables_of
 from .ngram_session import NgramSession
 
 _OPTIONS = (

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from ...common.tuning import TUNING
 from ...trees.draft_tree import DraftTree, from_nodes
 
-MOST_LEADING = 16  # greatest number of tokens of a leader
-
 
 @dataclass
 class FollowerTable:
