@@ -17,13 +17,13 @@ from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HS
 from .generate_hook import install
 from .repository.care import register_care
 from .repository.package_care import PackageCare
+from .target.target_loading import load_target
 from .trees.draft_tree import DraftTree
 
 allow_names()
 install()
 allow_attachments()
 register_care(PackageCare())
-register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)
 
 __all__ = [
     "Attachment",
@@ -41,5 +41,6 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "load_target",
     "register_drafter",
 ]

@@ -90,7 +90,7 @@ def _hooked_preparation(original: Any) -> Any:
 
 
 def _hinting(original: Any) -> Any:
-    """Adds to the error about unknown arguments of `generate()` where drafting options belong; raises no other error."""
+    """Adds to the error about unknown arguments of `generate()` where drafting options belong."""
 
     @functools.wraps(original)
     def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:

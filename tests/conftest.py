@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -97,6 +98,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="end", chat_template=TEMPLATE
     )
+
+
+@pytest.fixture
+def own_tokenizer(tokenizer) -> PreTrainedTokenizerFast:
+    """A copy for pipelines and servers: those of transformers set its side of padding."""
+    return copy.deepcopy(tokenizer)
 
 
 @pytest.fixture(scope="session")

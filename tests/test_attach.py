@@ -587,10 +587,10 @@ def test_a_data_parallel_wrapper_is_seen_through(target, drafter, prompt):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_pipeline_drafts(target, drafter, tokenizer, batch_size):
+def test_a_pipeline_drafts(target, drafter, own_tokenizer, batch_size):
     texts = ["w1 w2 w3 w4", "w7 w3 w9 w1 w2"]
     target.generation_config.pad_token_id = 0
-    pipe = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    pipe = pipeline("text-generation", model=target, tokenizer=own_tokenizer)
     plain = pipe(texts, batch_size=batch_size, **GREEDY)
     with attach(target, drafter) as attachment:
         assert pipe(texts, batch_size=batch_size, **GREEDY) == plain

@@ -64,6 +64,7 @@ CODE = {
     "ngram_session.py",
     "norms.py",
     "observers.py",
+    "options.py",
     "own_choice.py",
     "pacing.py",
     "packed_weights.py",

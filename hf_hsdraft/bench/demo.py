@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.protocol import Drafter
 from .measure import DEFINITIONS, encode_prompt, first_divergence
 
 _DRAFTED, _OWN = "green", "default"
@@ -41,17 +41,15 @@ class DraftColourStreamer(BaseStreamer):
             if text.endswith("\N{REPLACEMENT CHARACTER}"):
                 continue
             style = _DRAFTED if index < len(tokens) - 1 else _OWN
-            self._console.print(Text(text[len(self._printed) :], style=style), end="")
+            self._console.print(Text(text[len(self._printed) :], style=style), end="", soft_wrap=True)
             self._printed = text
 
     def end(self) -> None:
         rest = self._tokenizer.decode(self._ids, skip_special_tokens=True)[len(self._printed) :]
-        self._console.print(Text(rest, style=_OWN))
+        self._console.print(Text(rest, style=_OWN), soft_wrap=True)
 
 
-def run_demo(
-    target: Any, tokenizer: Any, drafter: HSDrafter, prompt: str, max_new_tokens: int, console: Console
-) -> None:
+def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new_tokens: int, console: Console) -> None:
     """Answers a prompt with the drafter and without it, and prints what the drafter gained."""
     inputs = encode_prompt(tokenizer, prompt, target.device)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
@@ -59,8 +57,8 @@ def run_demo(
     with console.status("measuring what drafting costs on this machine"):
         for assistant in (None, drafter):
             target.generate(**inputs, do_sample=False, max_new_tokens=_WARM_UP, assistant_model=assistant)
-    console.print(Text(prompt, style="bold"))
-    console.print(f"[{_DRAFTED}]drafted and accepted[/], the target's own\n")
+    console.print(Text(prompt, style="bold"), soft_wrap=True)
+    console.print(f"[{_DRAFTED}]drafted and accepted[/], the target's own\n" if console.color_system else "")
     streamer = DraftColourStreamer(tokenizer, console)
     output = target.generate(
         **inputs, **settings, assistant_model=drafter, streamer=streamer, return_dict_in_generate=True

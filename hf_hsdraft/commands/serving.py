@@ -12,7 +12,7 @@ from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOpti
 app = typer.Typer()
 
 
-@app.command()
+@app.command(short_help="Serve a target and a drafter as OpenAI's API.")
 def serve(
     target: TargetOption = None,
     drafter: DrafterOption = None,
@@ -45,7 +45,7 @@ def serve(
     server.run(sockets=[listener])
 
 
-@app.command()
+@app.command(short_help="Chat in the terminal, drafted tokens coloured.")
 def chat(
     target: TargetOption = None,
     drafter: DrafterOption = None,

@@ -172,6 +172,10 @@ class Drafter:
         """The drafting options where nobody says otherwise."""
         raise NotImplementedError
 
+    def check_options(self) -> None:
+        """Raises a ValueError for a drafting option that is wrong."""
+        DraftOptions.of(self)
+
     def check_together(self, options: DraftOptions) -> None:
         """Raises a ValueError for options that are right one by one, but exclude each other in this family."""
 

@@ -81,14 +81,14 @@ def check_processors(processors: LogitsProcessorList, rows: int) -> None:
         if isinstance(one, _NOT_IN_BATCHES):
             raise DraftingRefused(
                 f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
-                "lengths; call generate() for each prompt, or leave assistant_model out"
+                f"lengths; call generate() for each prompt, or {DraftingRefused.PLAINLY}"
             )
         if not _is_known(one) and not is_grammar(one) and not getattr(one, "row_wise", False):
             raise DraftingRefused(
                 f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
                 "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
                 "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "
-                "each prompt, or leave assistant_model out"
+                f"each prompt, or {DraftingRefused.PLAINLY}"
             )
 
 

@@ -91,7 +91,7 @@ def check_inputs(target: Any) -> None:
     raise DraftingRefused(
         f"{type(target).__name__} cannot be drafted for: its prepare_inputs_for_generation was replaced by {whose}. "
         "PEFT does so for prompt tuning, p-tuning and prefix tuning: their virtual tokens stand before the text, where "
-        "a draft cannot be verified. Leave assistant_model out, or use an adapter of the weights such as LoRA; "
+        f"a draft cannot be verified. Use an adapter of the weights such as LoRA, or {DraftingRefused.PLAINLY}; "
         "`with model.disable_adapter():` drafts for the model without the virtual tokens."
     )
 

@@ -80,7 +80,7 @@ class TreeLimits:
 
 
 def states_of(states: torch.Tensor | None, parents: torch.Tensor) -> torch.Tensor | None:
-    """Returns the states `[B, m, S]` of some nodes, given as columns `[B, m]` of `states`; `None` where there are none."""
+    """Returns the states `[B, m, S]` of some nodes, given as columns `[B, m]` of `states`; `None` if there are none."""
     if states is None:
         return None
     return states[torch.arange(len(parents), device=parents.device)[:, None], parents]

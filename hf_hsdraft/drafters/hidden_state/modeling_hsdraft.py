@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -44,10 +44,6 @@ class HSDrafter(HSDraftNetwork, Drafter):
 
     draws_nodes = True
     own_options = REUSE_OPTIONS
-    auto_map: ClassVar[dict[str, str]] = {
-        "AutoConfig": "configuration_hsdraft.HSDraftConfig",
-        "AutoModel": "hub_entry.HSDrafter",
-    }
 
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__(config)
@@ -60,9 +56,6 @@ class HSDrafter(HSDraftNetwork, Drafter):
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
         return self.config.num_draft_steps
-
-    def check_options(self) -> None:
-        DraftOptions.of(self)
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""

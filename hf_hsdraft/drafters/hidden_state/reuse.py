@@ -31,7 +31,7 @@ Advance = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 
 def reuse_of(options: Mapping[str, Any]) -> tuple[str, float]:
-    """Returns what becomes of rejected drafts, and the weight of old logits in `"ensemble"`, the new ones weighing 1."""
+    """Returns what becomes of rejected drafts, and what old logits weigh in `"ensemble"`, the new ones weighing 1."""
     reuse, weight = options["reuse"], options["reuse_weight"]
     if reuse == _GONE:
         logger.warning_once("reuse='skip' is gone, as it gained nothing measurable: nothing is reused")
