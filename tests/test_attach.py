@@ -209,6 +209,8 @@ def test_a_processor_that_is_not_known_is_left_to_plain_decoding_in_batches(targ
     attachment = attach(target, drafter)
     assert target.generate(**batch, **call).tolist() == plain.tolist()
     assert attachment.statistics.calls == 0 and "Unknown" in str(attachment.statistics.stepped_aside)
+    told = str(attachment.statistics.stepped_aside)  # there is no assistant_model to be left out
+    assert "detach(model)" in told and "assistant_model" not in told
     target.generate(batch["input_ids"][1:2], **call)
     assert attachment.statistics.calls == 1
 
