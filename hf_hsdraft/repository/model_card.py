@@ -114,16 +114,21 @@ def render_card(folder: Path, name: str) -> str:
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or ""
+    reads_states = adapts is not None or "target_tap_layers" in config  # as the paper's drafters do
+    metadata = _metadata(name, target, adapts, recipe, benchmarks)
+    if not reads_states:
+        metadata.tags = ["speculative-decoding"]
+    limits = _limits(target)[0 if reads_states else 1 :]
     parts = [
-        f"---\n{_metadata(name, target, adapts, recipe, benchmarks).to_yaml()}\n---",
+        f"---\n{metadata.to_yaml()}\n---",
         MARK,
         f"# {name.rsplit('/', 1)[-1]}",
-        _what_it_is(folder, config, target, adapts) if adapts or "target_tap_layers" in config else _briefly(config),
+        _what_it_is(folder, config, target, adapts) if reads_states else _briefly(config),
         _use(name, target, adapts, remote="auto_map" in config),
         "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
-        "## Limits\n\n" + "\n".join(f"- {line}" for line in [*_limits(target), *recipe.get("limits", [])]),
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
