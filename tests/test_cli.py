@@ -41,7 +41,9 @@ print("loaded:", sorted({"torch", "transformers", "hf_hsdraft.engine"} & sys.mod
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.endswith("loaded: []\n") and ("Usage:" in done.stdout or __version__ in done.stdout), done
+    assert done.stdout.endswith("loaded: []\n") and (
+        "Usage:" in done.stdout + done.stderr or __version__ in done.stdout
+    )
 
 
 def test_the_version_is_printed():

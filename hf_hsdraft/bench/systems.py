@@ -229,11 +229,12 @@ def _untrained(drafter: Any) -> Any:
     Raises:
         ValueError: the drafter has no weights.
     """
-    if not isinstance(drafter, torch.nn.Module):
+    if not hasattr(drafter, "parameters"):
         raise ValueError(f"variant 'untrained' needs a drafter with weights: a {type(drafter).__name__} has none")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return type(drafter)(drafter.config).to(drafter.device, drafter.dtype).eval()
+        made: Any = type(drafter)(drafter.config)
+    return made.to(drafter.device, drafter.dtype).eval()
 
 
 def with_options(drafter: Any, options: dict[str, Any]) -> None:
