@@ -1,9 +1,6 @@
 """The command `hsdraft`: which commands it has, and how further ones join it."""
 
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -29,21 +26,6 @@ def test_the_overview_says_each_command_in_a_line_of_its_own():
     assert not [
         line for line in listed if len(line) > 80 or "..." in line or not line.startswith("  ") or line[2] == " "
     ]
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["bench", "--help"], ["train", "--help"], ["--version"]])
-def test_help_does_not_wait_for_torch(arguments):
-    code = """import sys, hsdraft
-try: hsdraft.main()
-except SystemExit: pass
-print("loaded:", sorted({"torch", "transformers", "hf_hsdraft.engine"} & sys.modules.keys()))"""
-    root = Path(cli.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=root, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.endswith("loaded: []\n") and (
-        "Usage:" in done.stdout + done.stderr or __version__ in done.stdout
-    )
 
 
 def test_the_version_is_printed():
