@@ -5,12 +5,16 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 """
 
 from ._version import __version__
+from .acceleration.accelerator import register_acceleration
+from .acceleration.device_acceleration import DeviceAcceleration
 from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
 from .by_name import allow_names
 from .drafters.auto_drafter import AutoDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from .drafters.hidden_state.draft_support import register_support
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+from .drafters.hidden_state.package_support import PackageSupport
 from .drafters.ngrams.cacheback import CachebackDrafter
 from .drafters.registry import register_drafter
 from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
@@ -23,6 +27,8 @@ allow_names()
 install()
 allow_attachments()
 register_care(PackageCare())
+register_acceleration(DeviceAcceleration)
+register_support(PackageSupport())
 register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)
 
 __all__ = [

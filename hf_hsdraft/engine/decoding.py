@@ -79,8 +79,8 @@ def speculative_decoding(
     clock.finish()
     if statistics is None:
         return texts.sequences()
-    statistics.new_tokens, statistics.packed_weights = texts.all_new_tokens(), runtime.packed
-    statistics.exact = verifier.exact
+    statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
+    statistics.packed_weights = runtime.acceleration.packed
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 

@@ -1,4 +1,4 @@
-"""Those who watch the rounds of a call without deciding anything of its text: clocks, statistics, packing."""
+"""Those who watch the rounds of a call without deciding anything of its text: clocks and statistics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..acceleration.cpu.packing import Packing
+from ..acceleration.accelerator import Acceleration
 from ..drafters.protocol import Accepted, Ask
-from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from .call_output import Clock, DraftStatistics
 from .drafting import Drafting
@@ -82,10 +81,14 @@ class StatisticsKeeper(Observer):
 
 
 class PaceTimer(Observer):
-    """Tells the pace how long rounds take, and what came of them."""
+    """Tells the pace how long rounds take and what came of them, and the acceleration that they have ended.
 
-    def __init__(self, drafting: Drafting, packer: Packer) -> None:
-        self._drafting, self._packer = drafting, packer
+    Args:
+        changed: called when forwards become others, whose costs have to be learnt anew.
+    """
+
+    def __init__(self, drafting: Drafting, acceleration: Acceleration, changed: Callable[[], None]) -> None:
+        self._drafting, self._acceleration, self._changed = drafting, acceleration, changed
         self._began = self._drafted = self._verified = 0.0
 
     def _now(self) -> float:
@@ -101,41 +104,11 @@ class PaceTimer(Observer):
         self._verified = self._now()  # reading the choices has waited for the device
 
     def ended(self, done: Round) -> None:
-        if done.emitted:
-            emitted = sum(done.emitted) / len(done.emitted)
-            seconds = None if self._packer.packs else self._verified - self._drafted
-            draft_seconds = self._drafted - self._began
-            self._drafting.pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
-
-
-class Packer(Observer):
-    """Lets forwards multiply by packed weights once that pays.
-
-    Args:
-        packing: of the target's weights.
-        changed: called when forwards become others, whose costs have to be learnt anew.
-
-    Attributes:
-        packs: whether the next forward packs, and takes longer for it.
-    """
-
-    def __init__(self, packing: Packing, runtime: TargetRuntime, changed: Callable[[], None]) -> None:
-        self._packing, self._runtime, self._changed = packing, runtime, changed
-        self.packs = False
-
-    def begin(self, room: int) -> None:
-        """Before the first round.
-
-        Args:
-            room: number of tokens that the call may emit.
-        """
-        self.packs = self._packing.begin(room)
-        self._runtime.multiply_by(self._packing.weights)
-
-    def ended(self, done: Round) -> None:
         if not done.emitted:
             return
-        self.packs = self._packing.after_round()
-        if self._packing.weights is not None and not self._runtime.packed:
-            self._runtime.multiply_by(self._packing.weights)
+        emitted = sum(done.emitted) / len(done.emitted)
+        seconds = None if self._acceleration.packs else self._verified - self._drafted
+        draft_seconds = self._drafted - self._began
+        self._drafting.pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
+        if self._acceleration.after_round():
             self._changed()

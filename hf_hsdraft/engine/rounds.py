@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..acceleration.cpu.packing import Packing
 from ..common.refusals import DraftingRefused
 from ..common.tuning import TUNING
 from ..drafters.draft_options import DraftOptions
@@ -23,7 +22,7 @@ from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .drafting import Drafting
 from .local_target import LocalTarget, prompt_news
-from .observers import PaceTimer, Packer, StatisticsKeeper
+from .observers import PaceTimer, StatisticsKeeper
 from .recorder import Recorder
 from .round_loop import decode
 from .text_positions import TextPositions
@@ -88,22 +87,23 @@ class Rounds:
         self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus, call.refused)
         self._limits.find(output.logits[:, -1])
         self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, call.drafter.taps)
-        options = self._limits.options
+        options, acceleration = self._limits.options, runtime.acceleration
         self.drafting = Drafting.of(
             call.drafter,
-            DraftCall(call.target, rows, options, texts.foresight, runtime.slots, runtime.compile_config, call.stack),
+            DraftCall(
+                call.target, rows, options, texts.foresight, runtime.slots, acceleration.compile_config, call.stack
+            ),
             texts.prune,
         )
         if rows == 1:
             memory = getattr(runtime.cache, _MEMORY, None)
             if memory is not None:
                 self.drafting.session.resume(memory, runtime.cached_before)
-        asked_for = options.packed_weights if runtime.can_pack else False
-        packing = Packing(call.target, asked_for, lambda: slower_packed(call.target, self._kind()))
-        packer = Packer(packing, runtime, self._set_pace)
-        packer.begin(max(map(texts.room, range(rows))))
+        room = max(map(texts.room, range(rows)))
+        acceleration.begin(options.packed_weights, room, lambda: slower_packed(call.target, self._kind()))
         self._set_pace()
-        self._observers = [StatisticsKeeper(statistics, clock), PaceTimer(self.drafting, packer), packer]
+        timer = PaceTimer(self.drafting, acceleration, self._set_pace)
+        self._observers = [StatisticsKeeper(statistics, clock), timer]
         several = rows > 1 and not call.synced_gpus and not call.recorder.records
         self._texts_leave = several and runtime.let_rows_leave(keep=call.outlives)
         self.drafting.observe(prompt_news(texts, output, positions, self._target.own_taps, inputs_embeds, runtime))
@@ -176,10 +176,10 @@ class Rounds:
             (self._target.furthest() // TUNING.cost_length).bit_length(),
             runtime.num_texts,
             draws,
-            runtime.compile_config is not None,
+            runtime.acceleration.compile_config is not None,
             type(session).__qualname__,
             *session.kind,
         )
         habits = draws, rows > 1, options.beam_width, options.ngram_length
         depth = 0 if session.free else options.depth
-        return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.packed)
+        return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.acceleration.packed)
