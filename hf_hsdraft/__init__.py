@@ -18,6 +18,8 @@ from .drafters.hidden_state.package_support import PackageSupport
 from .drafters.ngrams.cacheback import CachebackDrafter
 from .drafters.registry import register_drafter
 from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
+from .engine.grammar_processor import GrammarProcessor
+from .engine.row_processors import register_form
 from .generate_hook import install
 from .repository.care import register_care
 from .repository.package_care import PackageCare
@@ -29,6 +31,7 @@ allow_attachments()
 register_care(PackageCare())
 register_acceleration(DeviceAcceleration)
 register_support(PackageSupport())
+register_form(GrammarProcessor)
 register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)
 
 __all__ = [

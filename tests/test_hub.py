@@ -52,7 +52,6 @@ CODE = {
     "foresight.py",
     "generate_hook.py",
     "generate_recipe.py",
-    "grammar_processor.py",
     "growing_cache.py",
     "hub_entry.py",
     "injectors.py",
