@@ -18,7 +18,7 @@ from torch import nn
 from ...acceleration.cpu.products import Product, are_rounded, are_weights, joined
 from ...common.norms import RMSNorm
 from ...common.tensors import is_unhooked
-from .injectors import INJECTORS
+from .injectors import INJECTORS, Injector
 from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork
 from .working_weights import WorkingWeights
 
@@ -44,8 +44,17 @@ class QuickWeights(WorkingWeights):
             drafter.frequencies(),
             joined(drafter.norm),
             Product(head) if drafter.lm_head is None else joined(drafter.lm_head),  # type: ignore[arg-type]
-            drafter.injector.with_products(joined),
+            _by_products(drafter.injector),
         )
+
+
+def _by_products(injector: Injector) -> Injector:
+    """The same rules with products in place of the injector's modules."""
+    other = type(injector).__new__(type(injector))
+    nn.Module.__init__(other)
+    for name, part in injector.named_children():
+        setattr(other, name, joined(part))
+    return other
 
 
 def _fusing(drafter: HSDraftNetwork) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from ...acceleration.gpu.compiled_calls import compiled
 from ...acceleration.gpu.static_text import StaticText, keep_in_place
+from ...common.package_tuning import TUNING
 from ...common.tensors import on_device
-from ...common.tuning import TUNING
 from .configuration_hsdraft import HSDraftConfig
 from .contexts import DraftContext
 from .network import HSDraftNetwork

@@ -15,7 +15,7 @@ from ...target.target_limits import text_config
 from ..draft_options import default_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
-from .ngram_cache import MOST_LEADING, FollowerTable, tables_of
+from .ngram_cache import MOST_LEADING, FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
 _OPTIONS = (
@@ -76,7 +76,7 @@ class CachebackDrafter(Drafter):
                 raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
             setattr(self.generation_config, name, value)
         known = [[int(token) for token in text] for text in texts]
-        self.frozen: list[FollowerTable] = tables_of(known, ngram_length) if known else []
+        self.frozen = _tables_of(known, ngram_length) if known else []
         self.most_token = max((max(text) for text in known if text), default=-1)
 
     def default_generation_config(self) -> GenerationConfig:
@@ -93,3 +93,11 @@ class CachebackDrafter(Drafter):
 
     def session(self, call: DraftCall) -> NgramSession:
         return NgramSession(call, self.frozen)
+
+
+def _tables_of(texts: Sequence[Sequence[int]], length: int) -> list[FollowerTable]:
+    """Returns the tables of some texts, for leaders of up to `length` tokens. No n-gram goes over the end of a text."""
+    cache = NgramCache(length)
+    for text in texts:
+        cache.extend([*text, -1])
+    return cache.own
