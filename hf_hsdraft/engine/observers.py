@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..acceleration.accelerator import Acceleration
 from ..drafters.protocol import Accepted, Ask
 from ..trees.draft_tree import DraftTree
-from .call_output import Clock, DraftStatistics
+from .call_output import DraftStatistics
 from .drafting import Drafting
 
 
@@ -57,27 +59,48 @@ class Observer:
 
 
 class StatisticsKeeper(Observer):
-    """Enters rounds into the statistics of a call, if it keeps any."""
+    """Enters a call and its rounds into the statistics.
 
-    def __init__(self, statistics: DraftStatistics | None, clock: Clock) -> None:
-        self._statistics, self._clock = statistics, clock
+    Args:
+        statistics: are filled in.
+        device: of the target.
+        timed: whether times are taken. That waits for the device.
+    """
+
+    def __init__(self, statistics: DraftStatistics, device: torch.device, timed: bool) -> None:
+        self.statistics, self._device, self._timed = statistics, device, timed
+        self._begin = self._last = self._now()
+
+    def _now(self) -> float:
+        if self._timed and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() if self._timed else 0.0
+
+    def enter(self, part: str) -> None:
+        """Adds the time since the last entry, or since the round began, to a field."""
+        now = self._now()
+        setattr(self.statistics, part, getattr(self.statistics, part) + now - self._last)
+        self._last = now
+
+    def finish(self) -> None:
+        """The call has ended."""
+        self.statistics.total_seconds = self._now() - self._begin
 
     def began(self) -> None:
-        self._clock.start()
+        self._last = self._now()
 
     def drafted(self) -> None:
-        self._clock.stop("draft_seconds")
+        self.enter("draft_seconds")
 
     def verified(self) -> None:
-        self._clock.stop("verify_seconds")
+        self.enter("verify_seconds")
 
     def ended(self, done: Round) -> None:
-        self._clock.stop("commit_seconds")
-        if self._statistics is not None:
-            self._statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
-            self._statistics.row_forwards += len(done.nodes) * done.forwards
-            self._statistics.accepted_lengths += done.accepted
-            self._statistics.drafted_nodes += done.nodes
+        self.enter("commit_seconds")
+        self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
+        self.statistics.row_forwards += len(done.nodes) * done.forwards
+        self.statistics.accepted_lengths += done.accepted
+        self.statistics.drafted_nodes += done.nodes
 
 
 class PaceTimer(Observer):

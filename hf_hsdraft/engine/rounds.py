@@ -17,7 +17,6 @@ from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_pack
 from ..target.target_ability import kind_of_call
 from ..target.target_outputs import TargetOutput
 from ..target.target_runtime import TargetRuntime
-from .call_output import Clock, DraftStatistics
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .drafting import Drafting
@@ -66,8 +65,7 @@ class Rounds:
         call: what it is made of.
         output: of the prompts' forward.
         inputs_embeds: `[B, length, D]`, for prompts that were given so.
-        statistics: of the call, if it keeps any.
-        clock: of the statistics.
+        keeper: of the call's statistics.
 
     Raises:
         DraftingRefused: the target reads no drafts.
@@ -78,11 +76,10 @@ class Rounds:
         call: Setting,
         output: TargetOutput,
         inputs_embeds: torch.Tensor | None,
-        statistics: DraftStatistics | None,
-        clock: Clock,
+        keeper: StatisticsKeeper,
     ) -> None:
         runtime, texts, rows = call.runtime, call.texts, len(call.texts.rows)
-        self._call, self._statistics = call, statistics
+        self._call, self._statistics = call, keeper.statistics
         positions = TextPositions.of(runtime, output.taps.shape[1], rows)
         self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus, call.refused)
         self._limits.find(output.logits[:, -1])
@@ -103,7 +100,7 @@ class Rounds:
         acceleration.begin(options.packed_weights, room, lambda: slower_packed(call.target, self._kind()))
         self._set_pace()
         timer = PaceTimer(self.drafting, acceleration, self._set_pace)
-        self._observers = [StatisticsKeeper(statistics, clock), timer]
+        self._observers = [keeper, timer]
         several = rows > 1 and not call.synced_gpus and not call.recorder.records
         self._texts_leave = several and runtime.let_rows_leave(keep=call.outlives)
         self.drafting.observe(prompt_news(texts, output, positions, self._target.own_taps, inputs_embeds, runtime))
@@ -126,9 +123,8 @@ class Rounds:
         before = call.runtime.forwards
         if call.outlives and not call.synced_gpus:
             self._target.read_ends()
-        if self._statistics is not None:
-            self._statistics.target_forwards += call.runtime.forwards - before
-            self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
+        self._statistics.target_forwards += call.runtime.forwards - before
+        self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
 
     def leave_memory(self) -> None:
         """Leaves what the drafter has read of a single text on the cache, for a call that goes on from there."""
