@@ -28,7 +28,8 @@ def empty_room(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample):
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
+def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample, cache):
     target = make_target(seed=4)
     drafter = make_drafter(target)
     ids = torch.randint(5, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(rows))
@@ -36,7 +37,7 @@ def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample)
 
     def text(**kwargs):
         torch.manual_seed(1)
-        return target.generate(ids, max_new_tokens=32, do_sample=do_sample, **kwargs).tolist()
+        return target.generate(ids, max_new_tokens=32, do_sample=do_sample, **cache, **kwargs).tolist()
 
     without = text(assistant_model=drafter)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa
