@@ -85,7 +85,7 @@ class Rounds:
         self._limits.find(output.logits[:, -1])
         self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, call.drafter.taps)
         options, acceleration = self._limits.options, runtime.acceleration
-        self.drafting = Drafting.of(
+        self.drafting = Drafting(
             call.drafter,
             DraftCall(
                 call.target, rows, options, texts.foresight, runtime.slots, acceleration.compile_config, call.stack
