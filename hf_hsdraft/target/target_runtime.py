@@ -129,7 +129,7 @@ class TargetRuntime:
         output = target_output(self.target, self._outputs, self._names.states, self.tap_layers)
         return output.last(self._columns)
 
-    def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int] | None]) -> None:
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
 
         Args:

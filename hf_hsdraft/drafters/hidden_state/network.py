@@ -93,7 +93,6 @@ class HSDraftNetwork(PretrainedDrafter):
 
     config_class = HSDraftConfig
     config: HSDraftConfig
-    base_model_prefix = ""
     main_input_name = "taps"
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
 
@@ -207,7 +206,7 @@ class HSDraftNetwork(PretrainedDrafter):
             tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
             return look_up(tokens).to(device, dtype)
 
-        return TargetWeights(embed, head, vocab_ids, len(table))
+        return TargetWeights(embed, head, vocab_ids)
 
 
 def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
