@@ -104,22 +104,24 @@ def check_processors(processors: LogitsProcessorList, rows: int) -> None:
         form = _form_of(one)
         if form is not None:
             form.check(one, rows)
-    if rows == 1:
-        return
-    for one in processors:
-        name = type(one).__name__
-        if isinstance(one, _NOT_IN_BATCHES):
-            raise DraftingRefused(
-                f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
-                "lengths; call generate() for each prompt, or leave assistant_model out"
-            )
-        if not _is_known(one) and _form_of(one) is None and not getattr(one, "row_wise", False):
-            raise DraftingRefused(
-                f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
-                "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
-                "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "
-                "each prompt, or leave assistant_model out"
-            )
+        elif rows > 1:
+            _check_row_wise(one)
+
+
+def _check_row_wise(processor: Any) -> None:
+    name = type(processor).__name__
+    if isinstance(processor, _NOT_IN_BATCHES):
+        raise DraftingRefused(
+            f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
+            "lengths; call generate() for each prompt, or leave assistant_model out"
+        )
+    if not _is_known(processor) and not getattr(processor, "row_wise", False):
+        raise DraftingRefused(
+            f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
+            "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
+            "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "
+            "each prompt, or leave assistant_model out"
+        )
 
 
 def _is_known(processor: Any) -> bool:

@@ -1,6 +1,6 @@
 """Contexts of a trunk: keys and values of accepted positions, and which of them a row sees.
 
-`PackedTexts` serves training and batches, `GrowingText` a single text; one of fixed shape is `StaticText`.
+`PackedTexts` serves training and batches, `GrowingText` a single text.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Here are the parameters and the forward of training; what is computed with them is in `trunk`. Nothing has a batch axis:
 training packs several documents into one row and rolls many chains at once. Decoding hands `WorkingWeights`, made of
-the same parameters, to the same trunk; `hsdraft check` compares the two, but for the rounding to 8 bits.
+the same parameters, to the same trunk. With the package these may be rounded to 8 bits; `hsdraft check` compares the
+two, but for that.
 
 Letters in the shapes: T pairs that are read, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
 """
