@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import sys
@@ -289,6 +290,8 @@ def test_prompts_are_padded_to_a_length_by_other_text(target, tokenizer):
         padded = padded_prompt(tokenizer, "w1 w2 w3", others, length)
         assert padded.endswith("w1 w2 w3") and encode_prompt(tokenizer, padded)["input_ids"].shape[1] == length
     assert padded_prompt(tokenizer, others[0], others[1:], 8) is None
+    tokenizer = copy.deepcopy(tokenizer)  # pipelines of other tests set the side of the common one
+    tokenizer.padding_side = "right"
     batches = padded_batches(tokenizer, ["w1", "w1 w2 w3 w4", "w1 w2", "w5", "w6 w7"], 2, "cpu")
     assert [batch["attention_mask"].sum(1).tolist() for batch in batches] == [[4, 4], [5, 5]]
     [batch] = padded_batches(tokenizer, ["w1 w2", "w3", "w4 w5 w6"], 3, "cpu")

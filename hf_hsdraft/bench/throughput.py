@@ -14,7 +14,8 @@ from rich.table import Table
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .calls import until_end
 from .machine import synchronise
-from .measure import DEFINITIONS, encode_batch
+from .measure import DEFINITIONS
+from .sweeps import padded_batches
 
 
 @dataclass
@@ -74,18 +75,13 @@ def run_throughput(
     Raises:
         ValueError: there are fewer prompts than a batch needs.
     """
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     results = []
     for size in batch_sizes:
         result = Throughput(size)
-        needed = sorted(prompts[: size * calls], key=len)
-        batches = [needed[start : start + size] for start in range(0, len(needed) - size + 1, size)]
+        batches = padded_batches(tokenizer, prompts[: size * calls], size, target.device)
         if not batches:
             raise ValueError(f"a batch of {size} needs as many prompts; there are {len(prompts)}")
-        for index, batch in enumerate([batches[0], *batches]):
-            inputs = encode_batch(tokenizer, batch, target.device)
+        for index, inputs in enumerate([batches[0], *batches]):
             plain = _timed(target, inputs, max_new_tokens if index else 4, None)
             drafted = _timed(target, inputs, max_new_tokens if index else 4, drafter)
             if index == 0:  # the first call warms up

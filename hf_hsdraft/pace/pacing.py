@@ -51,7 +51,7 @@ class Habits:
         return cls(Calibration(), [TUNING.first_gain * TUNING.gain_ratio**d for d in range(depth)])
 
     def of_depth(self, depth: int) -> Habits:
-        """Returns the same habits for drafts up to another depth. Unknown gains are half of the one before."""
+        """Returns these habits for drafts up to another depth. An unknown gain is a fixed part of the one before."""
         gains = self.gains[:depth]
         while len(gains) < depth:
             gains.append(TUNING.unknown_gain_ratio * gains[-1] if gains else 0.0)
