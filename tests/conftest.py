@@ -127,7 +127,8 @@ def tuned(monkeypatch):
     def change(**values):
         for name, module in list(sys.modules.items()):
             if name.startswith("hf_hsdraft.") and isinstance(getattr(module, "TUNING", None), Tuning):
-                monkeypatch.setattr(module, "TUNING", replace(module.TUNING, **values))
+                known = {name: value for name, value in values.items() if hasattr(module.TUNING, name)}
+                monkeypatch.setattr(module, "TUNING", replace(module.TUNING, **known))
 
     return change
 

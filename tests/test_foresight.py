@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.hidden_state.expansion import Expansion
-from hf_hsdraft.drafters.hidden_state.working_weights import working_weights
+from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.trees.draft_tree import DraftTree
 from hf_hsdraft.verifiers.foresight import Draws, Foresight, Race, _Numbers
@@ -224,7 +224,7 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
     tuned(likely_columns=20)
     drafter = make_drafter(target)
     modules = target.get_input_embeddings(), target.get_output_embeddings()
-    weights, working = drafter.borrow(*modules), working_weights(drafter, *modules)
+    weights, working = drafter.borrow(*modules), quick_weights(drafter, *modules)
     torch.manual_seed(0)
     hidden = torch.randn(rows, 3, drafter.config.hidden_size)
     draws = [Draws(torch.Generator().manual_seed(row), VOCAB) for row in range(rows)]

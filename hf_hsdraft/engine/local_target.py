@@ -107,7 +107,7 @@ class LocalTarget:
             if not self._limits.presumed:  # a refusal comes before anything is streamed
                 texts.stream()
             beyond = texts.beyond_end()
-            runtime.commit(list(trees.values()), [self._kept(row, verdicts, beyond[row]) for row in self.read])
+            runtime.commit([self._kept(row, verdicts, beyond[row]) for row in self.read])
         if runtime.in_step and active:  # rows that have ended are read on with the others
             for row in set(trees) - set(active):
                 self._positions.roots[row] += 1 + shortest
@@ -165,7 +165,7 @@ class LocalTarget:
         trees = [self._undrafted(row) for row in self.read]
         with runtime.undone_on_error():
             runtime.verify(trees, texts.batch())
-            runtime.commit(trees, [[] if row in rows else None for row in self.read])
+            runtime.commit([[] if row in rows else None for row in self.read])
 
 
 def waited_for(lengths: Mapping[int, int]) -> list[int]:

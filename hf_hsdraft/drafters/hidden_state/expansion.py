@@ -7,7 +7,6 @@ from functools import cached_property
 
 import torch
 
-from ...acceleration.cpu.products import Product
 from ...common.target_weights import TargetWeights
 from ...common.tensors import Transform
 from ...common.tuning import TUNING
@@ -112,11 +111,12 @@ class Expansion(TreeExpansion):
         up = self.working.injector.up
         if self.logits.shape[-1] < 2 * TUNING.likely_columns:
             return None, up, self.logits, self.race
-        if len(self.logits) > 1 or not isinstance(up, Product):
+        of_outputs = getattr(up, "of", None)  # a product may be able to make some of its outputs alone
+        if len(self.logits) > 1 or of_outputs is None:
             return None, up, self.logits, None if self.race is None else self.race.among(self._columns)
         [columns] = self._columns
         race = None if self.race is None else self.race.among(columns)
-        return self._columns, up.of(columns), self.logits.index_select(-1, columns), race
+        return self._columns, of_outputs(columns), self.logits.index_select(-1, columns), race
 
     @cached_property
     def _columns(self) -> torch.Tensor:

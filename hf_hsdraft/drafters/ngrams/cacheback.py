@@ -31,7 +31,7 @@ from ...target.target_limits import text_config
 from ..draft_options import MOST_LEADING, default_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
-from .ngram_cache import FollowerTable, tables_of
+from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
 _OPTIONS = (
@@ -94,7 +94,7 @@ class CachebackDrafter(Drafter):
                 raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
             setattr(self.generation_config, name, value)
         self.texts = [[int(token) for token in text] for text in texts]
-        self.frozen: list[FollowerTable] = tables_of(self.texts, ngram_length) if self.texts else []
+        self.frozen: list[FollowerTable] = _tables_of(self.texts, ngram_length) if self.texts else []
         self.most_token = max((max(text) for text in self.texts if text), default=-1)
 
     @classmethod
@@ -166,3 +166,11 @@ class CachebackDrafter(Drafter):
 
     def session(self, call: DraftCall) -> NgramSession:
         return NgramSession(call, self.frozen)
+
+
+def _tables_of(texts: Sequence[Sequence[int]], length: int) -> list[FollowerTable]:
+    """Returns the tables of some texts, for leaders of up to `length` tokens. No n-gram goes over the end of a text."""
+    cache = NgramCache(length)
+    for text in texts:
+        cache.extend([*text, -1])
+    return cache.own
