@@ -106,6 +106,13 @@ class Tuning:
     # Number of rounds without a draft until it is tried again: at first, and at most - by hand.
     first_pause: int = 8
     longest_pause: int = 32
+    # Account of what drafting saves: what it begins with and the most that it holds, in plain rounds; and the part of a
+    # round that each round pays in, which drafting may lose in the long run - by hand.
+    first_saved: float = 3.0
+    most_saved: float = 6.0
+    allowed_loss: float = 0.02
+    # How many times its cost a draft has to promise where drafting has lost more than that - by hand.
+    worth_in_debt: float = 2.0
     # What an earlier text counts for: number of drafts of its gains, and part of what was accepted - by hand.
     kept_drafts: int = 2
     kept_trust: float = 0.3

@@ -35,6 +35,7 @@ class Ask:
         chain: whether only one path may be drafted.
         reach: greatest depth that the target can verify. `num_assistant_tokens` limits `depth` too, but not the n-grams
             in front of a drafter, which may go so deep.
+        ahead: number of tokens by which the text is longer than the shortest one that still grows.
         decides: whether the batch waits for this text. The pace looks at these texts only.
     """
 
@@ -45,6 +46,7 @@ class Ask:
     sharing: int = 1
     chain: bool = False
     reach: int = 0
+    ahead: int = 0
     decides: bool = True
 
 

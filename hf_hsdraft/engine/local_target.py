@@ -60,7 +60,8 @@ class LocalTarget:
     def asks(self) -> list[Ask]:
         """The drafts that are wanted for the next round, of the texts that still grow."""
         active = self._texts.active
-        decide = waited_for({row: self._texts.new_tokens(row) for row in active})
+        lengths = {row: self._texts.new_tokens(row) for row in active}
+        decide, shortest = waited_for(lengths), min(lengths.values(), default=0)
         # Sizes that are fixed stay so when texts leave.
         options = self._limits.options
         sharing = len(self._texts.rows) if options.tree_sizing == "fixed" else len(self.read)
@@ -74,6 +75,7 @@ class LocalTarget:
                 sharing,
                 chain=options.beam_width == 1,
                 reach=depths[row],
+                ahead=lengths[row] - shortest,
                 decides=row in decide,
             )
             for row in active

@@ -24,6 +24,7 @@ class Round:
         accepted: number of emitted tokens of each text that its tree held.
         forwards: number of forwards of the target.
         emitted: number of tokens emitted by each text that the batch waits for.
+        progress: number of tokens by which the shortest text has become longer. The batch ends with it.
         depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
     """
 
@@ -31,6 +32,7 @@ class Round:
     accepted: Sequence[int]
     forwards: int
     emitted: Sequence[int]
+    progress: int
     depth: int
 
     @classmethod
@@ -39,7 +41,9 @@ class Round:
     ) -> Round:
         """The round that answered `asks` with `trees`, of which `news` came."""
         emitted = [len(each.tokens) for ask, each in zip(asks, news, strict=True) if ask.decides]
-        return cls([len(tree) - 1 for tree in trees], [each.num_drafted for each in news], forwards, emitted, depth)
+        progress = min((ask.ahead + len(each.tokens) for ask, each in zip(asks, news, strict=True)), default=0)
+        nodes, accepted = [len(tree) - 1 for tree in trees], [each.num_drafted for each in news]
+        return cls(nodes, accepted, forwards, emitted, progress, depth)
 
 
 class Observer:
@@ -132,6 +136,7 @@ class PaceTimer(Observer):
         emitted = sum(done.emitted) / len(done.emitted)
         seconds = None if self._acceleration.packs else self._verified - self._drafted
         draft_seconds = self._drafted - self._began
-        self._drafting.pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
+        pace = self._drafting.pace
+        pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds, done.progress)
         if self._acceleration.after_round():
             self._changed()
