@@ -111,8 +111,8 @@ class Tuning:
     first_saved: float = 3.0
     most_saved: float = 6.0
     allowed_loss: float = 0.02
-    # How many times its cost a draft has to promise where drafting has lost more than that - by hand.
-    worth_in_debt: float = 2.0
+    # How many times its cost more a draft has to promise for each plain round of debt - by hand.
+    worth_of_debt: float = 2.0
     # What an earlier text counts for: number of drafts of its gains, and part of what was accepted - by hand.
     kept_drafts: int = 2
     kept_trust: float = 0.3

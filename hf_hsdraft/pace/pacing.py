@@ -159,8 +159,8 @@ class CostPace(Pace):
     much.
 
     Expectations may be wrong. So the pace keeps an account of the time that drafting has saved and cost, over all texts
-    of the drafter (`Habits.saved`). Once drafts have cost more than they saved, only those are made and verified that
-    promise several times their cost, until plain rounds have paid the debt off, a small part of a round each.
+    of the drafter (`Habits.saved`). Once drafts have cost more than they saved, a draft has to promise more than its cost,
+    the more the larger the debt. Every round pays a small part of the debt off.
 
     Args:
         depth: greatest depth of a draft.
@@ -212,7 +212,7 @@ class CostPace(Pace):
     @property
     def _least_worth(self) -> float:
         """How many times its cost a draft has to promise."""
-        return 1.0 if self.habits.saved > 0.0 else TUNING.worth_in_debt
+        return 1.0 + TUNING.worth_of_debt * max(-self.habits.saved, 0.0)
 
     def _best_depth(self, certain: float) -> int:
         """Returns the depth that gains most; 0 where none gains."""
