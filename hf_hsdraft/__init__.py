@@ -19,6 +19,7 @@ from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HS
 from .engine.grammar_processor import GrammarProcessor
 from .engine.row_processors import register_form
 from .generate_hook import install
+from .hints import allow_hints
 from .repository.care import register_care
 from .repository.package_care import PackageCare
 from .target.target_loading import load_target
@@ -27,6 +28,7 @@ from .trees.draft_tree import DraftTree
 allow_names()
 install()
 allow_attachments()
+allow_hints()
 register_care(PackageCare())
 register_acceleration(DeviceAcceleration)
 register_form(GrammarProcessor)

@@ -11,12 +11,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import SuppressTokensAtBeginLogitsProcessor, WhisperNoSpeechDetection
 from transformers.generation.utils import GenerationMixin
 
-from .drafters.protocol import Drafter, all_option_names
+from .drafters.protocol import Drafter
 from .engine.decoding import speculative_decoding
 from .target.capture_hooks import no_hooks_left
 from .target.target_limits import check_inputs
-
-_PLACE = "drafter.generation_config"
 
 
 def install() -> None:
@@ -30,7 +28,6 @@ def install() -> None:
     GenerationMixin._assisted_decoding = _hooked_decoding(GenerationMixin._assisted_decoding)
     GenerationMixin._validate_generation_mode = _hooked_validation(GenerationMixin._validate_generation_mode)
     GenerationMixin._prepare_generation_config = _hooked_preparation(GenerationMixin._prepare_generation_config)
-    GenerationMixin._validate_model_kwargs = _hinting(GenerationMixin._validate_model_kwargs)
 
 
 def _is_installed(method: Any) -> bool:
@@ -87,23 +84,6 @@ def _hooked_preparation(original: Any) -> Any:
         return config, others
 
     return _prepare_generation_config
-
-
-def _hinting(original: Any) -> Any:
-    """Adds to the error about unknown arguments of `generate()` where drafting options belong."""
-
-    @functools.wraps(original)
-    def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
-        try:
-            original(self, model_kwargs)
-        except ValueError as error:
-            found = sorted(model_kwargs.keys() & all_option_names())
-            if not found or _PLACE in str(error):  # another copy of this module has said so
-                raise
-            places = ", ".join(f"{_PLACE}.{name} = {model_kwargs[name]!r}" for name in found)
-            raise ValueError(f"{error}. Drafting options are set on the drafter, before the call: {places}") from None
-
-    return _validate_model_kwargs
 
 
 def _hooked_decoding(original: Any) -> Any:

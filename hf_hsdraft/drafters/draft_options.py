@@ -102,9 +102,7 @@ class DraftOptions:
         _check_sizes(option, drafter)
         _check_rules(option, drafter)
         builder = option("tree_builder")
-        if (
-            builder == "gumbel" and option("beam_width") == 1
-        ):  # that builder draws trees only; of one path both are alike
+        if builder == "gumbel" and option("beam_width") == 1:  # draws trees only; both draw one path alike
             builder = "stochastic_beam"
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         options = cls(

@@ -19,7 +19,7 @@ from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Foresight
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Verifier
-from .draft_options import DraftOptions, option_names
+from .draft_options import DraftOptions
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,3 @@ class Drafter:
     def verifier(self, options: DraftOptions) -> Verifier:
         """The rule that accepts its drafts."""
         return VERIFIERS[options.verification].with_options(options.own)
-
-
-def all_option_names() -> set[str]:
-    """Returns the names of all drafting options that any family here has."""
-    names, families = option_names(), [Drafter]
-    while families:
-        family = families.pop()
-        names |= {option.name for option in family.own_options}
-        families += family.__subclasses__()
-    return names

@@ -159,8 +159,8 @@ class CostPace(Pace):
     much.
 
     Expectations may be wrong. So the pace keeps an account of the time that drafting has saved and cost, over all texts
-    of the drafter (`Habits.saved`). Once drafts have cost more than they saved, a draft has to promise more than its cost,
-    the more the larger the debt. Every round pays a small part of the debt off.
+    of the drafter (`Habits.saved`). In debt a draft has to promise more than its cost, the more the larger the debt.
+    Every round pays a small part of the debt off.
 
     Args:
         depth: greatest depth of a draft.
