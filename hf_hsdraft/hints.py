@@ -14,7 +14,7 @@ _PLACE = "drafter.generation_config"
 
 
 def allow_hints() -> None:
-    """Adds to transformers' error about unknown arguments of `generate()` where drafting options are set. Idempotent."""
+    """Adds to the error about unknown arguments of `generate()` where drafting options are set. Idempotent."""
     original = GenerationMixin._validate_model_kwargs
     if getattr(original, "_hsdraft_hints", False):
         return
