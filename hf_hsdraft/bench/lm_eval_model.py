@@ -37,7 +37,7 @@ class HSDraftLM(HFLM):
         seconds: wall-clock time of each call of `generate()` so far.
     """
 
-    def __init__(self, pretrained: Any, drafter: Drafter | str | os.PathLike[str] | None = None, **arguments: Any):
+    def __init__(self, pretrained: Any, drafter: Drafter | str | os.PathLike[str] | None, **arguments: Any) -> None:
         super().__init__(pretrained, **arguments)
         self.attachment: Attachment | None = None if drafter is None else attach(self.model, drafter)
         self.seconds: list[float] = []
