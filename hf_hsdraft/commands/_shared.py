@@ -80,3 +80,18 @@ def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str
     except OSError as error:  # its message does not always say what was looked for
         raise OSError(f"the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
     return model, tokenizer, loaded
+
+
+def load_plain_or_pair(
+    target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool
+) -> tuple[Any, Any, Any]:
+    """Target, tokenizer and drafter, checked to fit; `None` in the drafter's place for plain decoding."""
+    from ..target.target_loading import load_target
+
+    if not plain:
+        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+        loaded.check(model)
+        return model, tokenizer, loaded
+    if drafter is not None:
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
+    return *load_target(target, dtype.torch, device), None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_pair
+from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_plain_or_pair
 
 app = typer.Typer()
 
@@ -36,7 +36,7 @@ def serve(
 
     listener = bound_socket(host, port)
     name = target or DEFAULT_TARGET
-    model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
     attachment = None if loaded is None else attach(model, loaded)
     server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns of each request that one was received
@@ -63,7 +63,7 @@ def chat(
     from ..serving.chat import TerminalChat, warm_up
     from ..serving.conversation import Conversation
 
-    model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     conversation = Conversation(model, tokenizer, loaded, system, max_new_tokens=max_new_tokens, **sampling)
     with console.status("trying what decoding costs on this machine"):
@@ -71,16 +71,3 @@ def chat(
     if seed is not None:
         torch.manual_seed(seed)
     TerminalChat(conversation, console).run(echo=not sys.stdin.isatty())
-
-
-def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding."""
-    from ..target.target_loading import load_target
-
-    if not plain:
-        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-        loaded.check(model)
-        return model, tokenizer, loaded
-    if drafter is not None:
-        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
-    return *load_target(target, dtype.torch, device), None
