@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,12 +76,25 @@ class CoTraining(TrainerCallback):
         self._fresh: list[TokenizedConversation] = []
 
     def recording(self, reward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a reward function of TRL that also keeps the roll-outs for the next update."""
+        """Makes a reward function of TRL keep the roll-outs of training steps for the next update.
+
+        Args:
+            reward: a reward function. One of several is enough.
+
+        Returns:
+            a function with the same name and the same rewards.
+
+        Raises:
+            TypeError: this is no plain function, but a reward model, a name of one, or an async function.
+        """
+        if isinstance(reward, str | torch.nn.Module) or inspect.iscoroutinefunction(reward):
+            raise TypeError("recording takes a plain reward function: add one that returns [0.0] * len(prompts)")
 
         @functools.wraps(reward)
         def recorded(prompts: Sequence[Any], completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> Any:
-            for prompt, completion in zip(prompts, completion_ids, strict=True):
-                self.add(self._prompt_ids(prompt), completion)
+            if self.target.training:  # else it is an evaluation
+                for prompt, completion in zip(prompts, completion_ids, strict=True):
+                    self.add(self._prompt_ids(prompt), completion)
             return reward(prompts=prompts, completion_ids=completion_ids, **kwargs)
 
         return recorded
