@@ -24,6 +24,8 @@ class Round:
         forwards: number of forwards of the target.
         emitted: number of tokens emitted by each text that the batch waits for.
         depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
+        trees: tree that was verified for each text.
+        tokens: what each text got: `accepted` tokens along a path of its tree, then the target's own.
     """
 
     nodes: Sequence[int]
@@ -31,6 +33,8 @@ class Round:
     forwards: int
     emitted: Sequence[int]
     depth: int
+    trees: Sequence[DraftTree]
+    tokens: Sequence[Sequence[int]]
 
     @classmethod
     def of(
@@ -38,11 +42,12 @@ class Round:
     ) -> Round:
         """The round that answered `asks` with `trees`, of which `news` came."""
         emitted = [len(each.tokens) for ask, each in zip(asks, news, strict=True) if ask.decides]
-        return cls([len(tree) - 1 for tree in trees], [each.num_drafted for each in news], forwards, emitted, depth)
+        nodes, accepted = [len(tree) - 1 for tree in trees], [each.num_drafted for each in news]
+        return cls(nodes, accepted, forwards, emitted, depth, trees, [each.tokens for each in news])
 
 
 class Observer:
-    """Told of each round as it goes."""
+    """Told of each round as it goes. A streamer of `generate()` may be one too, and is told of the rounds of its call."""
 
     def began(self) -> None:
         """A round begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .drafting import Drafting
 from .local_target import LocalTarget, prompt_news
-from .observers import PaceTimer, Packer, StatisticsKeeper
+from .observers import Observer, PaceTimer, Packer, StatisticsKeeper
 from .recorder import Recorder
 from .round_loop import decode
 from .text_positions import TextPositions
@@ -46,6 +46,7 @@ class Setting:
         outlives: whether the target's cache is for more than this call.
         refused: see `DraftLimits`.
         stack: closes when the call ends.
+        observers: told of each round, beside those that every call has.
     """
 
     target: Any
@@ -58,6 +59,7 @@ class Setting:
     outlives: bool
     refused: Callable[[DraftingRefused], None]
     stack: contextlib.ExitStack
+    observers: Sequence[Observer] = ()
 
 
 class Rounds:
@@ -103,7 +105,8 @@ class Rounds:
         packer = Packer(packing, runtime, self._set_pace)
         packer.begin(max(map(texts.room, range(rows))))
         self._set_pace()
-        self._observers = [StatisticsKeeper(statistics, clock), PaceTimer(self.drafting, packer), packer]
+        own = [StatisticsKeeper(statistics, clock), PaceTimer(self.drafting, packer), packer]
+        self._observers: list[Observer] = [*own, *call.observers]
         several = rows > 1 and not call.synced_gpus and not call.recorder.records
         self._texts_leave = several and runtime.let_rows_leave(keep=call.outlives)
         self.drafting.observe(prompt_news(texts, output, positions, self._target.own_taps, inputs_embeds, runtime))
