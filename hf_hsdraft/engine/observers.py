@@ -47,7 +47,7 @@ class Round:
 
 
 class Observer:
-    """Told of each round as it goes. A streamer of `generate()` may be one too, and is told of the rounds of its call."""
+    """Told of each round as it goes. A streamer of `generate()` may be one too, for its own call."""
 
     def began(self) -> None:
         """A round begins."""

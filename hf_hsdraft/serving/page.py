@@ -120,20 +120,17 @@ class ChatPage:
 
     def _settings(self, defaults: Settings) -> list[Any]:
         """The switches and sliders, in the order of the fields of `Settings`."""
-        with gr.Row(elem_id="hs-settings"):
-            with gr.Column(min_width=200):
-                draft = gr.Checkbox(defaults.draft, label="Draft", container=False, elem_id="hs-draft")
-                compare = gr.Checkbox(
-                    defaults.compare, label="Compare with plain decoding", container=False, elem_id="hs-compare"
-                )
-                sample = gr.Checkbox(defaults.sample, label="Sample", container=False, elem_id="hs-sample")
-            temperature = gr.Slider(
-                0.1, 2.0, defaults.temperature, step=0.1, label="Temperature, where sampling is on", min_width=200
+        with gr.Row(elem_id="hs-switches"):
+            draft = gr.Checkbox(defaults.draft, label="Draft", container=False, elem_id="hs-draft")
+            compare = gr.Checkbox(
+                defaults.compare, label="Compare with plain decoding", container=False, elem_id="hs-compare"
             )
+            sample = gr.Checkbox(defaults.sample, label="Sample", container=False, elem_id="hs-sample")
+        with gr.Row():
+            temperature = gr.Slider(0.1, 2.0, defaults.temperature, step=0.1, label="Temperature, where it samples")
             limit = gr.Slider(
-                1, 2048, defaults.max_new_tokens, step=1, label="Greatest number of new tokens", min_width=200,
-                elem_id="hs-limit",
-            )  # fmt: skip
+                1, 2048, defaults.max_new_tokens, step=1, label="Greatest number of new tokens", elem_id="hs-limit"
+            )
         return [draft, compare, sample, temperature, limit]
 
     def _wire(self, settings: list[Any]) -> None:
@@ -234,6 +231,9 @@ class _FromHereOnly:
 def build_app(page: ChatPage) -> FastAPI:
     """Returns the application that serves a page."""
     theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=_FONTS[0], font_mono=_FONTS[1])
+    dark_green = {f"button_primary_background_fill{state}": "*primary_700" for state in ("", "_dark")}
+    bright_green = {f"button_primary_background_fill_hover{state}": "*primary_800" for state in ("", "_dark")}
+    theme.set(**dark_green, **bright_green)
     app = gr.mount_gradio_app(
         FastAPI(openapi_url=None),
         page.blocks,

@@ -42,12 +42,14 @@ def turn_html(turn: Turn, busy: bool = False, waits: bool = False) -> str:
     if turn.reply is not None and (turn.reply.pieces or not turn.error):
         parts.append(f'<div class="hs-answer">{pieces_html(turn.reply.pieces)}</div>')
         parts.append(figures_html(turn, busy))
-    if turn.plain is not None and (turn.plain.answer is None or turn.difference is not None):
+    if turn.plain is not None and turn.plain.ids and (turn.plain.answer is None or turn.difference is not None):
         parts.append(_plain_html(turn, turn.plain))
     if waits:
         parts.append('<p class="hs-note">Another conversation is being answered. This message waits for its turn.</p>')
     if turn.error:
-        parts.append(f'<p class="hs-error" role="alert">This message is forgotten: {escape(turn.error)}</p>')
+        answered = turn.reply is not None and turn.reply.answer is not None
+        what = "There is no plain answer to compare with" if answered else "This message is forgotten"
+        parts.append(f'<p class="hs-error" role="alert">{what}: {escape(turn.error)}</p>')
     elif turn.stopped:
         parts.append('<p class="hs-note">Stopped.</p>')
     elif turn.reply is not None and turn.reply.answer is not None and turn.reply.answer.cut:

@@ -79,7 +79,7 @@ def boxes_of(tree: DraftTree, accepted: int, tokens: Sequence[int], word: Callab
 
 
 def _rows(parents: Sequence[int], kinds: Sequence[str]) -> list[float]:
-    """Places from above: leaves one below the other, those of the emitted path first; a parent beside its first child."""
+    """Places from above: leaves one below the other, the emitted path first; a parent beside its first child."""
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):
         children[parents[node]].append(node)
