@@ -207,6 +207,10 @@ def test_the_command_tells_what_is_missing(monkeypatch):
     monkeypatch.setattr("hf_hsdraft.commands.serving.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["ui"])
     assert isinstance(result.exception, ImportError) and "hf-hsdraft[ui]" in str(result.exception)
+    monkeypatch.undo()
+    with bound_socket("127.0.0.1", 0) as taken:
+        result = CliRunner().invoke(app, ["ui", "--port", str(taken.getsockname()[1])])
+    assert isinstance(result.exception, OSError) and "choose another --host or --port" in str(result.exception)
 
 
 # The page in a browser.

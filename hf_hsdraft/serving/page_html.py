@@ -82,7 +82,7 @@ def figures_html(turn: Turn, busy: bool = False) -> str:
     if reply.answer and plain is not None and plain.answer and not turn.stopped and not busy:
         figures.append(_figure("speed-up", f"{reply.speed / plain.speed:.2f}", SPEED_UP))
         figures.append(_figure("same text", "yes" if turn.difference is None else "no", SAME))
-    number = f"{len(reply.ids)} tokens"
+    number = f"{len(reply.ids)} token{'' if len(reply.ids) == 1 else 's'}"
     if statistics is not None:
         number += f", {sum(statistics.accepted_lengths)} of them drafted"
         number += "" if statistics.exact else ", lossy verification"
