@@ -136,7 +136,7 @@ def test_a_message_waits_for_other_sessions_and_may_be_stopped_before(talk_of):
     first, second = talk_of(target, make_drafter(target)), talk_of(target, None)
     first.say("w1", Settings(max_new_tokens=2048))
     second.say("w2", GREEDY)
-    assert second.waits and "waits for its turn" in conversation_html(second)
+    assert second.waits and "waits for its turn" in conversation_html(second.turns, second.busy, second.waits)
     second.stop()
     assert not second.busy and second.turns[-1].stopped and second.turns[-1].reply is None
     second.say("w3", GREEDY)
@@ -152,7 +152,7 @@ def test_what_cannot_be_answered_is_told_and_forgotten(talk_of):
     talk.say("w1 " * 300, GREEDY)
     turn = ended(talk)
     assert "context window is 256" in turn.error and turn.reply.ids == []
-    assert "context window is 256" in conversation_html(talk)
+    assert "context window is 256" in conversation_html(talk.turns)
     talk.say("w2", GREEDY)
     assert ended(talk).error == "" and talk.turns[-1].difference is None
     for message, settings, words in (
@@ -171,9 +171,8 @@ def test_texts_are_escaped():
     assert pieces_html([("a<b>", False), ("&", True), ('"x', True), (" y", False)]) == (
         "a&lt;b&gt;<mark>&amp;&quot;x</mark> y"
     )
-    turn = Turn(ALERT, error=ALERT)
-    talk = Talk(lambda _: None, None, None, turns=[turn])
-    assert "<img" not in conversation_html(talk) and conversation_html(talk).count("&lt;img") == 2
+    html = conversation_html([Turn(ALERT, error=ALERT)])
+    assert "<img" not in html and html.count("&lt;img") == 2
     svg = round_svg(TREE, 1, [5, 3], lambda token: "<b>")
     assert "<b>" not in svg and svg.count("&lt;b&gt;") == len(TREE) + 1
 
@@ -306,6 +305,14 @@ new MutationObserver(() => {
 """
 
 
+# Whether the end of the conversation is in sight, above the place where messages are written.
+SCROLLED = """() => {
+    const box = name => document.querySelector(name).getBoundingClientRect();
+    const end = box('#hs-chat').bottom;
+    return box('.hs-turn:last-child').bottom <= end && end <= box('#hs-entry').top;
+}"""
+
+
 def say(page, message):
     page.locator("#hs-message textarea").fill(message)
     page.locator("#hs-message textarea").press("Enter")
@@ -388,6 +395,7 @@ def test_stop_ends_an_answer_and_sessions_do_not_meet(browser, address):
         first.locator("#hs-stop").click()
         wait_for_end(first, 1)
         assert first.get_by_text("Stopped.").count() == 1
+        first.wait_for_function(SCROLLED)
         wait_for_end(second, 1)
         assert "w7" in second.locator(".hs-message").inner_text() and second.locator(".hs-figure").count() == 5
         first.locator("#hs-limit input[type=number]").fill("2000")

@@ -25,6 +25,7 @@ from .conversation import Conversation
 from .page_html import DEFINITIONS, LEGEND, conversation_html, trees_html
 from .talk import Settings, Talk
 
+_SHOW, _HIDE = "Show the last trees", "Hide the trees"
 _INTERVAL = 0.1  # seconds between two looks at an answer
 _FONTS = ("system-ui", "Segoe UI", "Roboto", "sans-serif"), ("ui-monospace", "Menlo", "Consolas", "monospace")
 # Gradio's page has scripts inside, and makes functions out of templates.
@@ -101,8 +102,7 @@ class ChatPage:
         self._talks = talks
         with gr.Blocks(title="hf_hsdraft", analytics_enabled=False, fill_width=True) as self.blocks:
             gr.HTML(f"<h1>hf_hsdraft</h1><p>{escape(title)}</p>{LEGEND}", elem_id="hs-title")
-            self._chat = gr.HTML(conversation_html(talks.of("")), elem_id="hs-chat", autoscroll=True)
-            talks.leave("")
+            self._chat = gr.HTML(conversation_html([]), elem_id="hs-chat", max_height="46vh", autoscroll=True)
             with gr.Row(elem_id="hs-entry", equal_height=True):
                 self._message = gr.Textbox(
                     placeholder="Your message", lines=1, max_lines=8, scale=8, container=False, autofocus=True,
@@ -159,7 +159,7 @@ class ChatPage:
         try:
             talk.say(message, Settings(draft, compare, sample, temperature, max_new_tokens))
         except ValueError as error:
-            gr.Warning(str(error).capitalize())
+            gr.Warning(str(error))
             yield gr.skip()
             return
         yield self._view(talk, busy=True, message="")
@@ -167,7 +167,7 @@ class ChatPage:
         try:
             while talk.busy:
                 await asyncio.sleep(_INTERVAL)
-                html = conversation_html(talk)
+                html = _html_of(talk)
                 if talk.busy and html != shown:
                     shown = html
                     yield self._view(talk, busy=True)
@@ -184,7 +184,7 @@ class ChatPage:
         """
         buttons = [gr.Button(interactive=not busy), gr.Button(interactive=busy), gr.Button(interactive=not busy)]
         trees = self._trees_of(talk) if talk.shows_trees and not busy else gr.skip()
-        return conversation_html(talk), gr.skip() if message is None else message, *buttons, trees
+        return _html_of(talk), gr.skip() if message is None else message, *buttons, trees
 
     def _end(self, request: gr.Request) -> None:
         self._talks.of(request.session_hash).stop()
@@ -194,8 +194,8 @@ class ChatPage:
         try:
             talk.clear()
         except ValueError as error:
-            gr.Warning(str(error).capitalize())
-        return conversation_html(talk), self._trees_of(talk)
+            gr.Warning(str(error))
+        return _html_of(talk), self._trees_of(talk)
 
     def _toggle_trees(self, request: gr.Request) -> Any:
         talk = self._talks.of(request.session_hash)
@@ -209,7 +209,8 @@ class ChatPage:
         self._talks.leave(request.session_hash)
 
 
-_SHOW, _HIDE = "Show the last trees", "Hide the trees"
+def _html_of(talk: Talk) -> str:
+    return conversation_html(talk.turns, talk.busy, talk.waits)
 
 
 class _FromHereOnly:

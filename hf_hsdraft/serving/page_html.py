@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from .talk import Reply, Talk, Turn
+from .talk import Reply, Turn
 from .tree_svg import round_svg
 
 TAU = "tokens emitted per target forward, the bonus token included; plain decoding has 1"
@@ -22,13 +22,13 @@ LEGEND = '<p class="hs-legend"><mark>drafted and accepted</mark> <span>the targe
 _EMPTY = '<p class="hs-empty">Write a message below. Accepted drafts are coloured while the answer streams.</p>'
 
 
-def conversation_html(talk: Talk) -> str:
-    """Returns all turns of a conversation."""
-    if not talk.turns:
+def conversation_html(turns: Sequence[Turn], busy: bool = False, waits: bool = False) -> str:
+    """Returns all turns of a conversation. See `turn_html` for what is said of the last one."""
+    if not turns:
         return f'<div class="hs-turns">{_EMPTY}</div>'
-    earlier, last = talk.turns[:-1], talk.turns[-1]
-    turns = [turn_html(turn) for turn in earlier] + [turn_html(last, talk.busy, talk.waits)]
-    return f'<div class="hs-turns">{"".join(turns)}</div>'
+    *earlier, last = turns
+    shown = [*map(turn_html, earlier), turn_html(last, busy, waits)]
+    return f'<div class="hs-turns">{"".join(shown)}</div>'
 
 
 def turn_html(turn: Turn, busy: bool = False, waits: bool = False) -> str:
