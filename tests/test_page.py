@@ -260,7 +260,7 @@ def address(html_tokenizer):
     known.ask("w1 w2")
     drafter = CachebackDrafter([known._text])
     drafter.generation_config.num_assistant_tokens = 3  # so that there are some rounds
-    target.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    target.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     with served(Talks(target, html_tokenizer, drafter)) as found:
         yield found
 

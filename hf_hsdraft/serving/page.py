@@ -26,7 +26,7 @@ from .page_html import DEFINITIONS, LEGEND, conversation_html, trees_html
 from .talk import Settings, Talk
 
 _SHOW, _HIDE = "Show the last trees", "Hide the trees"
-_INTERVAL = 0.1  # seconds between two looks at an answer
+_INTERVAL = 0.25  # seconds between two looks at an answer; each takes time that decoding could use
 _FONTS = ("system-ui", "Segoe UI", "Roboto", "sans-serif"), ("ui-monospace", "Menlo", "Consolas", "monospace")
 # Gradio's page has scripts inside, and makes functions out of templates.
 _POLICY = (
@@ -170,7 +170,7 @@ class ChatPage:
                 html = _html_of(talk)
                 if talk.busy and html != shown:
                     shown = html
-                    yield self._view(talk, busy=True)
+                    yield html, *[gr.skip()] * 5  # what did not change is not sent
         finally:
             talk.stop()  # the browser has left
         failed = talk.turns[-1].error

@@ -120,7 +120,7 @@ def trees_html(turns: Sequence[Turn], word: Callable[[int], str]) -> str:
         tree, accepted, tokens = done.trees[0], done.accepted[0], done.tokens[0]
         text = f"Round {number}: {accepted} of {len(tree) - 1} drafted tokens accepted"
         if len(tree) == 1:
-            text = f"Round {number}: nothing was drafted, as it would not have paid"
+            text = f"Round {number}: nothing was drafted"
         svg = round_svg(tree, accepted, tokens, word)
         figures.append(f"<figure><figcaption>{text}</figcaption>{svg}</figure>")
     return f'<div class="hs-trees">{_TREE_LEGEND}{"".join(figures)}</div>'
