@@ -31,7 +31,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from hf_hsdraft.serving.server import Server, bound_socket, build_app  # noqa: E402
+from hf_hsdraft.serving.listening import bound_socket  # noqa: E402
+from hf_hsdraft.serving.server import Server, build_app  # noqa: E402
 
 NAME = "user/tiny"
 WINDOW = 4096

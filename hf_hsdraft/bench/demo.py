@@ -17,18 +17,24 @@ _DRAFTED, _OWN = "green", "default"
 _WARM_UP = 24  # number of tokens
 
 
-class DraftColourStreamer(BaseStreamer):
-    """Prints tokens as they come, with accepted drafts in colour. The last token of each round is the target's own.
+class PieceStreamer(BaseStreamer):
+    """Hands on the text of tokens as they come. The last token of each round is the target's own, others are drafted.
 
     Text waits for as long as its last character is incomplete.
+
+    Attributes:
+        ids: the tokens so far.
     """
 
-    def __init__(self, tokenizer: Any, console: Console) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._console = console
-        self._ids: list[int] = []
-        self._printed = ""
+        self.ids: list[int] = []
+        self._shown = 0  # number of characters
         self._prompt = True
+
+    def show(self, text: str, drafted: bool) -> None:
+        """Takes the next piece of text."""
+        raise NotImplementedError
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt:
@@ -36,17 +42,31 @@ class DraftColourStreamer(BaseStreamer):
             return
         tokens = value.flatten().tolist()
         for index, token in enumerate(tokens):
-            self._ids.append(token)
-            text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            self.ids.append(token)
+            text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
             if text.endswith("\N{REPLACEMENT CHARACTER}"):
                 continue
-            style = _DRAFTED if index < len(tokens) - 1 else _OWN
-            self._console.print(Text(text[len(self._printed) :], style=style), end="", soft_wrap=True)
-            self._printed = text
+            self.show(text[self._shown :], drafted=index < len(tokens) - 1)
+            self._shown = len(text)
 
     def end(self) -> None:
-        rest = self._tokenizer.decode(self._ids, skip_special_tokens=True)[len(self._printed) :]
-        self._console.print(Text(rest, style=_OWN), soft_wrap=True)
+        rest = self._tokenizer.decode(self.ids, skip_special_tokens=True)[self._shown :]
+        self.show(rest, drafted=False)
+
+
+class DraftColourStreamer(PieceStreamer):
+    """Prints tokens as they come, with accepted drafts in colour."""
+
+    def __init__(self, tokenizer: Any, console: Console) -> None:
+        super().__init__(tokenizer)
+        self._console = console
+
+    def show(self, text: str, drafted: bool) -> None:
+        self._console.print(Text(text, style=_DRAFTED if drafted else _OWN), end="", soft_wrap=True)
+
+    def end(self) -> None:
+        super().end()
+        self._console.print()
 
 
 def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new_tokens: int, console: Console) -> None:

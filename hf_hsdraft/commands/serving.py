@@ -1,13 +1,24 @@
-"""`hsdraft serve` and `hsdraft chat`."""
+"""`hsdraft serve`, `hsdraft chat` and `hsdraft ui`."""
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_plain_or_pair
+from ._shared import (
+    DeviceOption,
+    DrafterOption,
+    Dtype,
+    DtypeOption,
+    TargetOption,
+    console,
+    drafter_of,
+    load_plain_or_pair,
+)
 
 app = typer.Typer()
 
@@ -31,7 +42,8 @@ def serve(
     from transformers.utils import logging
 
     from ..attachment import attach
-    from ..serving.server import Server, bound_socket, build_app
+    from ..serving.listening import bound_socket
+    from ..serving.server import Server, build_app
     from ..target.target_loading import DEFAULT_TARGET
 
     listener = bound_socket(host, port)
@@ -71,3 +83,33 @@ def chat(
     if seed is not None:
         torch.manual_seed(seed)
     TerminalChat(conversation, console).run(echo=not sys.stdin.isatty())
+
+
+@app.command()
+def ui(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 7860,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=2048, help="Of an answer; the page can change it.")] = 256,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Chat in the browser, with drafts in colour and draft trees."""
+    if find_spec("gradio") is None:
+        raise ImportError("`hsdraft ui` needs gradio: pip install 'hf-hsdraft[ui]'")
+    from ..serving.listening import bound_socket
+    from ..serving.page import ChatPage, Talks, serve_page
+    from ..serving.talk import Settings
+    from ..target.target_loading import DEFAULT_TARGET
+
+    listener = bound_socket(host, port)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain=False)
+    talks = Talks(model, tokenizer, loaded, system)
+    with console.status("trying what decoding costs on this machine"):
+        talks.warm_up()
+    names = f"{target or DEFAULT_TARGET} with {Path(drafter_of(target, drafter)).name}"
+    page = ChatPage(talks, f"{names}, {dtype.value} on {device}", Settings(max_new_tokens=max_new_tokens))
+    console.print(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it", highlight=False)
+    serve_page(page, talks, listener)

@@ -19,7 +19,7 @@ from .call_checks import check_call
 from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
 from .decoded_texts import DecodedTexts
 from .draft_limits import refuse
-from .observers import StatisticsKeeper
+from .observers import Observer, StatisticsKeeper
 from .recorder import Recorder
 from .rounds import Rounds, Setting
 
@@ -70,7 +70,10 @@ def speculative_decoding(
         keeper.enter("prefill_seconds")
         statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
-        setting = Setting(target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack)
+        observers = [streamer] if isinstance(streamer, Observer) else []
+        setting = Setting(
+            target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack, observers
+        )
         rounds = _run_rounds(setting, output, model_kwargs.get("inputs_embeds"), keeper)
     texts.end_stream()
     if rounds is not None and not synced_gpus:

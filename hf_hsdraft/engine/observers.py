@@ -20,34 +20,42 @@ class Round:
     """What a round did.
 
     Attributes:
-        nodes: number of nodes that each text's tree had beside the root.
-        accepted: number of emitted tokens of each text that its tree held.
+        asks: drafts that were wanted, of the texts that still grew.
+        trees: tree that was verified for each text.
+        news: what each text got.
         forwards: number of forwards of the target.
-        emitted: number of tokens emitted by each text that the batch waits for.
-        progress: number of tokens by which the shortest text has become longer. The batch ends with it.
         depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
     """
 
-    nodes: Sequence[int]
-    accepted: Sequence[int]
+    asks: Sequence[Ask]
+    trees: Sequence[DraftTree]
+    news: Sequence[Accepted]
     forwards: int
-    emitted: Sequence[int]
-    progress: int
     depth: int
 
-    @classmethod
-    def of(
-        cls, asks: Sequence[Ask], trees: Sequence[DraftTree], news: Sequence[Accepted], forwards: int, depth: int
-    ) -> Round:
-        """The round that answered `asks` with `trees`, of which `news` came."""
-        emitted = [len(each.tokens) for ask, each in zip(asks, news, strict=True) if ask.decides]
-        progress = min((ask.ahead + len(each.tokens) for ask, each in zip(asks, news, strict=True)), default=0)
-        nodes, accepted = [len(tree) - 1 for tree in trees], [each.num_drafted for each in news]
-        return cls(nodes, accepted, forwards, emitted, progress, depth)
+    @property
+    def nodes(self) -> list[int]:
+        """Number of nodes that each text's tree had beside the root."""
+        return [len(tree) - 1 for tree in self.trees]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Number of emitted tokens of each text that its tree held."""
+        return [each.num_drafted for each in self.news]
+
+    @property
+    def emitted(self) -> list[int]:
+        """Number of tokens emitted by each text that the batch waits for."""
+        return [len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True) if ask.decides]
+
+    @property
+    def progress(self) -> int:
+        """Number of tokens by which the shortest text has become longer. The batch ends with it."""
+        return min((ask.ahead + len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True)), default=0)
 
 
 class Observer:
-    """Told of each round as it goes."""
+    """Told of each round as it goes. A streamer of `generate()` may be one too, for its own call."""
 
     def began(self) -> None:
         """A round begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .drafting import Drafting
 from .local_target import LocalTarget, prompt_news
-from .observers import PaceTimer, StatisticsKeeper
+from .observers import Observer, PaceTimer, StatisticsKeeper
 from .recorder import Recorder
 from .round_loop import decode
 from .text_positions import TextPositions
@@ -44,6 +44,7 @@ class Setting:
         outlives: whether the target's cache is for more than this call.
         refused: see `DraftLimits`.
         stack: closes when the call ends.
+        observers: told of each round, beside those that every call has.
     """
 
     target: Any
@@ -56,6 +57,7 @@ class Setting:
     outlives: bool
     refused: Callable[[DraftingRefused], None]
     stack: contextlib.ExitStack
+    observers: Sequence[Observer] = ()
 
 
 class Rounds:
@@ -100,7 +102,7 @@ class Rounds:
         acceleration.begin(options.packed_weights, room, lambda: slower_packed(call.target, self._kind()))
         self._set_pace()
         timer = PaceTimer(self.drafting, acceleration, self._set_pace)
-        self._observers = [keeper, timer]
+        self._observers: list[Observer] = [keeper, timer, *call.observers]
         several = rows > 1 and not call.synced_gpus and not call.recorder.records
         self._texts_leave = several and runtime.let_rows_leave(keep=call.outlives)
         self.drafting.observe(prompt_news(texts, output, positions, self._target.own_taps, inputs_embeds, runtime))

@@ -76,6 +76,22 @@ class Conversation:
         self._cache: Any = None
         self._text: list[int] = []  # tokens that the cache was made of; it may lack the last one
 
+    def follow(self, other: Conversation) -> None:
+        """Takes over the turns of another conversation with the same target, and reads what the other has read.
+
+        So both answer the next message from equally much in their caches.
+        """
+        self.messages = list(other.messages)
+        if self._text == other._text:
+            return
+        self._text, self._cache = list(other._text), None
+        held = 0 if other._cache is None else other._cache.get_seq_length()
+        if held:
+            ids = torch.tensor([self._text[:held]], device=self.target.device)
+            reading = {"do_sample": False, "max_new_tokens": 1, "return_dict_in_generate": True}
+            output = self.target.generate(ids, attention_mask=torch.ones_like(ids), **reading)
+            self._cache = output.past_key_values
+
     def ask(self, question: str, streamer: BaseStreamer | None = None) -> Answer:
         """Answers a message of the user. Where that fails or is interrupted, the message is forgotten.
 

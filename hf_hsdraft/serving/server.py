@@ -138,23 +138,3 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:
     return _error(500, f"{type(error).__name__}: {error}")
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Takes a port before anything is loaded.
-
-    Args:
-        host: name or address to listen at.
-        port: number of the port; 0 takes any free one.
-
-    Raises:
-        OSError: it is taken, or the host is not this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
-    except OSError as error:
-        raise OSError(f"cannot listen at {host} port {port} ({error}): choose another --host or --port") from None
-    return taken

@@ -1,0 +1,222 @@
+"""The conversation of one browser session, decoded on the one thread that decodes for all sessions."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+from ..bench.demo import PieceStreamer
+from ..engine.observers import Observer, Round
+from .conversation import Answer, Conversation
+
+LAST_ROUNDS = 8  # rounds whose trees are kept
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a message is answered.
+
+    Attributes:
+        draft: with the drafter, or plainly.
+        compare: whether a drafted answer is followed by a plain one to the same message.
+        sample: draw tokens; else the target's best token is taken.
+        temperature: for sampling, greater than 0.
+        max_new_tokens: of an answer.
+    """
+
+    draft: bool = True
+    compare: bool = True
+    sample: bool = False
+    temperature: float = 0.7
+    max_new_tokens: int = 256
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of `generate()`."""
+        sampling: dict[str, Any] = {"do_sample": self.sample}
+        if self.sample:
+            sampling["temperature"] = float(self.temperature)
+        return {**sampling, "max_new_tokens": int(self.max_new_tokens)}
+
+
+class Reply(PieceStreamer, Observer):
+    """The answer to a message, while it is decoded and afterwards.
+
+    Attributes:
+        pieces: texts of the tokens so far, each with whether it was drafted.
+        rounds: the last rounds, each with its number.
+        answer: when it has ended.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.pieces: list[tuple[str, bool]] = []
+        self.rounds: deque[tuple[int, Round]] = deque(maxlen=LAST_ROUNDS)
+        self.answer: Answer | None = None
+        self._count = 0
+        self._began = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._began:  # the prompt
+            self._began = time.perf_counter()
+        super().put(value)
+
+    def show(self, text: str, drafted: bool) -> None:
+        self.pieces.append((text, drafted))
+
+    def ended(self, done: Round) -> None:
+        self._count += 1
+        self.rounds.append((self._count, done))
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, the prompt's forward included; while it is decoded, those until now."""
+        if self.answer is not None:
+            return self.answer.tokens / self.answer.seconds
+        return len(self.ids) / (time.perf_counter() - self._began) if self.ids else 0.0
+
+
+@dataclass
+class Turn:
+    """A message and what became of it.
+
+    Attributes:
+        message: of the user.
+        reply: the answer; `None` before it begins.
+        plain: the same message answered without the drafter, to compare; `None` where there is nothing to compare.
+        drafts: whether `reply` was asked for with the drafter.
+        stopped: whether the user stopped it.
+        error: why it could not be answered; empty if it could.
+    """
+
+    message: str
+    drafts: bool = True
+    reply: Reply | None = None
+    plain: Reply | None = None
+    stopped: bool = False
+    error: str = ""
+
+    @property
+    def difference(self) -> int | None:
+        """Index of the first new token in which both answers differ; `None` if they are the same."""
+        mine, other = (reply.ids if reply else [] for reply in (self.reply, self.plain))
+        if mine == other:
+            return None
+        shared = zip(mine, other, strict=False)
+        return next((i for i, (a, b) in enumerate(shared) if a != b), min(len(mine), len(other)))
+
+
+@dataclass
+class Talk:
+    """The conversation of a browser session.
+
+    Args:
+        make: makes a conversation without turns, given the drafter or `None`.
+        drafter: proposes tokens.
+        thread: decodes what it is given, one job after the other.
+
+    Attributes:
+        turns: all messages, those that failed too.
+        shows_trees: whether the page shows the trees of the last rounds.
+    """
+
+    make: Callable[[Any], Conversation]
+    drafter: Any
+    thread: Executor
+    turns: list[Turn] = field(default_factory=list)
+    shows_trees: bool = False
+
+    def __post_init__(self) -> None:
+        self._conversation, self._plain = self.make(self.drafter), self.make(None)
+        self._stop = threading.Event()
+        self._job: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message is being answered, or waits for its turn."""
+        return self._job is not None and not self._job.done()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a message waits for the answers of other sessions."""
+        return self.busy and self._job is not None and not self._job.running()
+
+    def say(self, message: str, settings: Settings) -> None:
+        """Begins to answer a message. Its turn is the last one of `turns`.
+
+        Raises:
+            ValueError: the message is empty, a setting is wrong, or an answer is under way.
+        """
+        if self.busy:
+            raise ValueError("an answer is under way: wait for its end, or stop it")
+        if not message.strip():
+            raise ValueError("the message is empty: write something first")
+        if settings.sample and not settings.temperature > 0:
+            raise ValueError(f"the temperature is {settings.temperature}: choose one above 0, or switch sampling off")
+        if settings.max_new_tokens < 1:
+            raise ValueError(f"the number of new tokens is {settings.max_new_tokens}: choose 1 or more")
+        self._stop.clear()
+        self.turns.append(Turn(message, settings.draft))
+        self._job = self.thread.submit(self._answer, self.turns[-1], settings)
+
+    def stop(self) -> None:
+        """Ends the answer at its next token. What it has until then stays in the conversation."""
+        if self.busy and self._job is not None:
+            self._stop.set()
+            if self._job.cancel():
+                self.turns[-1].stopped = True
+
+    def clear(self) -> None:
+        """Forgets all turns.
+
+        Raises:
+            ValueError: an answer is under way.
+        """
+        if self.busy:
+            raise ValueError("an answer is under way: stop it before the chat is cleared")
+        self.turns.clear()
+        self._conversation.clear()
+        self._plain.clear()
+
+    def _answer(self, turn: Turn, settings: Settings) -> None:
+        """Runs on the decoding thread."""
+        compares = settings.draft and settings.compare
+        seed = secrets.randbits(32)
+        try:
+            if compares:
+                self._plain.follow(self._conversation)
+            self._conversation.drafter = self.drafter if settings.draft else None
+            turn.reply = Reply(self._conversation.tokenizer)
+            self._decode(self._conversation, turn.message, turn.reply, settings, seed)
+            if compares and not self._stop.is_set():
+                turn.plain = Reply(self._plain.tokenizer)
+                self._decode(self._plain, turn.message, turn.plain, settings, seed)
+        except ValueError as error:
+            turn.error = str(error)
+        except Exception as error:  # out of memory, for example: the page says it, and goes on
+            turn.error = f"decoding failed ({type(error).__name__}): {error}"
+        turn.stopped = self._stop.is_set()
+
+    def _decode(self, conversation: Conversation, message: str, reply: Reply, settings: Settings, seed: int) -> None:
+        stopping = [_Stopped(self._stop)]
+        conversation.options = {**settings.options(), "stopping_criteria": stopping}
+        torch.manual_seed(seed)  # the same draws for both answers
+        reply.answer = conversation.ask(message, reply)
+
+
+class _Stopped(StoppingCriteria):
+    """Ends a text once somebody wants it to end."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
