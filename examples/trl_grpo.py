@@ -79,7 +79,8 @@ class BothWays:
 
     def report(self):
         """Prints the sums over all calls but the first, in which the drafter tries its target."""
-        total = {name: sum(step[name] for step in self.steps[1:]) for name in self.steps[0]}
+        counted = self.steps[1:] or self.steps
+        total = {name: sum(step[name] for step in counted) for name in counted[0]}
         speeds = {way: total[f"{way} tokens"] / total[way] for way in ("drafted", "plain")}
         print(f"roll-outs: {total['drafted']:.1f} s drafted, {total['plain']:.1f} s plain")
         print(f"wall-time ratio (plain / drafted): {total['plain'] / total['drafted']:.2f}")
@@ -90,11 +91,12 @@ def draw(paths, picture):
     """Draws tau and reward over the steps of several histories."""
     figure = new_figure(9.0, 3.6)
     panels = figure.subplots(1, 2)
-    for path, colour in zip(paths, COLOURS, strict=False):
+    for path, colour, line in zip(paths, COLOURS, "-:" * len(paths), strict=False):
         history = [entry for entry in json.loads(Path(path).read_text()) if "hsdraft/tau" in entry]
         for axes, name in zip(panels, ("hsdraft/tau", "reward"), strict=True):
             values = [entry[name] for entry in history]
-            axes.plot([entry["step"] for entry in history], values, color=colour, label=Path(path).stem)
+            axes.plot([entry["step"] for entry in history], values, line, color=colour, label=Path(path).stem)
+            axes.xaxis.get_major_locator().set_params(integer=True)
     style(panels[0], "tau of the roll-outs", "GRPO step", "tokens per target forward and row")
     style(panels[1], "reward", "GRPO step", "share of short words")
     panels[0].legend(frameon=False)
