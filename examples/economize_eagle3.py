@@ -26,7 +26,7 @@ from economize.techniques.eagle3 import Eagle3Config, Eagle3TTT
 from economize.train import SCHEDULES, ObjectiveOutput, collate, fit, register_objective, tokenize_chats
 from economize.train.objectives.weights import target_weights
 
-from hf_hsdraft.target.target_loading import load_target
+from hf_hsdraft import load_target
 
 START = time.monotonic()
 

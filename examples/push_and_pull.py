@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel
 
-from hf_hsdraft import HSDrafter
-from hf_hsdraft.target.target_loading import load_target
+from hf_hsdraft import HSDrafter, load_target
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)

@@ -6,8 +6,7 @@ python examples/quickstart.py
 
 import torch
 
-from hf_hsdraft import HSDrafter
-from hf_hsdraft.target.target_loading import load_target
+from hf_hsdraft import HSDrafter, load_target
 
 # Any `AutoModelForCausalLM.from_pretrained(...)` does; this one comes from a package, so nothing is downloaded.
 model, tokenizer = load_target(None, dtype=torch.float32)

@@ -5,6 +5,8 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 """
 
 from ._version import __version__
+from .acceleration.accelerator import register_acceleration
+from .acceleration.device_acceleration import DeviceAcceleration
 from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
 from .by_name import allow_names
 from .drafters.auto_drafter import AutoDrafter
@@ -14,16 +16,22 @@ from .drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .drafters.ngrams.cacheback import CachebackDrafter
 from .drafters.registry import register_drafter
 from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
+from .engine.grammar_processor import GrammarProcessor
+from .engine.row_processors import register_form
 from .generate_hook import install
+from .hints import allow_hints
 from .repository.care import register_care
 from .repository.package_care import PackageCare
+from .target.target_loading import load_target
 from .trees.draft_tree import DraftTree
 
 allow_names()
 install()
 allow_attachments()
+allow_hints()
 register_care(PackageCare())
-register_drafter(HSDraftConfig.model_type, HSDraftConfig, HSDrafter)
+register_acceleration(DeviceAcceleration)
+register_form(GrammarProcessor)
 
 __all__ = [
     "Attachment",
@@ -41,5 +49,6 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "load_target",
     "register_drafter",
 ]

@@ -158,10 +158,10 @@ class Attachment:
         except DraftingRefused as refusal:
             if statistics.target_forwards:  # the text has begun: this is a fault of the target
                 raise
-            self.step_aside(str(refusal))
+            self.step_aside(refusal.of_attached())
             return plainly(target, input_ids, **kwargs)
         if refusals:
-            self.step_aside(str(refusals[0]))
+            self.step_aside(refusals[0].of_attached())
         else:
             self._count(statistics, time.perf_counter() - began)
         return output

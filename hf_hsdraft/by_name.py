@@ -13,6 +13,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.generation.utils import GenerationMixin
 
@@ -20,6 +21,25 @@ from .drafters.auto_drafter import AutoDrafter
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+
+
+def load_drafter(
+    name: str | os.PathLike[str], dtype: torch.dtype | None = None, device: Any = "cpu", **loading: Any
+) -> Any:
+    """Loads a drafter of any family.
+
+    Args:
+        name: Hub name or folder of the drafter.
+        dtype: dtype of its weights, if it has any; `None` for that of the files.
+        device: device of its weights.
+        loading: further arguments of `AutoDrafter.from_pretrained`.
+
+    Raises:
+        OSError, ValueError: as `AutoDrafter.from_pretrained`.
+    """
+    loading = loading if dtype is None else {"dtype": dtype, **loading}
+    drafter = AutoDrafter.from_pretrained(name, **loading)
+    return drafter.to(device).eval() if isinstance(drafter, nn.Module) else drafter
 
 
 def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
@@ -35,7 +55,7 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
     """
     drafter = AutoDrafter.from_pretrained(name, **{"dtype": target.dtype, **loading})
     follow(drafter, target)
-    return drafter.eval()
+    return drafter.eval() if isinstance(drafter, nn.Module) else drafter
 
 
 def follow(drafter: Any, target: Any) -> None:

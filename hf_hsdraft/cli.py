@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from transformers.utils.logging import disable_progress_bar
 
 from . import commands
 from ._version import __version__
@@ -30,9 +29,13 @@ for found in pkgutil.iter_modules(commands.__path__):
 @app.callback(invoke_without_command=True)
 def common(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Hidden-state speculative decoding for transformers."""
-    disable_progress_bar()  # of loading; the commands show progress of their own
     if version:
         Console().print(__version__, highlight=False)
+    if version or "--help" in sys.argv:  # which loads nothing
+        return
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of loading; the commands show progress of their own
 
 
 def main() -> None:

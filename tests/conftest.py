@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -99,6 +100,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+@pytest.fixture
+def own_tokenizer(tokenizer) -> PreTrainedTokenizerFast:
+    """A copy for pipelines and servers: those of transformers set its side of padding."""
+    return copy.deepcopy(tokenizer)
+
+
 @pytest.fixture(scope="session")
 def chatty():
     """A target that ends its turns."""
@@ -120,7 +127,8 @@ def tuned(monkeypatch):
     def change(**values):
         for name, module in list(sys.modules.items()):
             if name.startswith("hf_hsdraft.") and isinstance(getattr(module, "TUNING", None), Tuning):
-                monkeypatch.setattr(module, "TUNING", replace(module.TUNING, **values))
+                known = {name: value for name, value in values.items() if hasattr(module.TUNING, name)}
+                monkeypatch.setattr(module, "TUNING", replace(module.TUNING, **known))
 
     return change
 

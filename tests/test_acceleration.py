@@ -2,39 +2,25 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import VOCAB, make_drafter, make_target
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_hsdraft.acceleration import accelerator
 from hf_hsdraft.acceleration.cpu import packed_weights, private_operators
 from hf_hsdraft.acceleration.cpu.products import Product
-from hf_hsdraft.engine import rounds
-from hf_hsdraft.target.target_acceleration import TargetAcceleration
-
-
-class NoPacking:
-    weights = None
-
-    def __init__(self, *args):
-        pass
-
-    def begin(self, room):
-        return False
-
-    def after_round(self):
-        return False
+from hf_hsdraft.drafters.hidden_state import draft_support
 
 
 @pytest.fixture
 def empty_room(monkeypatch):
-    """Nothing of the room is run: whatever would run instead raises."""
+    """What travels with a drafter, alone: whatever else of the room would be run raises."""
 
     def forbidden(*args, **kwargs):
         raise AssertionError("something of acceleration/ was run")
 
-    monkeypatch.setattr(TargetAcceleration, "switched_on", False)
-    monkeypatch.setattr(rounds, "Packing", NoPacking)
-    monkeypatch.setattr(Product, "__call__", lambda self, x: F.linear(x, self._weight, self._bias))
+    monkeypatch.setattr(accelerator, "_registered", [accelerator.Acceleration])
+    monkeypatch.setattr(draft_support, "_registered", [draft_support.DraftSupport()])
+    monkeypatch.setattr(Product, "__init__", forbidden)
     monkeypatch.setattr(packed_weights.PackedWeight, "__call__", forbidden)
     for name in ("packed_product", "product_in_8_bits"):
         monkeypatch.setattr(private_operators, name, forbidden)
@@ -42,7 +28,8 @@ def empty_room(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample):
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
+def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample, cache):
     target = make_target(seed=4)
     drafter = make_drafter(target)
     ids = torch.randint(5, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(rows))
@@ -50,7 +37,7 @@ def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample)
 
     def text(**kwargs):
         torch.manual_seed(1)
-        return target.generate(ids, max_new_tokens=32, do_sample=do_sample, **kwargs).tolist()
+        return target.generate(ids, max_new_tokens=32, do_sample=do_sample, **cache, **kwargs).tolist()
 
     without = text(assistant_model=drafter)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa

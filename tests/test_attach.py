@@ -209,6 +209,8 @@ def test_a_processor_that_is_not_known_is_left_to_plain_decoding_in_batches(targ
     attachment = attach(target, drafter)
     assert target.generate(**batch, **call).tolist() == plain.tolist()
     assert attachment.statistics.calls == 0 and "Unknown" in str(attachment.statistics.stepped_aside)
+    told = str(attachment.statistics.stepped_aside)  # there is no assistant_model to be left out
+    assert "detach(model)" in told and "assistant_model" not in told
     target.generate(batch["input_ids"][1:2], **call)
     assert attachment.statistics.calls == 1
 
@@ -587,10 +589,10 @@ def test_a_data_parallel_wrapper_is_seen_through(target, drafter, prompt):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_pipeline_drafts(target, drafter, tokenizer, batch_size):
+def test_a_pipeline_drafts(target, drafter, own_tokenizer, batch_size):
     texts = ["w1 w2 w3 w4", "w7 w3 w9 w1 w2"]
     target.generation_config.pad_token_id = 0
-    pipe = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    pipe = pipeline("text-generation", model=target, tokenizer=own_tokenizer)
     plain = pipe(texts, batch_size=batch_size, **GREEDY)
     with attach(target, drafter) as attachment:
         assert pipe(texts, batch_size=batch_size, **GREEDY) == plain

@@ -84,20 +84,22 @@ def test_names_that_are_no_drafters(target, prompt, tmp_path):
         target.generate(prompt, **GREEDY, assistant_model=str(tmp_path / "other"))
 
 
-def test_a_pipeline_names_its_drafter(target, folder, tokenizer, monkeypatch):
+def test_a_pipeline_names_its_drafter(target, folder, own_tokenizer, monkeypatch):
     target.generation_config.pad_token_id = 0
-    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)("w1 w2 w3", **GREEDY)
-    pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=str(folder))
+    plain = pipeline("text-generation", model=target, tokenizer=own_tokenizer)("w1 w2 w3", **GREEDY)
+    pipe = pipeline("text-generation", model=target, tokenizer=own_tokenizer, assistant_model=str(folder))
     assert isinstance(pipe.assistant_model, HSDrafter) and pipe.assistant_tokenizer is None
     asked, session = [], HSDrafter.session
     monkeypatch.setattr(HSDrafter, "session", lambda *args: asked.append(1) or session(*args))
     assert pipe("w1 w2 w3", **GREEDY) == plain and asked
-    named = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    named = pipeline("text-generation", model=target, tokenizer=own_tokenizer)
     assert named("w1 w2 w3", **GREEDY, assistant_model=str(folder)) == plain and len(asked) == 2
 
 
-def test_a_pipeline_in_another_dtype_moves_its_drafter(target, folder, tokenizer):
-    pipe = pipeline("text-generation", model=target.to(torch.float64), tokenizer=tokenizer, assistant_model=str(folder))
+def test_a_pipeline_in_another_dtype_moves_its_drafter(target, folder, own_tokenizer):
+    pipe = pipeline(
+        "text-generation", model=target.to(torch.float64), tokenizer=own_tokenizer, assistant_model=str(folder)
+    )
     assert pipe.assistant_model.dtype == torch.float64
 
 

@@ -67,7 +67,7 @@ def test_a_card_without_figures_has_visible_gaps_and_valid_metadata(folder):
     assert "Speed: not measured" in card.text and "Acceptance of chains: not measured" in card.text
     assert "No recipe is recorded" in card.text
     assert "a" * 40 in card.text  # the target's revision
-    for route in ("HSDrafter.from_pretrained(", "trust_remote_code=True)", "custom_generate="):
+    for route in ("AutoDrafter.from_pretrained(", "trust_remote_code=True)", "custom_generate="):
         assert route in card.text
 
 
@@ -194,7 +194,7 @@ def test_names_in_a_card_cannot_break_out_of_it(target, tmp_path):
             "AutoTokenizer.from_pretrained",
             "AutoModelForCausalLM.from_pretrained",
             "AutoModel.from_pretrained",
-            "HSDrafter.from_pretrained",
+            "AutoDrafter.from_pretrained",
             "model.generate",
             "tokenizer",
         }

@@ -9,7 +9,7 @@ from hf_hsdraft import cli, commands
 from hf_hsdraft._version import __version__
 
 NAMES = ["average", "bench", "card", "check", "concurrent", "demo", "estimate", "exactness", "first-calls", "info"]
-NAMES += ["list", "pull", "push", "support", "throughput", "train"]
+NAMES += ["list", "lm-eval", "pull", "push", "support", "throughput", "train"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -17,6 +17,15 @@ def test_a_command_says_what_it_does(name):
     overview, own = (CliRunner().invoke(cli.app, arguments) for arguments in (["--help"], [name, "--help"]))
     assert overview.exit_code == own.exit_code == 0
     assert f"\n  {name} " in overview.output and f" {name} [OPTIONS]" in own.output
+
+
+def test_the_overview_says_each_command_in_a_line_of_its_own():
+    lines = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "80"}, terminal_width=80).output.splitlines()
+    listed = lines[lines.index("Commands:") + 1 :]
+    assert len([line for line in listed if line.strip()]) == len(listed) >= len(NAMES)
+    assert not [
+        line for line in listed if len(line) > 80 or "..." in line or not line.startswith("  ") or line[2] == " "
+    ]
 
 
 def test_the_version_is_printed():

@@ -12,17 +12,19 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import hf_hsdraft
 from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft.repository.care import care
 from hf_hsdraft.repository.code_files import closure, flattened, relative_imports, write_flat
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
-ENTRIES = [PACKAGE / "hub_entry.py", PACKAGE / "drafters/hidden_state/configuration_hsdraft.py"]
+FAMILY = PACKAGE / "drafters/hidden_state"
+ENTRIES = [PACKAGE / "generate_hook.py", FAMILY / "modeling_hsdraft.py", FAMILY / "configuration_hsdraft.py"]
 
 
 def test_every_file_that_is_imported_comes_along_under_its_own_name():
     files = closure(ENTRIES)
     stems = [path.stem for path in files]
     assert len(set(stems)) == len(stems)
-    assert {"hub_entry", "generate_hook", "modeling_hsdraft", "draft_tree"} <= set(stems)
+    assert {"generate_hook", "modeling_hsdraft", "draft_tree"} <= set(stems)
     for path in files:
         assert {file.resolve() for _, file in relative_imports(path)} <= set(files)
 
@@ -43,11 +45,13 @@ def test_what_travels_asks_for_no_package_and_no_workshop():
 
 
 def test_flattening_what_is_flat_changes_nothing(tmp_path):
-    names = write_flat(ENTRIES, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert care().write_code(HSDrafter, tmp_path) == "hub_entry"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert {path.name for path in closure(ENTRIES)} < set(names)
     again = tmp_path / "again"
     again.mkdir()
-    assert write_flat([tmp_path / "hub_entry.py", tmp_path / "configuration_hsdraft.py"], again) == names
+    entries = [tmp_path / f"{stem}.py" for stem in ("hub_entry", "configuration_hsdraft", "generate_recipe")]
+    assert write_flat(entries, again) == names
     for name in names:
         assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
         assert flattened(tmp_path / name) == (tmp_path / name).read_text()

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
+from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafters.draft_options import default_options
 from hf_hsdraft.target.target_loading import embedded_gguf
 
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-OPTIONS = vars(default_options(1, 1, 1)).keys() - vars(type(default_options(1, 1, 1))()).keys()
+OPTIONS = vars(default_options(1, 1, 1, HSDrafter.own_options)).keys() - vars(GenerationConfig()).keys()
 
 
 def name_of(path: Path) -> str:
@@ -66,7 +68,7 @@ def test_every_drafting_option_is_explained():
     table = [line for line in (ROOT / "docs" / "options.md").read_text(encoding="utf-8").splitlines() if "|" in line]
     firsts = " ".join(line.split("|")[1] for line in table)
     missing = sorted(name for name in OPTIONS if f"`{name}`" not in firsts)
-    assert "tree_sizing" in OPTIONS and not missing
+    assert {"tree_sizing", "reuse"} <= OPTIONS and not missing
 
 
 def test_files_of_the_package_that_how_it_works_names_exist():

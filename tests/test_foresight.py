@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.drafters.hidden_state.expansion import Expansion
-from hf_hsdraft.drafters.hidden_state.working_weights import working_weights
+from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.trees.draft_tree import DraftTree
 from hf_hsdraft.verifiers.foresight import Draws, Foresight, Race, _Numbers
@@ -224,7 +224,7 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
     tuned(likely_columns=20)
     drafter = make_drafter(target)
     modules = target.get_input_embeddings(), target.get_output_embeddings()
-    weights, working = drafter.borrow(*modules), working_weights(drafter, *modules)
+    weights, working = drafter.borrow(*modules), quick_weights(drafter, *modules)
     torch.manual_seed(0)
     hidden = torch.randn(rows, 3, drafter.config.hidden_size)
     draws = [Draws(torch.Generator().manual_seed(row), VOCAB) for row in range(rows)]
@@ -235,7 +235,8 @@ def test_of_large_vocabularies_each_row_races_among_its_likely_tokens(rows, targ
         scores = torch.zeros(rows, 1)
         for level in (1, 2, 3):
             log_probs, _ = parts(level, tokens, states)
-            scores_, tokens_, parents, states = parts.best(level, tokens, states, scores, 4)
+            scores_, columns, parents, states = parts.best(level, tokens, states, scores, 4)
+            tokens_ = weights.vocab_ids[columns]
             for row in range(rows):
                 likely = set(weights.vocab_ids[parts.logits[row].amax(dim=0).topk(20).indices].tolist())
                 whole = {

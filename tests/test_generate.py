@@ -351,14 +351,13 @@ def test_statistics_add_up(target, trained, prompt):
     assert 0 < parts + statistics.commit_seconds <= statistics.total_seconds
 
 
-def test_statistics_are_not_kept_unless_asked_for(target, trained, prompt, monkeypatch):
-    from hf_hsdraft.engine import call_output, decoding
+def test_no_clock_is_read_unless_statistics_are_asked_for(target, trained, prompt, monkeypatch):
+    from hf_hsdraft.engine import observers
 
     def forbidden(*args, **kwargs):
-        raise AssertionError("read a clock or kept statistics in a call that did not ask for them")
+        raise AssertionError("read a clock in a call that did not ask for statistics")
 
-    monkeypatch.setattr(decoding, "DraftStatistics", forbidden)
-    monkeypatch.setattr(call_output.time, "perf_counter", forbidden)
+    monkeypatch.setattr(observers.time, "perf_counter", forbidden)
     target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=trained)
 
 
@@ -506,7 +505,7 @@ def test_beam_search_stays_what_transformers_makes_of_it(target, drafter, prompt
 
 def test_reuse_of_an_earlier_version_is_left_out_with_a_word(target, trained, prompt, monkeypatch):
     warned = []
-    monkeypatch.setattr("hf_hsdraft.drafters.draft_options.logger.warning_once", warned.append)
+    monkeypatch.setattr("hf_hsdraft.drafters.hidden_state.reuse.logger.warning_once", warned.append)
     options(trained, reuse="skip")
     plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
     assert target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=trained).equal(plain)

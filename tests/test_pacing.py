@@ -387,6 +387,18 @@ def test_nothing_is_drafted_once_rounds_take_longer_than_they_earn(right):
     assert tokens * 0.040 / seconds > 0.96
 
 
+def test_what_drafting_loses_is_bounded_where_expectations_stay_wrong():
+    """All drafted tokens are right in the rows that decide, and yet the batch gains nothing by them."""
+    pace, lost = CostPace(4, Costs(0.1, 0.1, 0.1, 0.05)), []
+    for _ in range(400):
+        depth = pace.plan()
+        size = cut_size(pace, draft(pace, [chain(*[0.9] * depth)], depth))
+        pace.note_round(size, 1.0 + size, None, depth, 0.0, progress=1.0)
+        lost.append(pace.costs.verifying(size) + pace.costs.drafting(depth))
+    assert max(lost) > 0.3 and sum(lost) < 0.05 * len(lost)
+    assert sum(lost[200:]) < 0.03 * 200
+
+
 def kind(name, depth, tree_size, **fields) -> KindOfCall:
     return KindOfCall((name,), (), depth, tree_size, **fields)
 

@@ -84,7 +84,7 @@ def test_an_answer_is_that_of_plain_generate_and_its_rounds_are_seen(talk_of, to
     assert sum(drafted for _, drafted in turn.reply.pieces) == sum(statistics.accepted_lengths)
     emitted = []
     for number, done in turn.reply.rounds:
-        tree, tokens, accepted = done.trees[0], done.tokens[0], done.accepted[0]
+        tree, tokens, accepted = done.trees[0], done.news[0].tokens, done.accepted[0]
         assert accepted == statistics.accepted_lengths[number - 1]
         assert [tree.tokens[node] for node in accepted_path(tree, tokens, accepted)] == list(tokens[:accepted])
         emitted += tokens

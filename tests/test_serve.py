@@ -115,6 +115,7 @@ def number_of_caches() -> int:
 def serving(target, tokenizer, drafter, name: str = NAME) -> Iterator[Served]:
     reference, attachment = copy.deepcopy(target), attach(target, drafter)
     listener = bound_socket("127.0.0.1", 0)
+    tokenizer = copy.deepcopy(tokenizer)  # transformers sets the side of padding of the one it serves
     server = Server(build_app(target, tokenizer, name, attachment), "error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -319,7 +319,7 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
             with host_reads() as seen:
                 mark = runtime.mark()
                 runtime.verify([tree] * rows, ids)
-                runtime.commit([tree] * rows, paths)
+                runtime.commit(paths)
             assert not seen
             assert runtime.length >= mark.slots + 1 + len(path)
         with host_reads() as seen:

@@ -11,9 +11,9 @@ from conftest import VOCAB, make_drafter, make_target
 from test_static_cache import Graphs, decode, host_reads
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights
 from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 from hf_hsdraft.drafters.hidden_state.static_roll_out import StaticRollOut, static_roll_out
-from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights, working_weights
 
 STEPS, ROOM = 4, 70
 
@@ -35,9 +35,9 @@ def pieces(drafter: HSDrafter, length: int, first: int = 0):
     return taps, torch.randn(length, 32), torch.arange(first, first + length)
 
 
-def working_of(drafter: HSDrafter) -> WorkingWeights:
+def working_of(drafter: HSDrafter) -> QuickWeights:
     modules = torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB)
-    return WorkingWeights.of(drafter, drafter.borrow(*modules).head)
+    return QuickWeights.of(drafter, drafter.borrow(*modules).head)
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def test_under_autocast():
 def test_calls_at_the_same_time_have_rooms_of_their_own(target):
     drafter = make_drafter(target)
     modules = target.get_input_embeddings(), target.get_output_embeddings()
-    working = working_weights(drafter, *modules)
+    working = quick_weights(drafter, *modules)
     with static_roll_out(drafter, working, 50, STEPS, None) as one:
         with static_roll_out(drafter, working, 50, STEPS, None) as two:
             assert one is not two
@@ -165,7 +165,7 @@ def test_they_stay_with_their_weights(target):
     drafter, others = make_drafter(target), [make_target(seed=seed) for seed in (1, 2)]
 
     def used_by(model) -> StaticRollOut:
-        working = working_weights(drafter, model.get_input_embeddings(), model.get_output_embeddings())
+        working = quick_weights(drafter, model.get_input_embeddings(), model.get_output_embeddings())
         with static_roll_out(drafter, working, 50, STEPS, None) as each:
             return each
 

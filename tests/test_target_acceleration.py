@@ -1,4 +1,4 @@
-"""What is faster on a device changes no text, and is asked for in one place."""
+"""What is faster on a device changes no text, and is asked for by one seam."""
 
 import re
 from pathlib import Path
@@ -8,15 +8,18 @@ from conftest import make_drafter, make_target
 from test_contract import NEW, batch_of
 
 import hf_hsdraft
-from hf_hsdraft.target.target_acceleration import TargetAcceleration
+from hf_hsdraft.acceleration import accelerator
+from hf_hsdraft.acceleration.device_acceleration import DeviceAcceleration
 from hf_hsdraft.target.target_runtime import TargetRuntime
 
-TARGET = Path(hf_hsdraft.__file__).parent / "target"
+PACKAGE = Path(hf_hsdraft.__file__).parent
 
 
-def test_one_file_of_the_target_asks_for_acceleration():
-    asking = [path.name for path in TARGET.glob("*.py") if re.search(r"^from \.+acceleration", path.read_text(), re.M)]
-    assert asking == ["target_acceleration.py"]
+@pytest.mark.parametrize("room", ["target", "engine"])
+def test_only_the_seam_of_acceleration_is_asked(room):
+    texts = [path.read_text() for path in (PACKAGE / room).glob("*.py")]
+    asked = {name for text in texts for name in re.findall(r"^from \.+acceleration\.(\S+)", text, re.M)}
+    assert asked == {"accelerator"}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -29,14 +32,15 @@ def test_without_acceleration_every_text_is_the_same(monkeypatch, rows, cache):
     used, forward = [], TargetRuntime.verify
 
     def verify(runtime, *args):
-        used.append(runtime.packed)
+        used.append(runtime.acceleration.packed)
         return forward(runtime, *args)
 
     monkeypatch.setattr(TargetRuntime, "verify", verify)
-    for switched_on in (True, False):
-        monkeypatch.setattr(TargetAcceleration, "switched_on", switched_on)
+    drafter.generation_config.packed_weights = True
+    for registered in (DeviceAcceleration, accelerator.Acceleration):
+        monkeypatch.setattr(accelerator, "_registered", [registered])
         used.clear()
         drafted = target.generate(**kwargs, assistant_model=drafter)
         assert drafted.sequences.tolist() == plain.sequences.tolist()
         assert drafted.statistics.packed_weights == any(used)
-        assert switched_on or not any(used)
+        assert registered is DeviceAcceleration or not any(used)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_hsdraft.acceleration.cpu.products import Product, in_full_precision
 from hf_hsdraft.common.target_weights import TargetWeights
-from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights, working_weights
+from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights
 
 
 def drafter_of(target, injector: str = "path", **fields):
@@ -53,7 +53,7 @@ def test_the_network_is_the_drafters(injector, head, rounded):
     target = make_target(hidden_size=64, num_attention_heads=2, head_dim=32).to(dtype)
     drafter = drafter_of(target, injector, head=head, **WIDE).to(dtype)
     weights, config = borrowed(drafter, target), drafter.config
-    working = WorkingWeights.of(drafter, weights.head)
+    working = QuickWeights.of(drafter, weights.head)
     if rounded:
         layer = working.layers[0]
         products = [working.roll, layer.qkv, layer.output, layer.gate_up, layer.down, working.injector.up]
@@ -126,9 +126,9 @@ def test_they_are_kept_until_something_changes(target):
     target, drafter = copy.deepcopy(target), drafter_of(target, draft_vocab_size=40, draft_vocab_ids=list(range(40)))
     x = torch.randn(16, drafter.config.hidden_size)
 
-    def current() -> WorkingWeights:
-        weights = working_weights(drafter, *modules_of(target))
-        assert working_weights(drafter, *modules_of(target)) is weights
+    def current() -> QuickWeights:
+        weights = quick_weights(drafter, *modules_of(target))
+        assert quick_weights(drafter, *modules_of(target)) is weights
         torch.testing.assert_close(weights.roll(x), drafter.roll_proj(x))
         torch.testing.assert_close(weights.logits(x), drafter.logits(x, borrowed(drafter, target)))
         attention = drafter.layers[0].attention
@@ -165,10 +165,10 @@ def test_an_edit_of_a_few_rows_is_noticed(of_target):
     sampled = range(0, edited.numel(), edited.numel() // 32 + 1)
     untouched = set(range(len(edited))) - {place // edited.shape[1] for place in sampled}
     row = max(untouched)
-    before = working_weights(drafter, *modules_of(target))
+    before = quick_weights(drafter, *modules_of(target))
     edited[row] = 5.0
-    weights, x = working_weights(drafter, *modules_of(target)), torch.randn(3, 32)
-    assert weights is not before and working_weights(drafter, *modules_of(target)) is weights
+    weights, x = quick_weights(drafter, *modules_of(target)), torch.randn(3, 32)
+    assert weights is not before and quick_weights(drafter, *modules_of(target)) is weights
     torch.testing.assert_close(weights.logits(x), drafter.logits(x, borrowed(drafter, target)))
     code = torch.randn(3, drafter.config.injector_rank)
     torch.testing.assert_close(weights.injector.up(code), drafter.injector.up(code))
@@ -178,20 +178,20 @@ def test_an_edit_of_a_few_rows_is_noticed(of_target):
 def test_another_tensor_in_a_place_is_noticed(target):
     """Even one that lies where the former lay, and was written to as often."""
     drafter = drafter_of(target)
-    before = working_weights(drafter, *modules_of(target))
+    before = quick_weights(drafter, *modules_of(target))
     old = drafter.roll_proj.weight
     drafter.roll_proj.weight = nn.Parameter(old.detach(), requires_grad=False)
     assert drafter.roll_proj.weight.data_ptr() == old.data_ptr()
-    assert working_weights(drafter, *modules_of(target)) is not before
+    assert quick_weights(drafter, *modules_of(target)) is not before
 
 
 @torch.no_grad()
 def test_calls_do_not_make_them_anew(target, prompt):
     drafter = drafter_of(target)
-    weights = working_weights(drafter, *modules_of(target))
+    weights = quick_weights(drafter, *modules_of(target))
     for do_sample in (False, True):
         target.generate(prompt, max_new_tokens=8, do_sample=do_sample, assistant_model=drafter)
-    assert working_weights(drafter, *modules_of(target)) is weights
+    assert quick_weights(drafter, *modules_of(target)) is weights
 
 
 def test_models_made_in_inference_mode_work(prompt):
@@ -199,16 +199,16 @@ def test_models_made_in_inference_mode_work(prompt):
     with torch.inference_mode():
         target = make_target()
         drafter = drafter_of(target)
-        weights = working_weights(drafter, *modules_of(target))
-        assert working_weights(drafter, *modules_of(target)) is weights
+        weights = quick_weights(drafter, *modules_of(target))
+        assert quick_weights(drafter, *modules_of(target)) is weights
         drafter.roll_proj.weight.mul_(2.0)
-        assert working_weights(drafter, *modules_of(target)) is not weights
+        assert quick_weights(drafter, *modules_of(target)) is not weights
 
 
 @pytest.mark.parametrize("which", ["target", "drafter"])
 def test_they_end_with_either_model(target, which):
     models = {"target": copy.deepcopy(target), "drafter": drafter_of(target)}
-    kept = weakref.ref(working_weights(models["drafter"], *modules_of(models["target"])))
+    kept = weakref.ref(quick_weights(models["drafter"], *modules_of(models["target"])))
     assert kept() is not None
     del models[which]
     gc.collect()
@@ -217,15 +217,15 @@ def test_they_end_with_either_model(target, which):
 
 def test_a_drafter_with_its_own_head_asks_for_no_other(target):
     drafter = drafter_of(target, head="trained")
-    found = working_weights(drafter, target.get_input_embeddings(), None)
-    assert found is working_weights(drafter, target.get_input_embeddings(), None)
+    found = quick_weights(drafter, target.get_input_embeddings(), None)
+    assert found is quick_weights(drafter, target.get_input_embeddings(), None)
 
 
 def test_what_inference_mode_made_can_be_trained_on(target):
     drafter = drafter_of(target)
     with torch.inference_mode():
         target.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=4, do_sample=False)
-    weights = working_weights(drafter, *modules_of(target))
+    weights = quick_weights(drafter, *modules_of(target))
     states = torch.randn(2, drafter.config.hidden_size, requires_grad=True)
     weights.logits(states).sum().backward()
     assert states.grad is not None
@@ -245,8 +245,8 @@ def test_products_that_are_more_than_a_weight_are_called(target):
         setattr(owner, name, adapted)
     drafter.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2.0 + 1.0,))
     weights, config, attention = borrowed(drafter, target), drafter.config, drafter.layers[0].attention
-    working = working_weights(drafter, *modules_of(target))
-    assert working_weights(drafter, *modules_of(target)) is not working  # an adapter may be switched at any time
+    working = quick_weights(drafter, *modules_of(target))
+    assert quick_weights(drafter, *modules_of(target)) is not working  # an adapter may be switched at any time
     taps = torch.randn(2, len(config.target_tap_layers) * config.target_hidden_size)
     embeds = torch.randn(2, config.target_hidden_size)
     hidden = working.fuse_inputs(taps, embeds)

@@ -91,10 +91,10 @@ def _load_and_measure(
     max_new_tokens: int,
     packed_weights: bool | None,
 ) -> ConcurrentCalls:
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..by_name import load_drafter
     from ..target.target_loading import load_target
 
-    loaded = HSDrafter.from_pretrained(drafter, dtype=dtype).eval()
+    loaded = load_drafter(drafter, dtype)
     if packed_weights is not None:
         loaded.generation_config.packed_weights = packed_weights
     model, tokenizer = load_target(target, dtype)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.protocol import Drafter
 from .measure import DEFINITIONS, encode_prompt, first_divergence
 
 _DRAFTED, _OWN = "green", "default"
@@ -62,16 +62,14 @@ class DraftColourStreamer(PieceStreamer):
         self._console = console
 
     def show(self, text: str, drafted: bool) -> None:
-        self._console.print(Text(text, style=_DRAFTED if drafted else _OWN), end="")
+        self._console.print(Text(text, style=_DRAFTED if drafted else _OWN), end="", soft_wrap=True)
 
     def end(self) -> None:
         super().end()
         self._console.print()
 
 
-def run_demo(
-    target: Any, tokenizer: Any, drafter: HSDrafter, prompt: str, max_new_tokens: int, console: Console
-) -> None:
+def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new_tokens: int, console: Console) -> None:
     """Answers a prompt with the drafter and without it, and prints what the drafter gained."""
     inputs = encode_prompt(tokenizer, prompt, target.device)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
@@ -79,8 +77,8 @@ def run_demo(
     with console.status("measuring what drafting costs on this machine"):
         for assistant in (None, drafter):
             target.generate(**inputs, do_sample=False, max_new_tokens=_WARM_UP, assistant_model=assistant)
-    console.print(Text(prompt, style="bold"))
-    console.print(f"[{_DRAFTED}]drafted and accepted[/], the target's own\n")
+    console.print(Text(prompt, style="bold"), soft_wrap=True)
+    console.print(f"[{_DRAFTED}]drafted and accepted[/], the target's own\n" if console.color_system else "")
     streamer = DraftColourStreamer(tokenizer, console)
     output = target.generate(
         **inputs, **settings, assistant_model=drafter, streamer=streamer, return_dict_in_generate=True

@@ -26,7 +26,7 @@ from transformers import (
 
 from ..trees.builder_registry import TREE_BUILDERS
 from ..trees.draft_tree import DraftTree
-from ..trees.tree_builders import TreeLimits
+from ..trees.tree_builders import Expansion, TreeLimits
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Nodes, Verifier, draw_token
 
@@ -102,8 +102,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class FullExpansion:
-    """An `Expansion` whose best children are found among all children.
+class FullExpansion(Expansion):
+    """An `Expansion` made of a function.
 
     Attributes:
         expand: see `Expansion.__call__`. Column i of the log-probabilities is that of token i.
@@ -117,15 +117,6 @@ class FullExpansion:
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.expand(level, tokens, states)
-
-    def best(
-        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        log_probs, states = self.expand(level, tokens, states)
-        totals = (scores[..., None] + log_probs).flatten(1)
-        values, places = totals.topk(min(count, totals.shape[1]))
-        width = log_probs.shape[-1]
-        return values, places % width, places // width, states
 
 
 def grow(builder: str, table: Table, count: int) -> list[DraftTree]:

@@ -89,11 +89,11 @@ def _load_and_time(
 ) -> float:
     from transformers.utils.logging import disable_progress_bar
 
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..by_name import load_drafter
     from ..target.target_loading import load_target
 
     disable_progress_bar()
-    loaded = HSDrafter.from_pretrained(drafter, dtype=dtype).to(device).eval()
+    loaded = load_drafter(drafter, dtype, device)
     model, tokenizer = load_target(target, dtype, device)
     return time_first_call(model, encode_prompt(tokenizer, prompt, device), new_tokens, loaded if drafted else None)
 

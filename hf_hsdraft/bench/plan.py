@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..common.checks import public_name
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.protocol import Drafter
 from ..training.conversations import Prompt, read_prompts
 from .calls import Settings
+from .default_prompts import DEFAULT_PROMPTS
 from .machine import processor
 from .measure import encode_prompt
 from .profile import profile
@@ -33,7 +34,7 @@ class BenchPlan:
     """What `hsdraft bench` is to do.
 
     Attributes:
-        prompts: prompt files.
+        prompts: prompt files; the embedded prompts if there are none.
         variants: comma-separated names, see `systems.Variant`.
         limit: greatest number of prompts, taken evenly from all categories; `None` for all.
         max_new_tokens: greatest number of new tokens of a prompt.
@@ -86,7 +87,8 @@ class BenchPlan:
                 raise ValueError(f"{name}: expected different whole numbers of 1 or more, found {list(values)}")
         if self.pictures is not None and importlib.util.find_spec("matplotlib") is None:
             raise ImportError("--pictures needs matplotlib: pip install 'hf-hsdraft[bench]'")
-        questions = spread([prompt for path in self.prompts for prompt in read_prompts(path)], self.limit)
+        found = [prompt for path in self.prompts for prompt in read_prompts(path)] if self.prompts else DEFAULT_PROMPTS
+        questions = spread(found, self.limit)
         if not questions:
             raise ValueError("no questions: the prompt files hold no line with `turns`")
         object.__setattr__(self, "questions", questions)
@@ -136,7 +138,7 @@ def whole_numbers(text: str | None, option: str) -> list[int]:
 
 
 def run_plan(
-    plan: BenchPlan, target: Any, tokenizer: Any, drafters: dict[str, HSDrafter], console: Console
+    plan: BenchPlan, target: Any, tokenizer: Any, drafters: dict[str, Drafter], console: Console
 ) -> BenchResult:
     """Measures all that a plan asks for. The report is written after each prompt, so an interrupted run is not lost.
 
@@ -156,9 +158,7 @@ def run_plan(
     result = BenchResult(
         settings=_settings(plan, target, systems),
         weights={
-            system.name: system.drafter.config.weights_digest
-            for system in systems
-            if isinstance(system.drafter, HSDrafter)
+            system.name: getattr(system.drafter.config, "weights_digest", None) for system in systems if system.ours
         },
         categories=[question.category for question in plan.questions],
     )
@@ -229,7 +229,7 @@ def draw(plan: BenchPlan, result: BenchResult, console: Console) -> None:
 def _settings(plan: BenchPlan, target: Any, systems: Sequence[System]) -> dict[str, Any]:
     return {
         "target": public_name(getattr(target, "name_or_path", "")),
-        "prompts": ", ".join(path.name for path in plan.prompts),
+        "prompts": ", ".join(path.name for path in plan.prompts) or "those of the package",
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "threads": torch.get_num_threads(),

@@ -13,9 +13,9 @@ import torch
 
 from ..acceleration.cpu.packed_weights import linears_to_pack
 from ..common.checks import public_name
-from ..drafters.draft_options import DraftOptions
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.draft_options import DraftOptions, option_names
 from ..drafters.ngrams.cacheback import CachebackDrafter
+from ..drafters.protocol import Drafter
 from . import economize, peers
 
 PLAIN = "plain"
@@ -79,11 +79,11 @@ class Variant:
         """Whether it takes one of our trained drafters."""
         return self.kind in ("default", "untrained", "chain", _CHAINS, "tree")
 
-    def each(self, drafter: HSDrafter) -> list[Variant]:
+    def each(self, drafter: Drafter) -> list[Variant]:
         """Returns what this name stands for: `chains` for chains of all lengths of a drafter, others for themselves."""
         if self.kind != _CHAINS:
             return [self]
-        longest = min(LONGEST_CHAIN, drafter.config.num_draft_steps)
+        longest = min(LONGEST_CHAIN, drafter.num_draft_steps)
         return [Variant(f"chain{length}", "chain", length) for length in range(1, longest + 1)]
 
     @classmethod
@@ -148,7 +148,7 @@ class System:
         drafter: the `assistant_model`; `None` for none.
         options: drafting options that are set on the drafter during a call.
         decode: function that decodes instead of `generate()`.
-        ours: whether it drafts with an `HSDrafter`. If such a system fails, the whole comparison fails.
+        ours: whether it drafts with a drafter that was named. If such a system fails, the whole comparison fails.
         draws_as_plain: whether sampling with the same seed gives plain decoding's text.
         static: whether its cache has a fixed length. Its forwards may then be compiled.
         drafts_later: whether nothing is drafted in the prompt's forward.
@@ -180,7 +180,7 @@ class System:
         return {name: value for name, value in {**given, **self.options}.items() if value is not None}
 
 
-def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> System:
+def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> System:
     """Returns the system of one of our variants.
 
     Args:
@@ -192,14 +192,15 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
         ValueError: the drafter has no such option, or the option cannot have that value.
     """
     options: dict[str, Any] = {}
+    names = option_names(drafter)
     if variant.kind == "untrained":
         drafter = _untrained(drafter)
     elif variant.kind != "default":
-        config = drafter.config
-        depth = variant.depth or (variant.size if variant.kind == "chain" else None) or config.num_draft_steps
+        config = drafter.default_generation_config()
+        depth = variant.depth or (variant.size if variant.kind == "chain" else None) or drafter.num_draft_steps
         options = {
-            "reuse": "none",
-            "ngram_length": 0,
+            **({"reuse": "none"} if "reuse" in names else {}),
+            "ngram_length": drafter.least_ngram_length,
             "tree_sizing": "fixed",
             "beam_width": 1 if variant.kind == "chain" else max(config.beam_width, 2),
             "tree_size": variant.size or config.tree_size,
@@ -207,7 +208,7 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
         }
     options |= variant.options
     stored = drafter.generation_config
-    unknown = [name for name in options if not hasattr(drafter.default_generation_config(), name)]
+    unknown = [name for name in options if name not in names]
     if unknown:
         raise ValueError(f"variant {variant.text!r}: no drafting option {', '.join(unknown)}")
     with_options(drafter, options)
@@ -222,11 +223,18 @@ def drafted_system(variant: Variant, drafter: HSDrafter, label: str = "") -> Sys
     return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike)
 
 
-def _untrained(drafter: HSDrafter) -> HSDrafter:
-    """Returns a drafter of the same shape with random weights. It shows what useless drafts cost."""
+def _untrained(drafter: Any) -> Any:
+    """Returns a drafter of the same shape with random weights. It shows what useless drafts cost.
+
+    Raises:
+        ValueError: the drafter has no weights.
+    """
+    if not hasattr(drafter, "parameters"):
+        raise ValueError(f"variant 'untrained' needs a drafter with weights: a {type(drafter).__name__} has none")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return HSDrafter(drafter.config).to(drafter.device, drafter.dtype).eval()
+        made: Any = type(drafter)(drafter.config)
+    return made.to(drafter.device, drafter.dtype).eval()
 
 
 def with_options(drafter: Any, options: dict[str, Any]) -> None:
@@ -261,7 +269,7 @@ def other_system(variant: Variant, target: Any) -> System:
     return System(f"economize {economize.KINDS[variant.kind]}, {shape}", decode=decode, draws_as_plain=False)
 
 
-def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, HSDrafter]) -> list[System]:
+def make_systems(variants: Sequence[Variant], target: Any, drafters: dict[str, Drafter]) -> list[System]:
     """Returns the systems of some variants, in the order given. Each of our variants comes with each drafter.
 
     Args:

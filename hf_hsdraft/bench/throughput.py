@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.protocol import Drafter
 from .calls import until_end
 from .machine import synchronise
 from .measure import DEFINITIONS
@@ -55,7 +55,7 @@ class Throughput:
 def run_throughput(
     target: Any,
     tokenizer: Any,
-    drafter: HSDrafter,
+    drafter: Drafter,
     prompts: Sequence[str],
     batch_sizes: Sequence[int],
     max_new_tokens: int,
@@ -111,7 +111,7 @@ def print_throughput(results: Sequence[Throughput], console: Console) -> None:
     console.print(DEFINITIONS, style="dim")
 
 
-def _timed(target: Any, inputs: dict[str, torch.Tensor], new: int, drafter: HSDrafter | None) -> tuple[float, Any]:
+def _timed(target: Any, inputs: dict[str, torch.Tensor], new: int, drafter: Drafter | None) -> tuple[float, Any]:
     """Returns the seconds of a call and its output."""
     given = {} if drafter is None else {"assistant_model": drafter}
     synchronise(target.device)

@@ -24,13 +24,16 @@ class WrappedDrafter(Drafter):
     def __init__(self, drafter: Any) -> None:
         self.config, self.device = drafter.config, getattr(drafter, "device", None)
         self.taps, self.num_draft_steps = drafter.taps, drafter.num_draft_steps
-        self.draws_nodes = drafter.draws_nodes
+        self.draws_nodes, self.own_options = drafter.draws_nodes, drafter.own_options
         self.generation_config = copy.deepcopy(drafter.generation_config)
         self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
         self._drafter = drafter
 
     def default_generation_config(self) -> GenerationConfig:
         return self._drafter.default_generation_config()
+
+    def check_together(self, options: DraftOptions) -> None:
+        self._drafter.check_together(options)
 
     def check(self, target: Any) -> None:
         self._drafter.check(target)

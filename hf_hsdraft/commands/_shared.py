@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    import torch
 
 console = Console()
 if not console.is_terminal:
@@ -21,6 +23,8 @@ class Dtype(str, Enum):
 
     @property
     def torch(self) -> torch.dtype:
+        import torch
+
         return getattr(torch, self.value)
 
 
@@ -47,15 +51,47 @@ def drafter_of(target: str | None, drafter: str | None) -> str:
     return name
 
 
+def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
+    """Loads a drafter for a command that only those of the hidden-state family can have.
+
+    Raises:
+        ValueError: it is of another family.
+    """
+    from ..by_name import load_drafter
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+
+    drafter = load_drafter(name, **loading)
+    if not isinstance(drafter, HSDrafter):
+        raise ValueError(
+            f"{needed_by} needs a hidden-state drafter, as `hsdraft train` makes: {name} is a {type(drafter).__name__}"
+        )
+    return drafter
+
+
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter, in one dtype on one device; the drafter first, as it may not be there."""
-    from ..drafters.auto_drafter import AutoDrafter
+    from ..by_name import load_drafter
     from ..target.target_loading import DEFAULT_TARGET, load_target
 
     name = drafter_of(target, drafter)
-    loaded = AutoDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
+    loaded = load_drafter(name, dtype.torch, device)
     try:
         model, tokenizer = load_target(target, dtype.torch, device)
     except OSError as error:  # its message does not always say what was looked for
         raise OSError(f"the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
     return model, tokenizer, loaded
+
+
+def load_plain_or_pair(
+    target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool
+) -> tuple[Any, Any, Any]:
+    """Target, tokenizer and drafter, checked to fit; `None` in the drafter's place for plain decoding."""
+    from ..target.target_loading import load_target
+
+    if not plain:
+        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+        loaded.check(model)
+        return model, tokenizer, loaded
+    if drafter is not None:
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
+    return *load_target(target, dtype.torch, device), None

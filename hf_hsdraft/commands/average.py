@@ -12,7 +12,7 @@ from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
 app = typer.Typer()
 
 
-@app.command()
+@app.command(short_help="Average the weights of drafters that began as one.")
 def average(
     drafters: Annotated[list[str], typer.Argument(help="Folders or Hub names, of drafters with one beginning.")],
     out: Annotated[Path, typer.Option(help="New folder.")],

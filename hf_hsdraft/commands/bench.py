@@ -12,9 +12,12 @@ from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOpti
 app = typer.Typer()
 
 
-@app.command()
+@app.command(short_help="Compare plain decoding, drafting and other systems.")
 def bench(
-    prompts: Annotated[list[Path], typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 of its own."),
+    ] = None,
     target: TargetOption = None,
     drafter: Annotated[
         list[str] | None, typer.Option("--drafter", help="Hub name or folder; repeat to compare several.")
@@ -55,9 +58,10 @@ def bench(
     ] = None,
 ) -> None:
     """Compares plain decoding, drafting and other systems over a prompt file, in changing order in one process."""
+    from ..bench.default_prompts import NOTE
     from ..bench.plan import BenchPlan, draw, run_plan, whole_numbers
     from ..bench.report import print_report
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..by_name import load_drafter
     from ..target.target_loading import load_target
 
     names = (
@@ -68,7 +72,7 @@ def bench(
         if len(set(given)) < len(given):
             raise ValueError(f"a drafter is named twice: {', '.join(given)}")
         plan = BenchPlan(
-            prompts,
+            prompts or [],
             names,
             limit,
             max_new_tokens,
@@ -84,11 +88,13 @@ def bench(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if not prompts:
+        console.print(NOTE, highlight=False, soft_wrap=True)
     loaded: dict[str, Any] = {}
     if plan.takes_drafter:
         model, tokenizer, loaded[given[0]] = load_pair(target, drafter[0] if drafter else None, dtype, device)
         for name in given[1:]:
-            loaded[name] = HSDrafter.from_pretrained(name, dtype=dtype.torch).to(device).eval()
+            loaded[name] = load_drafter(name, dtype.torch, device)
     else:
         model, tokenizer = load_target(target, dtype.torch, device)
     result = run_plan(plan, model, tokenizer, loaded, console)
@@ -96,7 +102,7 @@ def bench(
     draw(plan, result, console)
 
 
-@app.command()
+@app.command(short_help="Time batches with and without the drafter.")
 def throughput(
     prompts: Annotated[list[Path], typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`.")],
     target: TargetOption = None,
@@ -124,7 +130,7 @@ def throughput(
     print_throughput(run_throughput(model, tokenizer, loaded, texts, sizes, max_new_tokens, calls), console)
 
 
-@app.command("first-calls")
+@app.command("first-calls", short_help="Time the first call of a process.")
 def first_calls(
     lengths: Annotated[str, typer.Option(help="New tokens of the calls, comma-separated.")] = "8,32,128",
     repeats: Annotated[int, typer.Option(min=1, help="Processes for each length, plain and drafted.")] = 3,
@@ -148,7 +154,7 @@ def first_calls(
     print_first_calls(run_first_calls(target, name, dtype.torch, device, prompt, counts, repeats), console)
 
 
-@app.command()
+@app.command(short_help="Measure the memory of several calls at once.")
 def concurrent(
     calls: Annotated[str, typer.Option(help="Calls at once, comma-separated.")] = "1,2,4,8",
     prompts: Annotated[

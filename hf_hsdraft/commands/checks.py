@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, console
+from ._shared import DeviceOption, Dtype, DtypeOption, console, hidden_state_drafter
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(short_help="Try every type of target of transformers.")
 def support(
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "causal,seq2seq,image-text,speech",
@@ -37,7 +37,7 @@ def support(
         sys.exit(1)
 
 
-@app.command()
+@app.command(short_help="Test that sampling is exact.")
 def exactness(
     samples: Annotated[int, typer.Option(min=1000, help="Rounds drawn for each setting.")] = 200_000,
     processors: Annotated[str, typer.Option(help="Comma-separated; default: all.")] = "",
@@ -70,7 +70,7 @@ def exactness(
         sys.exit(1)
 
 
-@app.command()
+@app.command(short_help="Check that training and decoding compute the same.")
 def check(
     drafter: Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")],
     target: Annotated[
@@ -87,13 +87,12 @@ def check(
 ) -> None:
     """Checks that training computes what decoding uses, depth by depth; exits with 1 if not."""
     from ..bench.measure import encode_prompt
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ..target.target_loading import load_target
     from ..training.conversations import read_prompts
     from ..training.parity import PROMPTS, ParityError, parity
 
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
-    loaded = HSDrafter.from_pretrained(drafter, dtype=dtype.torch).to(device).eval()
+    loaded = hidden_state_drafter(drafter, "`hsdraft check`", dtype=dtype.torch, device=device)
     model, tokenizer = load_target(target, dtype.torch, device)
     inputs = [encode_prompt(tokenizer, text, device)["input_ids"] for text in texts[:limit]]
     report = parity(loaded, model, inputs, max_new_tokens, tolerance)

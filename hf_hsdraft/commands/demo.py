@@ -11,7 +11,7 @@ from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOpti
 app = typer.Typer()
 
 
-@app.command()
+@app.command(short_help="Answer a prompt, drafted tokens coloured.")
 def demo(
     prompt: Annotated[str, typer.Argument(help="What to ask.")] = (
         "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"

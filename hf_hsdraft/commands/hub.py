@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ._shared import console
+from ._shared import console, hidden_state_drafter
 
 app = typer.Typer()
 
@@ -19,7 +19,7 @@ RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit;
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Look into the cache only.")]
 
 
-@app.command()
+@app.command(short_help="Send a drafter to the Hub.")
 def push(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")],
     name: Annotated[str, typer.Argument(help="Repository, as user/name; created if there is none.")],
@@ -28,14 +28,14 @@ def push(
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload drafter",
 ) -> None:
     """Checks a drafter and sends it to the Hub: weights, code, card, recipe and figures, nothing else."""
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..drafters.auto_drafter import AutoDrafter
 
-    drafter = HSDrafter.from_pretrained(folder)
+    drafter = AutoDrafter.from_pretrained(folder)
     commit = drafter.push_to_hub(name, private=private or None, revision=revision, commit_message=message)
     console.print(f"{commit.repo_url} is at commit {commit.oid}", highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(short_help="Fetch a drafter from the Hub.")
 def pull(
     name: Annotated[str, typer.Argument(help="Repository, as user/name.")],
     revision: RevisionOption = None,
@@ -49,7 +49,7 @@ def pull(
 
     from huggingface_hub import HfApi
 
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from ..drafters.auto_drafter import AutoDrafter
     from ..repository.care import care
     from ..repository.drafter_files import CODE, find_folder
 
@@ -60,7 +60,7 @@ def pull(
     with care().loading(name):
         find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
     commit = HfApi().model_info(name, revision=revision).sha  # not what the cache takes for the latest
-    HSDrafter.from_pretrained(name, revision=commit, force_download=force)
+    AutoDrafter.from_pretrained(name, revision=commit, force_download=force)
     with care().loading(name):
         folder = find_folder(name, CODE, revision=commit, force_download=force)
     if to is not None:
@@ -68,7 +68,7 @@ def pull(
     console.print(str(to or folder), highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(short_help="Say what a drafter is.")
 def info(
     name: Annotated[str, typer.Argument(help="Folder or Hub name of a drafter.")],
     revision: RevisionOption = None,
@@ -92,11 +92,10 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..target.target_loading import load_target
 
-    drafter = HSDrafter.from_pretrained(name, dtype=torch.float32, **hub)
+    drafter = hidden_state_drafter(name, "`hsdraft info --target`", dtype=torch.float32, **hub)
     model, tokenizer = load_target(target, torch.float32)
     drafter.check(model)
     fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
@@ -105,7 +104,7 @@ def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     console.print(explain_mismatch(model, drafter, tokenizer) or fits, highlight=False, soft_wrap=True)
 
 
-@app.command("list")
+@app.command("list", short_help="List the drafters in the cache of the Hub.")
 def list_cached() -> None:
     """Lists the drafters in the cache of the Hub."""
     from ..hub.describe import cached_drafters
@@ -123,7 +122,7 @@ def list_cached() -> None:
         console.print("no drafters in the cache")
 
 
-@app.command()
+@app.command(short_help="Enter measurements, and write the card anew.")
 def card(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of a drafter.")],
     bench: Annotated[
@@ -141,14 +140,13 @@ def card(
     language: Annotated[list[str] | None, typer.Option(help="That it was trained on, as en; repeat.")] = None,
 ) -> None:
     """Enters measurements into a drafter's figures, records its target, and writes its card anew."""
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
     from ..hub.measured import enter_benchmarks
     from ..repository.drafter_files import CARD, RECIPE, read_json
     from ..repository.model_card import write_card
     from ..repository.publication import is_generated
     from ..training.files import write_json
 
-    drafter = HSDrafter.from_pretrained(folder)
+    drafter = hidden_state_drafter(str(folder), "`hsdraft card`")
     if target is not None:
         import torch
 

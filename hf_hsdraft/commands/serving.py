@@ -9,12 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, drafter_of, load_pair
+from ._shared import (
+    DeviceOption,
+    DrafterOption,
+    Dtype,
+    DtypeOption,
+    TargetOption,
+    console,
+    drafter_of,
+    load_plain_or_pair,
+)
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(short_help="Serve a target and a drafter as OpenAI's API.")
 def serve(
     target: TargetOption = None,
     drafter: DrafterOption = None,
@@ -39,7 +48,7 @@ def serve(
 
     listener = bound_socket(host, port)
     name = target or DEFAULT_TARGET
-    model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
     attachment = None if loaded is None else attach(model, loaded)
     server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns of each request that one was received
@@ -48,7 +57,7 @@ def serve(
     server.run(sockets=[listener])
 
 
-@app.command()
+@app.command(short_help="Chat in the terminal, drafted tokens coloured.")
 def chat(
     target: TargetOption = None,
     drafter: DrafterOption = None,
@@ -66,7 +75,7 @@ def chat(
     from ..serving.chat import TerminalChat, warm_up
     from ..serving.conversation import Conversation
 
-    model, tokenizer, loaded = _load(target, drafter, dtype, device, plain)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     conversation = Conversation(model, tokenizer, loaded, system, max_new_tokens=max_new_tokens, **sampling)
     with console.status("trying what decoding costs on this machine"):
@@ -87,7 +96,7 @@ def ui(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """A chat page in the browser: drafts in colour, tau and tokens/s beside plain decoding, and the draft trees."""
+    """Chat in the browser, with drafts in colour and draft trees."""
     if find_spec("gradio") is None:
         raise ImportError("`hsdraft ui` needs gradio: pip install 'hf-hsdraft[ui]'")
     from ..serving.listening import bound_socket
@@ -96,7 +105,7 @@ def ui(
     from ..target.target_loading import DEFAULT_TARGET
 
     listener = bound_socket(host, port)
-    model, tokenizer, loaded = _load(target, drafter, dtype, device, plain=False)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain=False)
     talks = Talks(model, tokenizer, loaded, system)
     with console.status("trying what decoding costs on this machine"):
         talks.warm_up()
@@ -104,16 +113,3 @@ def ui(
     page = ChatPage(talks, f"{names}, {dtype.value} on {device}", Settings(max_new_tokens=max_new_tokens))
     console.print(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it", highlight=False)
     serve_page(page, talks, listener)
-
-
-def _load(target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding."""
-    from ..target.target_loading import load_target
-
-    if not plain:
-        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-        loaded.check(model)
-        return model, tokenizer, loaded
-    if drafter is not None:
-        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
-    return *load_target(target, dtype.torch, device), None

@@ -8,7 +8,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from ._shared import Dtype, TargetOption, console
@@ -27,6 +26,7 @@ class Head(str, Enum):
 
 
 @app.command(
+    short_help="Train a drafter on the target's own answers.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
     "--num-train-epochs, "
@@ -159,6 +159,8 @@ def train(
 
 def _own_device() -> str:
     """The GPU that `accelerate launch` gave this process, the first one without it, or the CPU."""
+    import torch
+
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
 
 

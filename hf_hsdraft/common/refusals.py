@@ -8,4 +8,13 @@ class DraftingRefused(ValueError):
 
     It is raised before any text is streamed, any token is drawn and any logits processor is asked, and the cache of the
     call is as it was given. The exception is a target that turns out to read no drafts; see `speculative_decoding`.
+
+    Attributes:
+        PLAINLY: how messages say that a call may be decoded without a drafter.
     """
+
+    PLAINLY = "leave assistant_model out"
+
+    def of_attached(self) -> str:
+        """Returns the message for a model with an attached drafter, whose calls have no `assistant_model`."""
+        return str(self).replace(self.PLAINLY, "detach the drafter by detach(model)")

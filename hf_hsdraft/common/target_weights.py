@@ -17,10 +17,8 @@ class TargetWeights:
         head: `[V', D]`, the target's output rows of the draft vocabulary; `None` if the drafter trained its own, or if
             they were left out.
         vocab_ids: `[V']`, int64, the token id of each row.
-        vocab_size: number of ids that the target can read; others stand in texts for what is no token.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     head: torch.Tensor | None
     vocab_ids: torch.Tensor
-    vocab_size: int = 0

@@ -106,6 +106,13 @@ class Tuning:
     # Number of rounds without a draft until it is tried again: at first, and at most - by hand.
     first_pause: int = 8
     longest_pause: int = 32
+    # Account of what drafting saves: what it begins with and the most that it holds, in plain rounds; and the part of a
+    # round that each round pays in, which drafting may lose in the long run - by hand.
+    first_saved: float = 3.0
+    most_saved: float = 6.0
+    allowed_loss: float = 0.02
+    # How many times its cost more a draft has to promise for each plain round of debt - by hand.
+    worth_of_debt: float = 2.0
     # What an earlier text counts for: number of drafts of its gains, and part of what was accepted - by hand.
     kept_drafts: int = 2
     kept_trust: float = 0.3
@@ -143,41 +150,8 @@ class Tuning:
     # Number of tokens of the first class of lengths that have costs of their own; each later class is twice as long
     # - by hand.
     cost_length: int = 1024
-
-    # --- Packed weights of a target, on CPUs ---
-    # Number of plain forwards that packing takes as long as - measured: 3 to 7.
-    packing_forwards: float = 3.0
-    # Part of a plain forward that packed weights save - measured: 0.2 to 0.5.
-    packing_saves: float = 0.2
-    # Number of tokens that a call may still emit, for which comparing the weights pays - by hand.
-    packing_least_room: int = 8
     # How many times longer a plain round may take with packed weights; beyond that nothing is packed - by hand.
     packed_slower: float = 1.1
-    # Number of rows that the layout is chosen for - by hand.
-    packed_rows: int = 16
-    # Least number of numbers of a weight: products of smaller ones take no longer than starting them - by hand.
-    packed_least_numbers: int = 2**16
-    # Number of bytes of all copies in the process, unless they are asked for - by hand.
-    packed_bytes: int = 2**31
-
-    # --- Products of a drafter, on CPUs ---
-    # Number of rows that 8-bit weights are multiplied by - by hand: a default beam has so many.
-    rows_in_8_bits: int = 8
-    # The same of a large weight, a head, that has a packed copy; and the number of numbers that makes it large
-    # - by hand: a head of 10 million numbers took 1.1 ms for one row by 8 bits, 2.0 for six, 0.8 packed.
-    large_rows_in_8_bits: int = 2
-    large_weight: int = 2**22
-    # Number of rows that a packed copy is multiplied by - by hand: those of several texts.
-    product_rows: int = 64
-    # Number of bytes of a weight that gets a packed copy - by hand.
-    product_bytes: int = 2**27
-    # Number of rows of a weight that are brought to 8 bits at once - by hand.
-    rows_rounded: int = 4096
-
-    # --- Attention, on CPUs ---
-    # Number of keys of a single text from which on the heads of a tree that share keys are read as one
-    # - History: over 200 keys joining cost 0.8 to 1.4 ms of 9 and 13 nodes; over 800 it took 7.0 instead of 8.1 ms.
-    many_keys: int = 1024
 
     # --- Memory ---
     # Room of a cache that grows: so many tokens more, and the length over this number - by hand.
@@ -187,10 +161,6 @@ class Tuning:
     # made in blocks - by hand.
     mask_rows: int = 256
     large_mask: int = 2**20
-    # Compiled roll-outs hold a multiple of so many positions - by hand: few sizes to compile, masks in whole vectors.
-    static_positions: int = 256
-    # Number of compiled roll-outs that a drafter's weights keep - by hand.
-    spare_roll_outs: int = 4
     # Number of last tokens of a prompt that sessions are told: entering them takes time - by hand.
     most_known: int = 2**14
 
@@ -211,15 +181,6 @@ class Tuning:
     sure_length: int = 256
     # Number of tokens that recurrent layers read again with the next drafts, before they get a forward - by hand.
     most_unread: int = 12
-
-    # --- Does a drafter fit its target? ---
-    # Part of the recorded right guesses that is enough - by hand: another dtype changes a few of a hundred choices.
-    fit_enough: float = 0.85
-    # Number of guesses that may be missing besides - by hand.
-    fit_slack: int = 2
-    # Number of drafts until guesses are judged, and until they are judged no more - by hand.
-    fit_judged: int = 16
-    fit_trusted: int = 96
 
     # --- Batches ---
     # Part of the rows that still grow, at which the ended ones leave the cache; leaving moves it - by hand. History:

@@ -8,6 +8,7 @@ from typing import Any
 from ..common.checks import few, printable
 from ..repository.care import care
 from ..repository.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
+from . import families  # noqa: F401  # they register themselves
 from .registry import FAMILIES
 
 

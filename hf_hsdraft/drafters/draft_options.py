@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..common.checks import few, is_integer, is_number, printable
+from ..common.options import Option
 from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
 from ..trees.builder_registry import TREE_BUILDERS
 from ..verifiers.registry import VERIFIERS
-from .ngrams.ngram_cache import MOST_LEADING
 
 logger = logging.get_logger(__name__)
 
-_SHARED_WITH_TRANSFORMERS = ("num_assistant_tokens", "assistant_confidence_threshold")
-_ALIKE = 0.85  # of two names; see `difflib.SequenceMatcher.ratio`
+_ALIKE, _NEAR = 0.85, 0.4  # of two names; see `difflib.SequenceMatcher.ratio`
 
 MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
+MOST_LEADING = 16  # greatest number of tokens by which n-grams are found
 TREE_SIZINGS = ("cost", "fixed")
-REUSES = ("none", "ensemble", "resample")
+_COMMON = {
+    "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
+    "verification", "ngram_length", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,6 @@ class DraftOptions:
         depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
         tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
-        reuse: `"none"`, `"ensemble"` or `"resample"`.
-        reuse_weight: weight of the old logits in `"ensemble"`, the new ones weighing 1.
         tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
         verification: `"walk"` or `"rejection"`.
         temperature: of the draws of a sampled tree.
@@ -44,14 +45,13 @@ class DraftOptions:
         tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always does all.
         costs: what that goes by; `None` to measure them.
         packed_weights: of the target, on CPUs; `None` once drafting has saved the time for it.
+        own: by name, the options that the drafter's family and the rules of verification have for themselves.
     """
 
     depth: int
     tree_size: int
     beam_width: int
     threshold: float
-    reuse: str
-    reuse_weight: float
     tree_builder: str = "beam"
     verification: str = "walk"
     temperature: float = 1.0
@@ -59,6 +59,7 @@ class DraftOptions:
     tree_sizing: str = "fixed"
     costs: Costs | None = None
     packed_weights: bool | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     def shared_by(self, rows: int) -> DraftOptions:
         """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
@@ -73,8 +74,7 @@ class DraftOptions:
     def as_chain(self) -> DraftOptions:
         """The same options for a target that reads one path at a time."""
         builder = "stochastic_beam" if self.tree_builder == "gumbel" else self.tree_builder  # both draw one path
-        reuse = "none" if self.reuse == "resample" else self.reuse  # that would merge two paths
-        return replace(self, beam_width=1, tree_size=max(self.depth, 1), tree_builder=builder, reuse=reuse)
+        return replace(self, beam_width=1, tree_size=max(self.depth, 1), tree_builder=builder)
 
     @classmethod
     def of(cls, drafter: Any, call: GenerationConfig | None = None) -> DraftOptions:
@@ -88,35 +88,28 @@ class DraftOptions:
         Raises:
             ValueError: an option is misspelt or out of range; the message names it and what would be right.
         """
-        config = drafter.generation_config
+        config, own = drafter.generation_config, _own_options(drafter)
         defaults = drafter.default_generation_config()
-        _check_names(config, defaults)
+        _check_names(config, option_names(drafter))
         library = GenerationConfig._get_default_generation_params()
 
         def option(name: str) -> Any:
             given = getattr(call, name, None)
             values = (None if given == library.get(name) else given, getattr(config, name, None))
-            value = next((value for value in values if value is not None), getattr(defaults, name))
-            if name == "reuse" and value == "skip":  # drafters of an earlier version may ask for it
-                logger.warning_once("reuse='skip' is gone, as it gained nothing measurable: nothing is reused")
-                return "none"
-            return value
+            default = own[name].default if name in own else getattr(defaults, name)
+            return next((value for value in values if value is not None), default)
 
         _check_sizes(option, drafter)
         _check_rules(option, drafter)
         builder = option("tree_builder")
-        if (
-            builder == "gumbel" and option("beam_width") == 1
-        ):  # that builder draws trees only; of one path both are alike
+        if builder == "gumbel" and option("beam_width") == 1:  # draws trees only; both draw one path alike
             builder = "stochastic_beam"
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
-        return cls(
+        options = cls(
             depth=option("num_assistant_tokens"),
             tree_size=option("tree_size"),
             beam_width=option("beam_width"),
             threshold=option("assistant_confidence_threshold"),
-            reuse=option("reuse"),
-            reuse_weight=option("reuse_weight"),
             tree_builder=builder,
             verification=option("verification"),
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
@@ -125,7 +118,10 @@ class DraftOptions:
             tree_sizing=option("tree_sizing") if builder == "beam" else "fixed",
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
+            own={name: each.checked(option(name)) for name, each in own.items()},
         )
+        drafter.check_together(options)
+        return options
 
 
 def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
@@ -138,23 +134,21 @@ def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
             wanted = "1 or more" if name in sizes else f"from 1 to {most}, the greatest depth of this drafter"
             wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
             raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
-    length, threshold, weight = map(option, ("ngram_length", "assistant_confidence_threshold", "reuse_weight"))
+    length, threshold = map(option, ("ngram_length", "assistant_confidence_threshold"))
     if not is_integer(length) or not least_length <= length <= MOST_LEADING:
         least = "0 (no n-grams)" if least_length == 0 else f"{least_length}, the least of a {type(drafter).__name__},"
         raise ValueError(f"ngram_length={length!r} is invalid: expected an integer from {least} to {MOST_LEADING}")
     if not is_number(threshold) or not 0.0 <= threshold < 1.0:
         raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
-    if not is_number(weight) or not weight >= 0.0:
-        raise ValueError(f"reuse_weight={weight!r} is invalid: expected a number of 0 or more")
 
 
 def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
     """Raises a ValueError for a rule that is not known, or does not go with another one."""
     rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
-    for name, allowed in {"reuse": REUSES, **rules}.items():
+    for name, allowed in rules.items():
         if option(name) not in allowed:
             raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {', '.join(allowed)}")
-    builder, verification, reuse, packed = map(option, ("tree_builder", "verification", "reuse", "packed_weights"))
+    builder, verification, packed = map(option, ("tree_builder", "verification", "packed_weights"))
     if VERIFIERS[verification].drawn_nodes and builder == "beam":
         raise ValueError(
             f"verification={verification!r} is invalid with tree_builder='beam': its ratio holds for drawn nodes "
@@ -169,19 +163,21 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
         raise ValueError(
             f"packed_weights={packed!r} is invalid: expected True, False, or None for packing where it pays"
         )
-    if builder != "beam" and reuse != "none":
-        raise ValueError(f"reuse={reuse!r} is invalid with tree_builder={builder!r}: only beams can be merged")
 
 
-def default_options(num_assistant_tokens: int, tree_size: int, beam_width: int) -> GenerationConfig:
-    """The drafting options there are, as they stand where nobody says otherwise."""
+def default_options(
+    num_assistant_tokens: int, tree_size: int, beam_width: int, own: Sequence[Option] = ()
+) -> GenerationConfig:
+    """The drafting options there are, as they stand where nobody says otherwise.
+
+    Args:
+        own: options of the family, see `Drafter.own_options`.
+    """
     return GenerationConfig(
         num_assistant_tokens=num_assistant_tokens,
         tree_size=tree_size,
         beam_width=beam_width,
         assistant_confidence_threshold=0.0,
-        reuse="none",
-        reuse_weight=0.4,
         tree_builder="beam",
         verification="walk",
         ngram_length=4,
@@ -189,33 +185,57 @@ def default_options(num_assistant_tokens: int, tree_size: int, beam_width: int) 
         node_cost=None,
         depth_cost=None,
         packed_weights=None,
+        **{option.name: option.default for option in (*_options_of_rules(), *own)},
     )
 
 
-def _check_names(config: GenerationConfig, defaults: GenerationConfig) -> None:
+def _options_of_rules() -> list[Option]:
+    return [option for rule in VERIFIERS.values() for option in rule.own_options]
+
+
+def _own_options(drafter: Any) -> dict[str, Option]:
+    """Returns the options that a drafter's family and the rules of verification have for themselves, by name."""
+    own = {option.name: option for option in (*_options_of_rules(), *drafter.own_options)}
+    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON))
+    if taken:
+        raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
+    return own
+
+
+def option_names(drafter: Any = None) -> set[str]:
+    """Returns the names of a drafter's options; without a drafter, of those that all drafters have."""
+    if drafter is None:
+        return _COMMON | {option.name for option in _options_of_rules()}
+    given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
+    return _COMMON | _own_options(drafter).keys() | given
+
+
+def _check_names(config: GenerationConfig, options: set[str]) -> None:
     """Tells fields of a drafter's generation configuration that are no options.
 
     A name that is nearly an option's is a typing error. Others are left alone: libraries set fields of their own, and
     transformers copies all those of a model's generation configuration.
 
     Args:
-        config: of the drafter; defaults: all the options there are, among transformers' own fields.
+        config: of the drafter.
+        options: names of all the options there are.
 
     Raises:
         ValueError: a name is misspelt.
     """
-    unknown = [name for name in vars(config) if name not in vars(defaults) and not name.startswith("_")]
-    unknown = sorted(name for name in unknown if name != "transformers_version")
-    options = sorted(vars(defaults).keys() - vars(GenerationConfig()).keys() | set(_SHARED_WITH_TRANSFORMERS))
+    known = options | vars(GenerationConfig()).keys() | {"transformers_version"}
+    unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
+    told = []
     for name in unknown:
-        meant = difflib.get_close_matches(name, options, n=1, cutoff=_ALIKE)
-        if meant:
+        near = difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)
+        if near and difflib.SequenceMatcher(None, near[0], name).ratio() >= _ALIKE:
             raise ValueError(
-                f"{printable(name)} on drafter.generation_config is no drafting option: {meant[0]} is one; correct the "
+                f"{printable(name)} on drafter.generation_config is no drafting option: {near[0]} is one; correct the "
                 f"name, or remove it by `del drafter.generation_config.{printable(name)}`"
             )
-    if unknown:
-        logger.warning_once(f"fields of drafter.generation_config that mean nothing to it: {few(unknown)}")
+        told.append(f"{name} (the nearest option is {near[0]})" if near else name)
+    if told:
+        logger.warning_once(f"fields of drafter.generation_config that mean nothing to it: {few(told)}")
 
 
 def _given_costs(node: Any, depth: Any) -> Costs | None:

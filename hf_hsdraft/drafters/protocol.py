@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..common.options import Option
 from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Foresight
 from ..verifiers.registry import VERIFIERS
@@ -34,6 +35,7 @@ class Ask:
         chain: whether only one path may be drafted.
         reach: greatest depth that the target can verify. `num_assistant_tokens` limits `depth` too, but not the n-grams
             in front of a drafter, which may go so deep.
+        ahead: number of tokens by which the text is longer than the shortest one that still grows.
         decides: whether the batch waits for this text. The pace looks at these texts only.
     """
 
@@ -44,6 +46,7 @@ class Ask:
     sharing: int = 1
     chain: bool = False
     reach: int = 0
+    ahead: int = 0
     decides: bool = True
 
 
@@ -143,14 +146,15 @@ class Session:
 class Drafter:
     """Weights, configuration and drafting options. One drafter may serve several calls at once.
 
-    What is learnt of a drafter is kept by the object. So it has to be hashable and weakly referable, as objects of
-    plain classes are.
+    What is learnt of a drafter is kept by the object: two drafters are never taken for one, however alike. So every
+    class of drafters hashes by identity, a dataclass too.
 
     Attributes:
         taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
         num_draft_steps: greatest `num_assistant_tokens`.
         draws_nodes: whether its sessions can draw their nodes, as a `tree_builder` other than `"beam"` asks for.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
+        own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
         generation_config: the drafting options.
     """
 
@@ -158,11 +162,24 @@ class Drafter:
     num_draft_steps: int
     draws_nodes: bool = False
     least_ngram_length: int = 0
+    own_options: Sequence[Option] = ()
     generation_config: GenerationConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("__hash__") is None:  # a dataclass, or a class with `__eq__`, would have none
+            cls.__hash__ = object.__hash__  # type: ignore[method-assign]
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options where nobody says otherwise."""
         raise NotImplementedError
+
+    def check_options(self) -> None:
+        """Raises a ValueError for a drafting option that is wrong."""
+        DraftOptions.of(self)
+
+    def check_together(self, options: DraftOptions) -> None:
+        """Raises a ValueError for options that are right one by one, but exclude each other in this family."""
 
     def check(self, target: Any) -> None:
         """Raises a DraftingRefused that names the field if this drafter was made for another target."""
@@ -181,4 +198,4 @@ class Drafter:
 
     def verifier(self, options: DraftOptions) -> Verifier:
         """The rule that accepts its drafts."""
-        return VERIFIERS[options.verification]
+        return VERIFIERS[options.verification].with_options(options.own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
-    """Makes `AutoDrafter`, transformers' `AutoModel` and pipelines load a family by name. Idempotent.
+    """Makes `AutoDrafter` load a family by name, and by it everything that takes a drafter's name. Idempotent.
+
+    Where the configuration is one of transformers, `AutoModel` and pipelines load the family too.
 
     Raises:
         ValueError: another family has this `model_type`, or the configuration's class says another one.
@@ -52,8 +54,10 @@ def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
         raise ValueError(
             f"{config.__name__}.model_type={config.model_type!r} is invalid: expected {model_type!r}, as registered"
         )
-    if model_type not in FAMILIES:
+    if model_type in FAMILIES:
+        return
+    if issubclass(config, PreTrainedConfig):
         AutoConfig.register(model_type, config)
         AutoModel.register(config, drafter)
         AutoTokenizer.register(config, TokenizerOfTarget)
-        FAMILIES[model_type] = family
+    FAMILIES[model_type] = family

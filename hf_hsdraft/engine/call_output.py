@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..target.target_runtime import TargetRuntime
@@ -81,35 +79,6 @@ class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """The same for an encoder-decoder target."""
 
     statistics: DraftStatistics | None = None
-
-
-class Clock:
-    """Adds wall-clock time to fields of the statistics; does nothing, and never waits for the device, without them."""
-
-    def __init__(self, statistics: DraftStatistics | None, device: torch.device) -> None:
-        self._statistics = statistics
-        self._cuda = device if device.type == "cuda" else None
-        self._last = self._now() if statistics is not None else 0.0
-        self._begin = self._last
-
-    def _now(self) -> float:
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)
-        return time.perf_counter()
-
-    def start(self) -> None:
-        if self._statistics is not None:
-            self._last = self._now()
-
-    def stop(self, part: str) -> None:
-        if self._statistics is not None:
-            now = self._now()
-            setattr(self._statistics, part, getattr(self._statistics, part) + now - self._last)
-            self._last = now
-
-    def finish(self) -> None:
-        if self._statistics is not None:
-            self._statistics.total_seconds = self._now() - self._begin
 
 
 def as_output(

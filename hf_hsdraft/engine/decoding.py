@@ -16,10 +16,10 @@ from ..target.target_outputs import TargetOutput, picked_taps
 from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
 from .call_checks import check_call
-from .call_output import Clock, DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
+from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
 from .decoded_texts import DecodedTexts
 from .draft_limits import refuse
-from .observers import Observer
+from .observers import Observer, StatisticsKeeper
 from .recorder import Recorder
 from .rounds import Rounds, Setting
 
@@ -61,30 +61,26 @@ def speculative_decoding(
     runtime = TargetRuntime(target, sorted({*drafter.taps, *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate
-    if statistics is None and returned:
-        statistics = DraftStatistics()
-    clock = Clock(statistics if returned else None, target.device)
+    statistics = DraftStatistics() if statistics is None else statistics
+    keeper = StatisticsKeeper(statistics, target.device, timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
-        clock.start()
+        keeper.began()
         recorder = Recorder(runtime, generation_config)
         output = _read_prompts(runtime, texts, input_ids, generation_config, recorder)
-        clock.stop("prefill_seconds")
-        if statistics is not None:
-            statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
+        keeper.enter("prefill_seconds")
+        statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         setting = Setting(
             target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack, observers
         )
-        rounds = _run_rounds(setting, output, model_kwargs.get("inputs_embeds"), statistics, clock)
+        rounds = _run_rounds(setting, output, model_kwargs.get("inputs_embeds"), keeper)
     texts.end_stream()
     if rounds is not None and not synced_gpus:
         rounds.drafting.session.end()
-    clock.finish()
-    if statistics is None:
-        return texts.sequences()
-    statistics.new_tokens, statistics.packed_weights = texts.all_new_tokens(), runtime.packed
-    statistics.exact = verifier.exact
+    keeper.finish()
+    statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
+    statistics.packed_weights = runtime.acceleration.packed
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
@@ -92,13 +88,12 @@ def _run_rounds(
     call: Setting,
     output: TargetOutput,
     inputs_embeds: torch.Tensor | None,
-    statistics: DraftStatistics | None,
-    clock: Clock,
+    keeper: StatisticsKeeper,
 ) -> Rounds | None:
     """Runs all rounds after the prompts' forward; returns `None` if there are none, as each text has ended."""
     rounds = None
     if call.texts.active or call.synced_gpus:
-        rounds = Rounds(call, output, inputs_embeds, statistics, clock)
+        rounds = Rounds(call, output, inputs_embeds, keeper)
         rounds.run()
     call.texts.stream()
     call.runtime.finish(call.texts.sequences())

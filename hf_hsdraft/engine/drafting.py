@@ -14,46 +14,32 @@ from ..trees.draft_tree import DraftTree, certainty, merge_trees
 Prune = Callable[[int, DraftTree], DraftTree]  # given the index of a text and its tree
 
 
-def _whole(row: int, tree: DraftTree) -> DraftTree:
-    return tree
-
-
 class Drafting:
     """All sessions of a call, and the pace they go at.
 
     Args:
-        session: of the drafter.
-        front: n-grams in front of it, if they are asked for.
+        drafter: proposes; n-grams stand in front of it if they are asked for.
+        call: that it drafts for.
         prune: takes nodes out of a text's tree that are known to be refused.
 
     Attributes:
+        session: of the drafter.
         pace: how much to draft. The call replaces it where another one is due.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        front: NgramSession | None = None,
-        vocab_size: int = 0,
-        prune: Prune = _whole,
-    ) -> None:
-        self.session = session
+    def __init__(self, drafter: Drafter, call: DraftCall, prune: Prune) -> None:
+        self.session = session = drafter.session(call)
+        has_ngrams = call.options.ngram_length and session.takes_ngrams
         self._prune = prune
         self.pace: Pace = FixedPace()
         self.depth = 0
-        self._sessions = [session] if front is None else [front, session]
+        self._sessions = [NgramSession(call), session] if has_ngrams else [session]
         self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
         self._rests = False
-        self._vocab_size = vocab_size
+        self._vocab_size = call.target.get_input_embeddings().weight.shape[0]
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
-
-    @classmethod
-    def of(cls, drafter: Drafter, call: DraftCall, prune: Prune = _whole) -> Drafting:
-        session = drafter.session(call)
-        front = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
-        return cls(session, front, call.target.get_input_embeddings().weight.shape[0], prune)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, with as many nodes as pay."""

@@ -15,29 +15,13 @@ import torch
 from ..trees.draft_tree import DraftTree
 
 
-def is_grammar(processor: Any) -> bool:
-    """Whether this is xgrammar's logits processor for transformers, told without importing xgrammar."""
-    kind = type(processor)
-    return (kind.__module__, kind.__name__) == ("xgrammar.contrib.hf", "LogitsProcessor")
-
-
-def check_grammars(processor: Any, rows: int) -> None:
-    """Raises a ValueError if an xgrammar processor has grammars for another number of texts."""
-    count = len(processor.compiled_grammars)
-    if count not in (1, rows):
-        raise ValueError(
-            f"xgrammar's LogitsProcessor has {count} grammars and the batch {rows} texts: expected one grammar for all "
-            "texts, or one for each"
-        )
-
-
 class GrammarProcessor:
     """The grammar of one text.
 
     Each token is masked as xgrammar's own processor masks it. That processor is left as it is.
 
     Args:
-        processor: xgrammar's; `check_grammars` has let it through.
+        processor: xgrammar's; `check` has let it through.
         row: index of the text in the batch.
     """
 
@@ -48,6 +32,22 @@ class GrammarProcessor:
         self._mask = self._xgrammar.allocate_token_bitmask(1, processor.full_vocab_size)
         self._begin: int | None = None  # length of the prompt, which the grammar does not look at
         self._read: list[int] = []  # the tokens that the matcher has taken
+
+    @staticmethod
+    def takes(processor: Any) -> bool:
+        """Whether this is xgrammar's logits processor for transformers, told without importing xgrammar."""
+        kind = type(processor)
+        return (kind.__module__, kind.__name__) == ("xgrammar.contrib.hf", "LogitsProcessor")
+
+    @staticmethod
+    def check(processor: Any, rows: int) -> None:
+        """Raises a ValueError if an xgrammar processor has grammars for another number of texts."""
+        count = len(processor.compiled_grammars)
+        if count not in (1, rows):
+            raise ValueError(
+                f"xgrammar's LogitsProcessor has {count} grammars and the batch {rows} texts: expected one grammar for "
+                "all texts, or one for each"
+            )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[1, V]` after a text `[1, L]`, minus infinity where the grammar forbids a token. Writes to `scores`.

@@ -60,7 +60,8 @@ class LocalTarget:
     def asks(self) -> list[Ask]:
         """The drafts that are wanted for the next round, of the texts that still grow."""
         active = self._texts.active
-        decide = waited_for({row: self._texts.new_tokens(row) for row in active})
+        lengths = {row: self._texts.new_tokens(row) for row in active}
+        decide, shortest = waited_for(lengths), min(lengths.values(), default=0)
         # Sizes that are fixed stay so when texts leave.
         options = self._limits.options
         sharing = len(self._texts.rows) if options.tree_sizing == "fixed" else len(self.read)
@@ -74,6 +75,7 @@ class LocalTarget:
                 sharing,
                 chain=options.beam_width == 1,
                 reach=depths[row],
+                ahead=lengths[row] - shortest,
                 decides=row in decide,
             )
             for row in active
@@ -107,7 +109,7 @@ class LocalTarget:
             if not self._limits.presumed:  # a refusal comes before anything is streamed
                 texts.stream()
             beyond = texts.beyond_end()
-            runtime.commit(list(trees.values()), [self._kept(row, verdicts, beyond[row]) for row in self.read])
+            runtime.commit([self._kept(row, verdicts, beyond[row]) for row in self.read])
         if runtime.in_step and active:  # rows that have ended are read on with the others
             for row in set(trees) - set(active):
                 self._positions.roots[row] += 1 + shortest
@@ -165,7 +167,7 @@ class LocalTarget:
         trees = [self._undrafted(row) for row in self.read]
         with runtime.undone_on_error():
             runtime.verify(trees, texts.batch())
-            runtime.commit(trees, [[] if row in rows else None for row in self.read])
+            runtime.commit([[] if row in rows else None for row in self.read])
 
 
 def waited_for(lengths: Mapping[int, int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Those who watch the rounds of a call without deciding anything of its text: clocks, statistics, packing."""
+"""Those who watch the rounds of a call without deciding anything of its text: clocks and statistics."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..acceleration.cpu.packing import Packing
+import torch
+
+from ..acceleration.accelerator import Acceleration
 from ..drafters.protocol import Accepted, Ask
-from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
-from .call_output import Clock, DraftStatistics
+from .call_output import DraftStatistics
 from .drafting import Drafting
 
 
@@ -19,31 +20,38 @@ class Round:
     """What a round did.
 
     Attributes:
-        nodes: number of nodes that each text's tree had beside the root.
-        accepted: number of emitted tokens of each text that its tree held.
-        forwards: number of forwards of the target.
-        emitted: number of tokens emitted by each text that the batch waits for.
-        depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
+        asks: drafts that were wanted, of the texts that still grew.
         trees: tree that was verified for each text.
-        tokens: what each text got: `accepted` tokens along a path of its tree, then the target's own.
+        news: what each text got.
+        forwards: number of forwards of the target.
+        depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
     """
 
-    nodes: Sequence[int]
-    accepted: Sequence[int]
-    forwards: int
-    emitted: Sequence[int]
-    depth: int
+    asks: Sequence[Ask]
     trees: Sequence[DraftTree]
-    tokens: Sequence[Sequence[int]]
+    news: Sequence[Accepted]
+    forwards: int
+    depth: int
 
-    @classmethod
-    def of(
-        cls, asks: Sequence[Ask], trees: Sequence[DraftTree], news: Sequence[Accepted], forwards: int, depth: int
-    ) -> Round:
-        """The round that answered `asks` with `trees`, of which `news` came."""
-        emitted = [len(each.tokens) for ask, each in zip(asks, news, strict=True) if ask.decides]
-        nodes, accepted = [len(tree) - 1 for tree in trees], [each.num_drafted for each in news]
-        return cls(nodes, accepted, forwards, emitted, depth, trees, [each.tokens for each in news])
+    @property
+    def nodes(self) -> list[int]:
+        """Number of nodes that each text's tree had beside the root."""
+        return [len(tree) - 1 for tree in self.trees]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Number of emitted tokens of each text that its tree held."""
+        return [each.num_drafted for each in self.news]
+
+    @property
+    def emitted(self) -> list[int]:
+        """Number of tokens emitted by each text that the batch waits for."""
+        return [len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True) if ask.decides]
+
+    @property
+    def progress(self) -> int:
+        """Number of tokens by which the shortest text has become longer. The batch ends with it."""
+        return min((ask.ahead + len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True)), default=0)
 
 
 class Observer:
@@ -63,34 +71,59 @@ class Observer:
 
 
 class StatisticsKeeper(Observer):
-    """Enters rounds into the statistics of a call, if it keeps any."""
+    """Enters a call and its rounds into the statistics.
 
-    def __init__(self, statistics: DraftStatistics | None, clock: Clock) -> None:
-        self._statistics, self._clock = statistics, clock
+    Args:
+        statistics: are filled in.
+        device: of the target.
+        timed: whether times are taken. That waits for the device.
+    """
+
+    def __init__(self, statistics: DraftStatistics, device: torch.device, timed: bool) -> None:
+        self.statistics, self._device, self._timed = statistics, device, timed
+        self._begin = self._last = self._now()
+
+    def _now(self) -> float:
+        if self._timed and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() if self._timed else 0.0
+
+    def enter(self, part: str) -> None:
+        """Adds the time since the last entry, or since the round began, to a field."""
+        now = self._now()
+        setattr(self.statistics, part, getattr(self.statistics, part) + now - self._last)
+        self._last = now
+
+    def finish(self) -> None:
+        """The call has ended."""
+        self.statistics.total_seconds = self._now() - self._begin
 
     def began(self) -> None:
-        self._clock.start()
+        self._last = self._now()
 
     def drafted(self) -> None:
-        self._clock.stop("draft_seconds")
+        self.enter("draft_seconds")
 
     def verified(self) -> None:
-        self._clock.stop("verify_seconds")
+        self.enter("verify_seconds")
 
     def ended(self, done: Round) -> None:
-        self._clock.stop("commit_seconds")
-        if self._statistics is not None:
-            self._statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
-            self._statistics.row_forwards += len(done.nodes) * done.forwards
-            self._statistics.accepted_lengths += done.accepted
-            self._statistics.drafted_nodes += done.nodes
+        self.enter("commit_seconds")
+        self.statistics.target_forwards += done.forwards if done.nodes else 0  # idle ones keep processes in step
+        self.statistics.row_forwards += len(done.nodes) * done.forwards
+        self.statistics.accepted_lengths += done.accepted
+        self.statistics.drafted_nodes += done.nodes
 
 
 class PaceTimer(Observer):
-    """Tells the pace how long rounds take, and what came of them."""
+    """Tells the pace how long rounds take and what came of them, and the acceleration that they have ended.
 
-    def __init__(self, drafting: Drafting, packer: Packer) -> None:
-        self._drafting, self._packer = drafting, packer
+    Args:
+        changed: called when forwards become others, whose costs have to be learnt anew.
+    """
+
+    def __init__(self, drafting: Drafting, acceleration: Acceleration, changed: Callable[[], None]) -> None:
+        self._drafting, self._acceleration, self._changed = drafting, acceleration, changed
         self._began = self._drafted = self._verified = 0.0
 
     def _now(self) -> float:
@@ -106,41 +139,12 @@ class PaceTimer(Observer):
         self._verified = self._now()  # reading the choices has waited for the device
 
     def ended(self, done: Round) -> None:
-        if done.emitted:
-            emitted = sum(done.emitted) / len(done.emitted)
-            seconds = None if self._packer.packs else self._verified - self._drafted
-            draft_seconds = self._drafted - self._began
-            self._drafting.pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds)
-
-
-class Packer(Observer):
-    """Lets forwards multiply by packed weights once that pays.
-
-    Args:
-        packing: of the target's weights.
-        changed: called when forwards become others, whose costs have to be learnt anew.
-
-    Attributes:
-        packs: whether the next forward packs, and takes longer for it.
-    """
-
-    def __init__(self, packing: Packing, runtime: TargetRuntime, changed: Callable[[], None]) -> None:
-        self._packing, self._runtime, self._changed = packing, runtime, changed
-        self.packs = False
-
-    def begin(self, room: int) -> None:
-        """Before the first round.
-
-        Args:
-            room: number of tokens that the call may emit.
-        """
-        self.packs = self._packing.begin(room)
-        self._runtime.multiply_by(self._packing.weights)
-
-    def ended(self, done: Round) -> None:
         if not done.emitted:
             return
-        self.packs = self._packing.after_round()
-        if self._packing.weights is not None and not self._runtime.packed:
-            self._runtime.multiply_by(self._packing.weights)
+        emitted = sum(done.emitted) / len(done.emitted)
+        seconds = None if self._acceleration.packs else self._verified - self._drafted
+        draft_seconds = self._drafted - self._began
+        pace = self._drafting.pace
+        pace.note_round(max(done.nodes), emitted, seconds, done.depth, draft_seconds, done.progress)
+        if self._acceleration.after_round():
             self._changed()

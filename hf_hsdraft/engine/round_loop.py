@@ -65,6 +65,6 @@ def decode(
             each.drafted()
         news = target.advance(trees, verified)
         drafting.observe(news)
-        done = Round.of(asks, trees, news, target.forwards - forwards, drafting.depth)
+        done = Round(asks, trees, news, target.forwards - forwards, drafting.depth)
         for each in observers:
             each.ended(done)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..acceleration.cpu.packing import Packing
 from ..common.refusals import DraftingRefused
 from ..common.tuning import TUNING
 from ..drafters.draft_options import DraftOptions
@@ -18,12 +17,11 @@ from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_pack
 from ..target.target_ability import kind_of_call
 from ..target.target_outputs import TargetOutput
 from ..target.target_runtime import TargetRuntime
-from .call_output import Clock, DraftStatistics
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .drafting import Drafting
 from .local_target import LocalTarget, prompt_news
-from .observers import Observer, PaceTimer, Packer, StatisticsKeeper
+from .observers import Observer, PaceTimer, StatisticsKeeper
 from .recorder import Recorder
 from .round_loop import decode
 from .text_positions import TextPositions
@@ -69,8 +67,7 @@ class Rounds:
         call: what it is made of.
         output: of the prompts' forward.
         inputs_embeds: `[B, length, D]`, for prompts that were given so.
-        statistics: of the call, if it keeps any.
-        clock: of the statistics.
+        keeper: of the call's statistics.
 
     Raises:
         DraftingRefused: the target reads no drafts.
@@ -81,32 +78,31 @@ class Rounds:
         call: Setting,
         output: TargetOutput,
         inputs_embeds: torch.Tensor | None,
-        statistics: DraftStatistics | None,
-        clock: Clock,
+        keeper: StatisticsKeeper,
     ) -> None:
         runtime, texts, rows = call.runtime, call.texts, len(call.texts.rows)
-        self._call, self._statistics = call, statistics
+        self._call, self._statistics = call, keeper.statistics
         positions = TextPositions.of(runtime, output.taps.shape[1], rows)
         self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus, call.refused)
         self._limits.find(output.logits[:, -1])
         self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, call.drafter.taps)
-        options = self._limits.options
-        self.drafting = Drafting.of(
+        options, acceleration = self._limits.options, runtime.acceleration
+        self.drafting = Drafting(
             call.drafter,
-            DraftCall(call.target, rows, options, texts.foresight, runtime.slots, runtime.compile_config, call.stack),
+            DraftCall(
+                call.target, rows, options, texts.foresight, runtime.slots, acceleration.compile_config, call.stack
+            ),
             texts.prune,
         )
         if rows == 1:
             memory = getattr(runtime.cache, _MEMORY, None)
             if memory is not None:
                 self.drafting.session.resume(memory, runtime.cached_before)
-        asked_for = options.packed_weights if runtime.can_pack else False
-        packing = Packing(call.target, asked_for, lambda: slower_packed(call.target, self._kind()))
-        packer = Packer(packing, runtime, self._set_pace)
-        packer.begin(max(map(texts.room, range(rows))))
+        room = max(map(texts.room, range(rows)))
+        acceleration.begin(options.packed_weights, room, lambda: slower_packed(call.target, self._kind()))
         self._set_pace()
-        own = [StatisticsKeeper(statistics, clock), PaceTimer(self.drafting, packer), packer]
-        self._observers: list[Observer] = [*own, *call.observers]
+        timer = PaceTimer(self.drafting, acceleration, self._set_pace)
+        self._observers: list[Observer] = [keeper, timer, *call.observers]
         several = rows > 1 and not call.synced_gpus and not call.recorder.records
         self._texts_leave = several and runtime.let_rows_leave(keep=call.outlives)
         self.drafting.observe(prompt_news(texts, output, positions, self._target.own_taps, inputs_embeds, runtime))
@@ -129,9 +125,8 @@ class Rounds:
         before = call.runtime.forwards
         if call.outlives and not call.synced_gpus:
             self._target.read_ends()
-        if self._statistics is not None:
-            self._statistics.target_forwards += call.runtime.forwards - before
-            self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
+        self._statistics.target_forwards += call.runtime.forwards - before
+        self._statistics.draft_kind, self._statistics.reason = self._limits.kind, self._limits.reason
 
     def leave_memory(self) -> None:
         """Leaves what the drafter has read of a single text on the cache, for a call that goes on from there."""
@@ -173,16 +168,20 @@ class Rounds:
         options = self._limits.options.shared_by(rows)
         foresight = self._call.texts.foresight
         draws = foresight.warper_names if foresight else None  # they take time, and drafts go by them
+        # Options of a family's own change what a draft costs and how often it is right, as reuse does. A threshold
+        # leaves nodes out after they were drafted: that changes what a depth gains, and the cost of no part.
+        own = options.verification, repr(sorted(options.own.items()))
         costs = (
             *kind_of_call(runtime),
             options.beam_width,
             (self._target.furthest() // TUNING.cost_length).bit_length(),
             runtime.num_texts,
             draws,
-            runtime.compile_config is not None,
+            runtime.acceleration.compile_config is not None,
+            *own,
             type(session).__qualname__,
             *session.kind,
         )
-        habits = draws, rows > 1, options.beam_width, options.ngram_length
+        habits = draws, rows > 1, options.beam_width, options.ngram_length, options.threshold, *own
         depth = 0 if session.free else options.depth
-        return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.packed)
+        return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.acceleration.packed)

@@ -11,7 +11,7 @@ they are not verified in vain. What is emitted is decided by the scores alone.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import LogitsProcessorList
@@ -19,7 +19,6 @@ from transformers.generation import logits_process
 
 from ..common.refusals import DraftingRefused
 from ..trees.draft_tree import DraftTree
-from .grammar_processor import GrammarProcessor, check_grammars, is_grammar
 
 
 def _of_library(*names: str) -> tuple[type, ...]:
@@ -66,30 +65,63 @@ _READS_THE_START = _of_library("WhisperNoSpeechDetection")
 _NOT_IN_BATCHES = _of_library("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
+class RowForm(Protocol):
+    """What takes the place of another library's processor for one row: a class that is made of both.
+
+    A drafter that runs by the code it brought has none. There such a processor serves single texts as it is: it is
+    asked about each emitted token once and in order, as in plain decoding.
+    """
+
+    def __call__(self, processor: Any, row: int) -> Any: ...
+
+    def takes(self, processor: Any) -> bool:
+        """Returns whether this is a form of that processor."""
+        ...
+
+    def check(self, processor: Any, rows: int) -> None:
+        """Raises a ValueError if the processor is not for so many rows."""
+        ...
+
+
+_forms: list[RowForm] = []
+
+
+def register_form(form: RowForm) -> None:
+    """Adds a form."""
+    _forms.append(form)
+
+
+def _form_of(processor: Any) -> RowForm | None:
+    return next((form for form in _forms if form.takes(processor)), None)
+
+
 def check_processors(processors: LogitsProcessorList, rows: int) -> None:
     """Raises a DraftingRefused if one of these processors cannot be asked about single rows of a batch.
 
-    Raises a ValueError for grammars of another number of texts: such a call fails without a drafter too.
+    Raises a ValueError for one that is for another number of rows: such a call fails without a drafter too.
     """
     for one in processors:
-        if is_grammar(one):
-            check_grammars(one, rows)
-    if rows == 1:
-        return
-    for one in processors:
-        name = type(one).__name__
-        if isinstance(one, _NOT_IN_BATCHES):
-            raise DraftingRefused(
-                f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
-                "lengths; call generate() for each prompt, or leave assistant_model out"
-            )
-        if not _is_known(one) and not is_grammar(one) and not getattr(one, "row_wise", False):
-            raise DraftingRefused(
-                f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
-                "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
-                "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "
-                "each prompt, or leave assistant_model out"
-            )
+        form = _form_of(one)
+        if form is not None:
+            form.check(one, rows)
+        elif rows > 1:
+            _check_row_wise(one)
+
+
+def _check_row_wise(processor: Any) -> None:
+    name = type(processor).__name__
+    if isinstance(processor, _NOT_IN_BATCHES):
+        raise DraftingRefused(
+            f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
+            f"lengths; call generate() for each prompt, or {DraftingRefused.PLAINLY}"
+        )
+    if not _is_known(processor) and not getattr(processor, "row_wise", False):
+        raise DraftingRefused(
+            f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
+            "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
+            "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "
+            f"each prompt, or {DraftingRefused.PLAINLY}"
+        )
 
 
 def _is_known(processor: Any) -> bool:
@@ -142,8 +174,9 @@ class RowProcessors:
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
     """The processor for a batch that is this row alone: with that row's part of what it holds for each row."""
-    if is_grammar(processor):
-        return GrammarProcessor(processor, row)
+    form = _form_of(processor)
+    if form is not None:
+        return form(processor, row)
     if rows == 1:
         return processor
     kind = type(processor)

@@ -12,6 +12,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from ..common.checks import printable
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..drafters.registry import FAMILIES
 from ..repository.card_figures import GAP, is_chain
 from ..repository.care import care
 from ..repository.drafter_files import (
@@ -26,6 +27,7 @@ from ..repository.drafter_files import (
     weight_files,
 )
 from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe
+from ..repository.pretrained_drafter import drafting_options
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,14 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
         ValueError: It is no drafter that this version reads.
     """
     with care().loading(name, bool(hub.get("local_files_only"))):
-        if with_weights:
-            folder = fetch(name, HSDraftConfig.model_type, **hub)
-        else:
-            folder = find_folder(name, DESCRIBED, **hub)
-            check_is_drafter(folder, HSDraftConfig.model_type)
+        folder = find_folder(name, DESCRIBED, **hub)
+        family = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
+        family = family if family in FAMILIES else HSDraftConfig.model_type
+        check_is_drafter(folder, family)
+        if with_weights and family == HSDraftConfig.model_type:
+            folder = fetch(name, family, **hub)
+    if family != HSDraftConfig.model_type:
+        return _briefly(name, family, folder)
     config = HSDraftConfig.from_dict(read_json(folder / CONFIG))
     options = {"num_assistant_tokens": config.num_draft_steps, "tree_size": config.tree_size}
     options |= read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
@@ -134,6 +139,15 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
     return found
 
 
+def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
+    """What is known of a drafter of another family than the hidden-state one."""
+    options = drafting_options(read_json(folder / OPTIONS)) if (folder / OPTIONS).is_file() else {}
+    return {
+        "drafter": {"name": name, "family": f"{family}, {FAMILIES[family].drafter.__name__}"},
+        "options": {printable(option): printable(value) for option, value in options.items()},
+    }
+
+
 def _weights(folder: Path, config: HSDraftConfig, check: bool) -> str:
     try:
         parameters, size = parameters_and_bytes(folder)
@@ -150,10 +164,12 @@ def _config_of_drafter(folder: Path) -> dict[str, Any] | None:
         config = read_json(folder / CONFIG)
     except (OSError, ValueError):
         return None  # whatever it is, it does not say that it is a drafter
-    return config if config.get("model_type") == HSDraftConfig.model_type else None
+    return config if str(config.get("model_type")) in FAMILIES else None
 
 
 def _problem(config: dict[str, Any]) -> str:
+    if config["model_type"] != HSDraftConfig.model_type:
+        return ""
     try:
         HSDraftConfig.from_dict(config)
     except (TypeError, ValueError) as error:

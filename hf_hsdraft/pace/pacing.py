@@ -35,6 +35,7 @@ class Habits:
         time: mean time of a round, in plain rounds.
         accepted: number of drafted tokens that were accepted.
         expected: number of drafted tokens that were expected to be accepted.
+        saved: number of plain rounds that drafting has saved of late, less what it cost; see `CostPace`.
     """
 
     calibration: Calibration
@@ -44,6 +45,7 @@ class Habits:
     time: float = TUNING.first_time
     accepted: float = 0.0
     expected: float = 0.0
+    saved: float = TUNING.first_saved
 
     @classmethod
     def assumed(cls, depth: int) -> Habits:
@@ -126,7 +128,13 @@ class Pace:
         """
 
     def note_round(
-        self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
+        self,
+        nodes: int,
+        emitted: float,
+        forward_seconds: float | None,
+        depth: int,
+        draft_seconds: float,
+        progress: float | None = None,
     ) -> None:
         """Notes how a round went.
 
@@ -136,6 +144,7 @@ class Pace:
             forward_seconds: seconds of the target's forward; `None` if it did something else too.
             depth: depth that was drafted; 0 for no draft.
             draft_seconds: seconds of the draft.
+            progress: number of tokens by which the shortest text has become longer; `None` for `emitted`.
         """
 
 
@@ -148,6 +157,10 @@ class CostPace(Pace):
 
     A batch ends with its last text. So the texts that are furthest behind decide, and the others draft and verify as
     much.
+
+    Expectations may be wrong. So the pace keeps an account of the time that drafting has saved and cost, over all texts
+    of the drafter (`Habits.saved`). In debt a draft has to promise more than its cost, the more the larger the debt.
+    Every round pays a small part of the debt off.
 
     Args:
         depth: greatest depth of a draft.
@@ -186,6 +199,8 @@ class CostPace(Pace):
         chosen = self._best_depth(certain)
         if chosen or certain > TUNING.certain:
             return chosen
+        if self._least_worth > 1.0:  # nothing is tried in debt
+            return 0
         self._waited += 1
         if self._waited <= self._pause:
             return 0
@@ -194,13 +209,18 @@ class CostPace(Pace):
         self._waited, self._pause = 0, min(max(2 * self._pause, TUNING.first_pause), TUNING.longest_pause)
         return min(1, self._depth)
 
+    @property
+    def _least_worth(self) -> float:
+        """How many times its cost a draft has to promise."""
+        return 1.0 + TUNING.worth_of_debt * max(-self.habits.saved, 0.0)
+
     def _best_depth(self, certain: float) -> int:
         """Returns the depth that gains most; 0 where none gains."""
         costs, rate, trust = self.costs, self.habits.rate, self.habits.trust
         gain, best, chosen = 0.0, 0.0, 0
         for depth, added in enumerate(self.habits.gains, 1):
             gain += (1.0 - certain) * added * trust
-            worth = gain - rate * costs.drafting(depth)
+            worth = gain - self._least_worth * rate * costs.drafting(depth)
             if worth > best:
                 best, chosen = worth, depth
         return chosen
@@ -261,11 +281,11 @@ class CostPace(Pace):
         costs, rate, trust = self.costs, self.habits.rate, self.habits.trust
         ranked = [sorted(map(math.exp, tree.scores[1:]), reverse=True) for tree in trees]
         gains = [sum(column) / len(trees) for column in zip_longest(*ranked, fillvalue=0.0)]
-        size = sum(gain >= rate * costs.node / trust for gain in gains)
+        size = sum(gain >= self._least_worth * rate * costs.node / trust for gain in gains)
         if self.measured is not None:
             size = min(size, self.measured.most_nodes)
         expected = sum(gains[:size])
-        if expected * trust <= rate * costs.verifying(size):
+        if expected * trust <= self._least_worth * rate * costs.verifying(size):
             return 0
         self._promised = expected
         return size
@@ -274,7 +294,13 @@ class CostPace(Pace):
         self.habits.calibration.learn(tree, tokens)
 
     def note_round(
-        self, nodes: int, emitted: float, forward_seconds: float | None, depth: int, draft_seconds: float
+        self,
+        nodes: int,
+        emitted: float,
+        forward_seconds: float | None,
+        depth: int,
+        draft_seconds: float,
+        progress: float | None = None,
     ) -> None:
         costs, habits = self.costs, self.habits
         if self.measured is not None and forward_seconds is not None:
@@ -283,9 +309,12 @@ class CostPace(Pace):
             habits.accepted = TUNING.pace_fading * habits.accepted + emitted - 1.0
             habits.expected = TUNING.pace_fading * habits.expected + self._promised
         self._promised = 0.0
+        progress = emitted if progress is None else progress
+        time = 1.0 + costs.verifying(nodes) + costs.drafting(depth)
+        habits.saved = min(habits.saved + progress - time + TUNING.allowed_loss, TUNING.most_saved)
         if not self._is_plain:  # a plain round says nothing of what drafting yields
-            newest, time = 1.0 - TUNING.pace_fading, 1.0 + costs.verifying(nodes) + costs.drafting(depth)
-            habits.tokens += newest * (emitted - habits.tokens)
+            newest = 1.0 - TUNING.pace_fading
+            habits.tokens += newest * (progress - habits.tokens)
             habits.time += newest * (time - habits.time)
 
 

@@ -15,6 +15,8 @@ from huggingface_hub import CommitInfo, HfApi
 from ..common.checks import is_code_file
 from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, read_json
 
+ENTRY = "hub_entry"  # of the code that travels
+
 
 class RepositoryCare:
     """The care of a drafter that runs by the code it brought.
@@ -29,10 +31,11 @@ class RepositoryCare:
         """Surrounds the loading of the folder or repository `name`, to say what to do about errors."""
         yield
 
-    def write_code(self, family: type, folder: Path) -> None:
-        """Writes the code of a family of drafters into a folder."""
+    def write_code(self, family: Any, folder: Path) -> str:
+        """Writes the code of a family of drafters into a folder; returns the module that its class is loaded by."""
         for path in Path(__file__).parent.glob("[!_]*.py"):
             shutil.copyfile(path, folder / path.name)
+        return ENTRY
 
     def write_card(self, folder: Path, name: str) -> None:
         """Writes the card of a drafter that is loaded by `name`."""

@@ -117,7 +117,7 @@ def check_is_drafter(folder: Path, model_type: str) -> None:
     config = read_json(folder / CONFIG)
     found = config.get("model_type")
     if found != model_type:
-        raise ValueError(f"{folder} holds a model of type {printable(found)!r}, not a drafter (of type {model_type!r})")
+        raise ValueError(f"{folder} holds a model of type {printable(found)!r}, not a drafter of type {model_type!r}")
     if wrong := sorted(_NOT_OF_A_CONFIG & config.keys()):
         raise ValueError(f"{', '.join(wrong)} must not be in a drafter's configuration: remove it")
 

@@ -114,16 +114,21 @@ def render_card(folder: Path, name: str) -> str:
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or ""
+    reads_states = adapts is not None or "target_tap_layers" in config  # as the paper's drafters do
+    metadata = _metadata(name, target, adapts, recipe, benchmarks)
+    if not reads_states:
+        metadata.tags = ["speculative-decoding"]
+    limits = _limits(target)[0 if reads_states else 1 :]
     parts = [
-        f"---\n{_metadata(name, target, adapts, recipe, benchmarks).to_yaml()}\n---",
+        f"---\n{metadata.to_yaml()}\n---",
         MARK,
         f"# {name.rsplit('/', 1)[-1]}",
-        _what_it_is(folder, config, target, adapts),
-        _use(name, target, adapts),
+        _what_it_is(folder, config, target, adapts) if reads_states else _briefly(config),
+        _use(name, target, adapts, remote="auto_map" in config),
         "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
-        "## Limits\n\n" + "\n".join(f"- {line}" for line in [*_limits(target), *recipe.get("limits", [])]),
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -197,7 +202,17 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
     return "\n\n".join([text, paper, table(["", ""], rows.items())])
 
 
-def _use(name: str, target: str, adapts: str | None) -> str:
+def _briefly(config: Mapping[str, Any]) -> str:
+    """What a drafter is that reads no hidden states of a target."""
+    return (
+        f"A drafter of the family {code(str(config.get('model_type')))}, for speculative decoding: given to "
+        "`generate()`, it lets a model emit the same tokens in fewer forwards. What the model would not have said is "
+        "not emitted."
+    )
+
+
+def _use(name: str, target: str, adapts: str | None, remote: bool) -> str:
+    """How to load a drafter; by the code beside it too, where `remote` says that there is some."""
     quoted, of_target, base = (json.dumps(text) for text in (name, target or "target", adapts or name))
     model = f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -206,29 +221,32 @@ tokenizer = AutoTokenizer.from_pretrained({of_target})
 model = AutoModelForCausalLM.from_pretrained({of_target})
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 ```"""
-    package = f"drafter = HSDrafter.from_pretrained({base}, dtype=model.dtype)"
+    package = f"drafter = AutoDrafter.from_pretrained({base}, dtype=model.dtype)"
     if adapts is not None:
         load = f"{package}\ndrafter.load_adapter({quoted})"
         return f"## Use\n\n{model}\n\n{_python(_IMPORT, load, _CALL)}"
-    remote = f"drafter = AutoModel.from_pretrained({quoted}, dtype=model.dtype, trust_remote_code=True)"
+    parts = [
+        "## Use",
+        model,
+        "Where the package `hf_hsdraft` is installed (no code of this repository is run):",
+        _python(_IMPORT, package, _CALL),
+    ]
+    if not remote:
+        return "\n\n".join(parts)
+    load = f"drafter = AutoModel.from_pretrained({quoted}, dtype=model.dtype, trust_remote_code=True)"
     recipe = f"out = model.generate(**inputs, custom_generate={quoted}, trust_remote_code=True)"
-    return "\n\n".join(
-        [
-            "## Use",
-            model,
-            "Where the package `hf_hsdraft` is installed (no code of this repository is run):",
-            _python(_IMPORT, package, _CALL),
-            "Without it, with transformers and torch alone, by the code in this repository:",
-            _python("from transformers import AutoModel", remote, _CALL),
-            "The same in one call:",
-            _python(recipe),
-            "`trust_remote_code=True` runs the code of this repository: read it, and name the commit you have read by "
-            "`revision=`.",
-        ]
-    )
+    parts += [
+        "Without it, with transformers and torch alone, by the code in this repository:",
+        _python("from transformers import AutoModel", load, _CALL),
+        "The same in one call:",
+        _python(recipe),
+        "`trust_remote_code=True` runs the code of this repository: read it, and name the commit you have read by "
+        "`revision=`.",
+    ]
+    return "\n\n".join(parts)
 
 
-_IMPORT = "from hf_hsdraft import HSDrafter"
+_IMPORT = "from hf_hsdraft import AutoDrafter"
 _CALL = "out = model.generate(**inputs, assistant_model=drafter)"
 
 

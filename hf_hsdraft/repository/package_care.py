@@ -26,7 +26,7 @@ from huggingface_hub.errors import (
 )
 
 from ..common.checks import public_name
-from .care import RepositoryCare, prepare_repository
+from .care import ENTRY, RepositoryCare, prepare_repository
 from .code_files import write_flat
 from .drafter_files import CARD, CONFIG, DOCUMENTS, DamagedFile, NotFetched, check_is_drafter, read_json, sha256
 from .generate_recipe import generate
@@ -44,6 +44,22 @@ _BEFORE_CODE_FILES = (
     "static_cache", "static_roll_out", "target_limits", "target_match", "target_probe", "target_runtime",
     "tree_masks", "verification", "working_weights",
 )  # fmt: skip
+_PACKAGE = Path(__file__).resolve().parents[1]
+_ENTRY = '''"""The entry of a drafter's code, as `auto_map` in config.json names it.
+
+Whoever loads a drafter by `AutoModel` and `trust_remote_code=True` gets the class from here, and with it the hook that
+lets `generate(assistant_model=drafter)` take it.
+"""
+
+from __future__ import annotations
+
+from .generate_hook import install
+from .{module} import {name}
+
+install()
+
+__all__ = ["{name}"]
+'''
 
 
 class PackageCare(RepositoryCare):
@@ -72,15 +88,21 @@ class PackageCare(RepositoryCare):
                 remedy = _forget(damaged)
             raise ValueError(f"{error}; {remedy}") from error
 
-    def write_code(self, family: type, folder: Path) -> None:
-        """Writes the closure of the files that the family's `auto_map` names, flattened.
+    def write_code(self, family: Any, folder: Path) -> str:
+        """Writes the files of the family's class and of its configuration with all that they import, flattened.
 
-        They lie beside the family's own file, but for the entry, which lies at the package's root.
+        A family of this package brings the hook of `generate()` and an entry that installs it. One from elsewhere
+        imports this package, which installs the hook.
         """
-        own = Path(inspect.getfile(family)).resolve()
-        stems = {name.partition(".")[0] for name in family.auto_map.values()}  # type: ignore[attr-defined]
-        files = [place / f"{stem}.py" for stem in stems for place in (own.parent, *own.parents[1:3])]
-        write_flat([*filter(Path.is_file, files), Path(inspect.getfile(generate))], folder)
+        files = [Path(inspect.getfile(each)).resolve() for each in (family, family.config_class)]
+        own = files[0]
+        if not own.is_relative_to(_PACKAGE):
+            write_flat(files, folder)
+            return own.stem
+        write_flat([*files, _PACKAGE / "generate_hook.py", Path(inspect.getfile(generate))], folder)
+        entry = _ENTRY.format(module=own.stem, name=family.__name__)
+        (folder / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
+        return ENTRY
 
     def write_card(self, folder: Path, name: str) -> None:
         """Makes the card of the files beside it, unless somebody wrote it."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -36,24 +36,33 @@ class PretrainedDrafter(PreTrainedModel):
     """A model whose folder is a repository of the Hub.
 
     Attributes:
-        auto_map: Where its family's classes lie in the code that travels, by the names of the auto classes.
         loaded_from: The folder that it was loaded from, whose documents come along when it is saved.
     """
 
-    auto_map: ClassVar[dict[str, str]] = {}
     loaded_from: Path | None = None
 
     @classmethod
-    def family(cls) -> type:
-        """Returns the class whose code travels: this one, or the one that it was derived from."""
-        return next(each for each in cls.__mro__ if "auto_map" in vars(each))
+    def family(cls) -> Any:
+        """Returns the class whose code travels: the first that can draft among those that this one is derived from."""
+        whole = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "session")]
+        return whole[-1]
 
     @classmethod
-    def code_map(cls) -> dict[str, str]:
-        """Returns the `auto_map` to save: the family's, and a derived class where it was registered."""
+    def code_map(cls, entry: str) -> dict[str, str]:
+        """Returns the `auto_map` to save: the family's, and a derived class where it was registered.
+
+        Args:
+            entry: Module of the code that travels by which the family's class is loaded.
+        """
+        family = cls.family()
+        config = family.config_class
+        code = {
+            "AutoConfig": f"{config.__module__.rpartition('.')[2]}.{config.__name__}",
+            "AutoModel": f"{entry}.{family.__name__}",
+        }
         if cls._auto_class is None or cls.__module__ == "__main__":  # transformers warns of the latter
-            return dict(cls.auto_map)
-        return {**cls.auto_map, cls._auto_class: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
+            return code
+        return {**code, cls._auto_class: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
@@ -67,9 +76,6 @@ class PretrainedDrafter(PreTrainedModel):
             raise ValueError(f"auto_class={name!r} is invalid: a drafter is loaded by 'AutoModel'")
         if cls is not cls.family():
             super().register_for_auto_class(name)
-
-    def check_options(self) -> None:
-        """Raises a ValueError for a drafting option that is out of range; a drafter is not saved with such."""
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -106,7 +112,7 @@ class PretrainedDrafter(PreTrainedModel):
             config = cls._configuration(kwargs.pop("config", None), folder, subfolder, hub, overrides)
             with torch.device("meta"):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
-            check_weights(folder, shapes, config.weights_digest)
+            check_weights(folder, shapes, getattr(config, "weights_digest", None))
             options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
         # By its tensors, not its folder: there transformers would look for adapters, and for other weights.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
@@ -115,7 +121,7 @@ class PretrainedDrafter(PreTrainedModel):
         model.loaded_from = folder
         if kwargs.get("generation_config") is None:
             shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
-            for option, value in {**_drafting_options(options), **shape}.items():
+            for option, value in {**drafting_options(options), **shape}.items():
                 setattr(model.generation_config, option, value)
         return loaded
 
@@ -133,7 +139,7 @@ class PretrainedDrafter(PreTrainedModel):
                 check_is_drafter(source, kind.model_type)
                 config = kind.from_dict(read_json(source / CONFIG), **overrides)
             # The digests are of the weights beside a configuration, and other weights are loaded here.
-            config.weights_digest = kind.from_dict(read_json(folder / CONFIG)).weights_digest
+            config.weights_digest = read_json(folder / CONFIG).get("weights_digest")
             return config
         if not isinstance(given, PreTrainedConfig) or given.model_type != kind.model_type:
             raise ValueError(
@@ -169,7 +175,7 @@ class PretrainedDrafter(PreTrainedModel):
         """
         if kwargs.get("variant"):
             raise ValueError("a drafter's weights have no variants: leave `variant` out")
-        self.check_options()
+        cast(Any, self).check_options()
         hub = {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
         folder = Path(save_directory)
         name = hub.pop("repo_id", None) or folder.resolve().name
@@ -215,7 +221,7 @@ class PretrainedDrafter(PreTrainedModel):
         return bool(getattr(self, "_hf_peft_config_loaded", False))
 
 
-def _drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
+def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
     """Of a stored generation configuration what is about drafting; unknown names too, so that they can be told."""
     general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
     return {name: value for name, value in stored.items() if not name.startswith("_") and name not in general}

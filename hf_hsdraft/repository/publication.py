@@ -109,9 +109,9 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     config, source = drafter.config, drafter.loaded_from
     config.weights_digest = digests(partial)
     config.format_version = FORMAT_VERSION
-    config.target_name = public_name(config.target_name)
-    config.auto_map = drafter.code_map()  # whatever another repository's file said
-    care().write_code(drafter.family(), partial)
+    config.target_name = public_name(getattr(config, "target_name", ""))
+    entry = care().write_code(drafter.family(), partial)
+    config.auto_map = drafter.code_map(entry)  # whatever another repository's file said
     config.code_files = sorted(path.name for path in partial.glob("*.py"))
     config.save_pretrained(partial)
     (partial / "custom_generate").mkdir(exist_ok=True)

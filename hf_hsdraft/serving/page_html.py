@@ -117,7 +117,7 @@ def trees_html(turns: Sequence[Turn], word: Callable[[int], str]) -> str:
         return '<div class="hs-trees"><p class="hs-note">There is no drafted answer with rounds yet.</p></div>'
     figures = []
     for number, done in list(reply.rounds):
-        tree, accepted, tokens = done.trees[0], done.accepted[0], done.tokens[0]
+        tree, accepted, tokens = done.trees[0], done.accepted[0], done.news[0].tokens
         text = f"Round {number}: {accepted} of {len(tree) - 1} drafted tokens accepted"
         if len(tree) == 1:
             text = f"Round {number}: nothing was drafted"

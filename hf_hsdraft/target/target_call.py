@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..acceleration.accelerator import Acceleration, acceleration_of
 from ..common.refusals import DraftingRefused
 from ..common.tensors import on_device
 from .cache_marks import Mark
 from .cache_slots import CacheSlots
-from .target_acceleration import TargetAcceleration
 from .target_limits import check_cache
 from .text_rows import TextRows
 
@@ -44,6 +44,7 @@ class TargetCall:
         kwargs: what `generate()` hands from forward to forward.
         slots: the cache.
         rows: where the texts stand there.
+        acceleration: what runs the forwards.
         fixed: number of columns of every forward over trees into a static cache, padding included; 0 if it varies.
         forwards: number of forwards so far.
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
@@ -56,7 +57,7 @@ class TargetCall:
     kwargs: dict[str, Any]
     slots: CacheSlots
     rows: TextRows
-    acceleration: TargetAcceleration
+    acceleration: Acceleration
     fixed: int = 0
     forwards: int = 0
     unread: int = 0
@@ -84,7 +85,7 @@ class TargetCall:
         attended = None if mask is None else mask[:, -length:].bool().to(target.device)
         last = None if positions is None else positions[..., -1].to(target.device)
         rows = TextRows([length] * num_texts, length, attended, last)
-        return cls(target, names, kwargs, slots, rows, TargetAcceleration(target), forwards=1)
+        return cls(target, names, kwargs, slots, rows, acceleration_of(target), forwards=1)
 
     def apart(self) -> TargetCall:
         """The same for trials: they read into the same cache, which a mark puts back, and change nothing else here."""

@@ -91,7 +91,7 @@ def check_inputs(target: Any) -> None:
     raise DraftingRefused(
         f"{type(target).__name__} cannot be drafted for: its prepare_inputs_for_generation was replaced by {whose}. "
         "PEFT does so for prompt tuning, p-tuning and prefix tuning: their virtual tokens stand before the text, where "
-        "a draft cannot be verified. Leave assistant_model out, or use an adapter of the weights such as LoRA; "
+        f"a draft cannot be verified. Use an adapter of the weights such as LoRA, or {DraftingRefused.PLAINLY}; "
         "`with model.disable_adapter():` drafts for the model without the virtual tokens."
     )
 
@@ -233,14 +233,9 @@ def windows(config: Any) -> list[int]:
     return [each for each in found if type(each) is int and each > 0]
 
 
-def frequencies_change(target: Any, length: int) -> bool:
-    """Whether rotary frequencies change within texts of up to `length` tokens."""
-    return any(limit.last < length - 1 for limit in _rotary_limits(text_config(target)))
-
-
 def _limits(target: Any) -> Iterator[Limit]:
     config = text_config(target)
-    yield from _rotary_limits(config)
+    yield from rotary_limits(config)
     for name in _CHOSEN_KEYS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > 0:
@@ -248,7 +243,8 @@ def _limits(target: Any) -> Iterator[Limit]:
             yield Limit(count - 1, True, reason)
 
 
-def _rotary_limits(config: Any) -> Iterator[Limit]:
+def rotary_limits(config: Any) -> Iterator[Limit]:
+    """Returns the positions at which rotary frequencies change."""
     for parameters in _rotary_parameters(config):
         kind = str(parameters.get("rope_type", "default"))
         if kind == "longrope":

@@ -308,7 +308,7 @@ def _problem(
     try:
         runtime = steps.rewind()
         logits = _read(runtime, drafts, steps.input_ids)
-        runtime.commit(drafts, [path[1:]] * len(drafts))
+        runtime.commit([path[1:]] * len(drafts))
         further = _read_one(runtime, steps.tokens[-1], steps.ids(STEPS))
     except torch.OutOfMemoryError:
         raise
@@ -333,7 +333,7 @@ def _read_one(runtime: TargetRuntime, tokens: Sequence[int], input_ids: torch.Te
     """Logits `[B, V]` of a token of each row, which stays read."""
     roots = [DraftTree.root(token) for token in tokens]
     logits = _read(runtime, roots, input_ids)[:, 0]
-    runtime.commit(roots, [[]] * len(roots))
+    runtime.commit([[]] * len(roots))
     return logits
 
 

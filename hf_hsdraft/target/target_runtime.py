@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..acceleration.accelerator import Acceleration
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind
 from .cache_marks import Mark, as_given, mark, restore, roll_back
@@ -103,7 +104,7 @@ class TargetRuntime:
         if call.slots.static is not None:
             if self.trees:
                 call.fixed = columns
-                call.acceleration.compile(call.kwargs, self._generation_config, call.slots.static)
+                call.acceleration.compile(call.kwargs, self._generation_config, call.slots.static.states)
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             call.slots.make_room()
 
@@ -128,7 +129,7 @@ class TargetRuntime:
         output = target_output(self.target, self._outputs, self._names.states, self.tap_layers)
         return output.last(self._columns)
 
-    def commit(self, trees: Sequence[DraftTree], paths: Sequence[Sequence[int] | None]) -> None:
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
 
         Args:
@@ -308,19 +309,6 @@ class TargetRuntime:
         return not self.trees and self.num_rows > 1
 
     @property
-    def compile_config(self) -> Any:
-        """By which forwards over trees are compiled; `None` if they are not."""
-        return self._call.acceleration.compile_config
-
-    @property
-    def can_pack(self) -> bool:
-        """Whether forwards may multiply by packed copies of the weights."""
-        return self._call.acceleration.can_pack
-
-    @property
-    def packed(self) -> bool:
-        return self._call.acceleration.packed is not None
-
-    def multiply_by(self, packed: Any) -> None:
-        """From here on forwards multiply by these `PackedWeights`; by the weights themselves if it is `None`."""
-        self._call.acceleration.packed = packed
+    def acceleration(self) -> Acceleration:
+        """What runs the forwards."""
+        return self._call.acceleration

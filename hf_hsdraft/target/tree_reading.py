@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ..common.tensors import on_device
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, attention_kinds, tree_mask
+from .static_cache import move_slots
 from .target_call import TargetCall
 from .target_limits import text_config, why_no_trees
 
@@ -82,7 +83,7 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
     if moved:
         first = 0 if fixed_shape else moved[0]
         picked, placed = (on_device([row[first:] for row in each], call.target.device) for each in (source, goal))
-        slots.move(picked, placed, call.acceleration.move)
+        slots.move(picked, placed, call.acceleration.compiled(move_slots))
     kept = call.rows.kept
     growing = [length for length, path in zip(kept, paths, strict=True) if path is not None]
     # The layers of a window keep what the row that is furthest behind still sees.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..drafters.auto_drafter import AutoDrafter
 from ..repository.care import care
 from ..repository.drafter_files import RECIPE, read_json
 from ..repository.model_card import read_recipe, write_card
@@ -24,7 +24,7 @@ def publish(folder: Path, repo_id: str, token: str | None) -> None:
     if (folder / "adapter_config.json").is_file():
         care().push(folder, repo_id, **commit)
     else:
-        HSDrafter.from_pretrained(folder).push_to_hub(repo_id, **commit)
+        AutoDrafter.from_pretrained(folder).push_to_hub(repo_id, **commit)
 
 
 def name_data_set(folder: Path, name: str) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from .draft_tree import DraftTree, from_nodes
-from .tree_builders import Expansion, TreeLimits
+from .tree_builders import Expansion, TreeLimits, states_of
 
 
 def beam_trees(
@@ -20,21 +20,21 @@ def beam_trees(
     limit the children that stay: where the drafter is unsure, many children of the root are worth more than deep paths.
     """
     tokens = root_tokens[:, None]
-    batch = torch.arange(len(tokens), device=tokens.device)[:, None]
     scores = torch.zeros_like(tokens, dtype=torch.float32)
     states: torch.Tensor | None = None
     numbers = torch.zeros_like(tokens)  # numbers of the nodes: 0 for the root, then all children as they are found
     found, levels = 1, []
     most = 1 if limits.beam_width == 1 else limits.tree_size  # children of a level that may stay
     for level in range(1, expansion.depth + 1):
-        scores, tokens, parents, states = expansion.best(level, tokens, states, scores, most)
+        scores, columns, parents, states = expansion.best(level, tokens, states, scores, most)
+        tokens = vocab_ids[columns]
         levels.append((tokens, numbers.gather(1, parents), torch.full_like(tokens, level), scores))
         if level == expansion.depth:
             break
         width = min(limits.beam_width, tokens.shape[1])
         numbers = torch.arange(found, found + width, device=tokens.device).expand(len(tokens), -1)
         found += tokens.shape[1]
-        tokens, scores, states = tokens[:, :width], scores[:, :width], states[batch, parents[:, :width]]
+        tokens, scores, states = tokens[:, :width], scores[:, :width], states_of(states, parents[:, :width])
     tokens, parents, depths, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
     if expansion.depth > min(limits.max_depths):
         scores = scores.masked_fill(depths > scores.new_tensor(limits.max_depths)[:, None], -math.inf)

@@ -14,7 +14,7 @@ from operator import mul
 import torch
 
 from .draft_tree import DraftTree
-from .tree_builders import Expansion, TreeLimits
+from .tree_builders import Expansion, TreeLimits, states_of
 
 
 def gumbel_trees(
@@ -109,6 +109,7 @@ class _Growth:
     def expand(self) -> torch.Tensor:
         """Returns the log-probabilities `[B, n, V']` of the children of the last level's nodes."""
         log_probs, self._states = self._expansion(len(self._levels), self._tokens, self._states)
+        log_probs = log_probs.expand(-1, self._tokens.shape[1], -1)
         self._log_probs.append(log_probs)
         return log_probs
 
@@ -120,10 +121,9 @@ class _Growth:
             columns: `[B, m]`, int64, column of each node in `vocab_ids`. Siblings stand in the order of drawing.
             real: `[B, m]`, False where a node is void, because its parent had no further child to draw.
         """
-        assert self._states is not None
         self._real = real & self._real.gather(1, parents)
         self.scores = self.scores.gather(1, parents) + self._log_probs[-1][self._batch, parents, columns]
-        self._tokens, self._states = self._vocab_ids[columns], self._states[self._batch, parents]
+        self._tokens, self._states = self._vocab_ids[columns], states_of(self._states, parents)
         self._levels.append((self._tokens, parents, self.scores, self._real))
 
     def trees(self, max_depths: Sequence[int]) -> list[DraftTree]:

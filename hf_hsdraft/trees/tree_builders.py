@@ -15,42 +15,51 @@ import torch
 from .draft_tree import DraftTree
 
 
-class Expansion(Protocol):
+class Expansion:
     """What a drafter says about the children of nodes.
+
+    A drafter whose nodes have no states, such as one that drafts all depths in one forward, returns `None` for them.
 
     Attributes:
         depth: greatest depth of a child.
     """
 
-    @property
-    def depth(self) -> int: ...
+    depth: int
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the log-probabilities `[B, n, V']` of all children, and the nodes' states `[B, n, S]`.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the log-probabilities `[B, n, V']` of all children, and the nodes' states `[B, n, S]` or `None`.
+
+        Log-probabilities that are the same for all nodes of a level may be `[B, 1, V']`.
 
         Args:
             level: depth of the children, 1 or more.
             tokens: `[B, n]`, int64, tokens of the nodes.
             states: `[B, n, S]`, states of the nodes' parents; `None` at level 1, where the node is the root.
         """
-        ...
+        raise NotImplementedError
 
     def best(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns the k most probable children of all nodes, the best first. The first arguments are as above.
+
+        They are found among all children. A drafter that knows where to look may say it more quickly.
 
         Args:
             scores: `[B, n]`, scores of the nodes.
             count: greatest number k of children.
 
         Returns:
-            The children's scores `[B, k]`, their tokens `[B, k]`, their parents `[B, k]` as columns of `tokens`, and
-            the nodes' states `[B, n, S]`.
+            The children's scores `[B, k]`, the children as columns `[B, k]` of the log-probabilities, their parents
+            `[B, k]` as columns of `tokens`, and the nodes' states `[B, n, S]` or `None`.
         """
-        ...
+        log_probs, states = self(level, tokens, states)
+        totals = scores[..., None] + log_probs
+        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
+        width = totals.shape[-1]
+        return values, places % width, places // width, states
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,13 @@ class TreeLimits:
     beam_width: int
     threshold: float
     max_depths: Sequence[int]
+
+
+def states_of(states: torch.Tensor | None, parents: torch.Tensor) -> torch.Tensor | None:
+    """Returns the states `[B, m, S]` of some nodes, given as columns `[B, m]` of `states`; `None` if there are none."""
+    if states is None:
+        return None
+    return states[torch.arange(len(parents), device=parents.device)[:, None], parents]
 
 
 class TreeBuilder(Protocol):

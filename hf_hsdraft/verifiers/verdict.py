@@ -5,11 +5,14 @@ Most rules choose the next token at a node. `walk` then follows the choices for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from ..common.options import Option
 from ..trees.draft_tree import DraftTree
 
 # Takes a node and the drafted tokens of its path, without the root's. Returns the next token of the text there.
@@ -81,12 +84,22 @@ class Verifier:
         taps: indices of the target's hidden states that the rule reads.
         own_draws: whether each token is one draw from the target's own distribution. Such draws can be foreseen.
         drawn_nodes: whether the drafter has to draw the nodes. The best nodes of a beam would bias the text.
+        own_options: options that this rule has for itself. `judge` finds their values as attributes of their names.
     """
 
     exact: bool = False
     taps: Sequence[int] = ()
     own_draws: bool = False
     drawn_nodes: bool = False
+    own_options: Sequence[Option] = ()
+
+    def with_options(self, values: Mapping[str, Any]) -> Verifier:
+        """Returns the rule for a call, with values of its own options among those given."""
+        if not self.own_options:
+            return self
+        rule = copy.copy(self)
+        vars(rule).update({option.name: values[option.name] for option in self.own_options})
+        return rule
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         """Returns the verdict about a tree. It changes nothing, except that it may draw random numbers."""

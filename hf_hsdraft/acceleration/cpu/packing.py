@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...common.tuning import TUNING
+from ...common.package_tuning import TUNING
 from .packed_weights import PackedWeights, linears_to_pack
 
 

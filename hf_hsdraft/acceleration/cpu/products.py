@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...common.norms import RMSNorm
+from ...common.package_tuning import TUNING
 from ...common.tensors import Transform, is_unhooked, side_by_side
-from ...common.tuning import TUNING
 from .packed_weights import PackedWeight, has_kernel
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
 

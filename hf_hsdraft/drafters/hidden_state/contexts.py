@@ -1,6 +1,6 @@
 """Contexts of a trunk: keys and values of accepted positions, and which of them a row sees.
 
-`PackedTexts` serves training and batches, `GrowingText` a single text; one of fixed shape is `StaticText`.
+`PackedTexts` serves training and batches, `GrowingText` a single text.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class PackedTexts:
         self._past, self._documents = past, None if document_ids is None else texts
         self._places = None if window is None else places
         self.starts = rows[-1:] - past.length if starts is None else starts
-        # The last position of a single document sees everything: no mask, as in every decoding round.
-        all_seen = starts is None and document_ids is None and not self._near
-        self._chains = None if all_seen else self._sight.of(self.starts)
+        self._chains = self._sight.of(self.starts)
         self._layers: dict[int, KeyValues] = {}
         self._own: dict[tuple[int, int], KeyValues] = {}  # by layer and step: those of the chains themselves
 
@@ -110,9 +108,8 @@ class PackedTexts:
             keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
         self._layers[layer] = keys, values
         sight = self._sight if rows is None else self._chains
-        if sight is None or not sight.is_large:
-            mask = None if sight is None else self._mask if rows is None else sight.mask()
-            return shared_attention(queries, keys, values, mask)
+        if not sight.is_large:
+            return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
         order, parts = [], []
         for block, columns, mask in sight.blocks():  # no score is made of texts with one another
             part = keys.index_select(1, columns), values.index_select(1, columns)
@@ -125,8 +122,6 @@ class PackedTexts:
         return self._sight.mask()
 
     def rolling(self, step: int, chains: int) -> Attend:
-        if self._chains is None:
-            return partial(self._roll, step, None)
         if self._near or step == 1:  # without a window all steps see the same
             self._rolled = self._chains.of(slice(0, chains)).ahead(step).mask()
         return partial(self._roll, step, self._rolled)
@@ -134,7 +129,7 @@ class PackedTexts:
     def _roll(
         self,
         step: int,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor,
         layer: int,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -151,7 +146,7 @@ def _attention_of_chains(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor,
     own_keys: torch.Tensor,
     own_values: torch.Tensor,
 ) -> torch.Tensor:
@@ -160,7 +155,7 @@ def _attention_of_chains(
     Args:
         queries: `[S, heads, head_dim]`.
         keys, values: `[kv_heads, P, head_dim]`.
-        mask: `[S, P]`, True where a chain may look; `None` for everywhere.
+        mask: `[S, P]`, True where a chain may look.
         own_keys, own_values: `[kv_heads, S, steps, head_dim]`.
     """
     kv_heads, length, head_dim = keys.shape
@@ -168,8 +163,7 @@ def _attention_of_chains(
     queries = queries.view(rows, kv_heads, -1, head_dim).permute(1, 0, 2, 3) * head_dim**-0.5
     flat = queries.reshape(kv_heads, -1, head_dim)
     scores = (flat @ keys.transpose(1, 2)).view(kv_heads, rows, -1, length)
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
     scores = torch.cat([scores, queries @ own_keys.transpose(2, 3)], dim=-1)
     weights = scores.float().softmax(dim=-1).to(values.dtype)
     shared = weights[..., :length].reshape(kv_heads, -1, length) @ values

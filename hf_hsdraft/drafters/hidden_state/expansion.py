@@ -7,16 +7,16 @@ from functools import cached_property
 
 import torch
 
-from ...acceleration.cpu.products import Product
 from ...common.target_weights import TargetWeights
 from ...common.tensors import Transform
 from ...common.tuning import TUNING
+from ...trees.tree_builders import Expansion as TreeExpansion
 from ...verifiers.foresight import Race
 from .working_weights import WorkingWeights
 
 
 @dataclass(frozen=True)
-class Expansion:
+class Expansion(TreeExpansion):
     """Token information for the drafts of a batch: called by a tree builder, level by level.
 
     Attributes:
@@ -53,7 +53,7 @@ class Expansion:
         return cls(working, weights, logits, working.injector.project(hidden), since, temperature, race)
 
     @property
-    def depth(self) -> int:
+    def depth(self) -> int:  # type: ignore[override]
         return self.logits.shape[1]
 
     def __call__(
@@ -78,17 +78,19 @@ class Expansion:
         Of a single text only the likely part of the vocabulary is looked at.
         """
         code, states = self._code(level, tokens, states)
-        ids, up, logits, race = self._likely
+        columns, up, logits, race = self._likely
         logits = logits[:, level - 1 : level]
         if code is not None:
             logits = logits + up(code)
         if race is not None and race.vocab_ids.dim() > 1:  # of each row its own part
-            ids = race.vocab_ids
-            logits = logits.gather(-1, self._columns[:, None].expand(-1, logits.shape[1], -1))
+            columns = self._columns
+            logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
         totals = self._log_probs(level, logits, race) + scores[..., None]
         values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
-        width = ids.shape[-1]
-        return values, ids.expand(len(places), -1).gather(1, places % width), places // width, states
+        parents, found = places // totals.shape[-1], places % totals.shape[-1]
+        if columns is not None:
+            found = columns.expand(len(found), -1).gather(1, found)
+        return values, found, parents, states
 
     def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
         if race is not None:
@@ -97,21 +99,24 @@ class Expansion:
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
     @cached_property
-    def _likely(self) -> tuple[torch.Tensor, Transform, torch.Tensor, Race | None]:
-        """Tokens `[C]`, the injector's last product for them, their logits `[B, depth, C]`, and the race among them.
+    def _likely(self) -> tuple[torch.Tensor | None, Transform, torch.Tensor, Race | None]:
+        """Likely columns, the injector's last product for them, their logits `[B, depth, C]`, and the race among them.
+
+        The columns are `[1, C]`; `None` for all.
 
         For a single text the tokens that are likely at any depth before the path's tokens are known: those seldom lift
         one from further below, and most of the work of a level is left out. Texts of a batch share no such part; the
         race is run among each one's own.
         """
-        ids, up = self.weights.vocab_ids, self.working.injector.up
-        if len(ids) < 2 * TUNING.likely_columns:
-            return ids, up, self.logits, self.race
-        if len(self.logits) > 1 or not isinstance(up, Product):
-            return ids, up, self.logits, None if self.race is None else self.race.among(self._columns)
+        up = self.working.injector.up
+        if self.logits.shape[-1] < 2 * TUNING.likely_columns:
+            return None, up, self.logits, self.race
+        of_outputs = getattr(up, "of", None)  # a product may be able to make some of its outputs alone
+        if len(self.logits) > 1 or of_outputs is None:
+            return None, up, self.logits, None if self.race is None else self.race.among(self._columns)
         [columns] = self._columns
         race = None if self.race is None else self.race.among(columns)
-        return ids[columns], up.of(columns), self.logits.index_select(-1, columns), race
+        return self._columns, of_outputs(columns), self.logits.index_select(-1, columns), race
 
     @cached_property
     def _columns(self) -> torch.Tensor:

@@ -1,12 +1,10 @@
 """Token information: what the tokens of a path tell about the token that follows it, as a logit bias of low rank.
 
-An injector's *state* is what it knows of a path after reading its last token. Its attributes are modules in training
-and products in decoding, see `with_products`.
+An injector's *state* is what it knows of a path after reading its last token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,14 +39,6 @@ class Injector(nn.Module):
     def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
         return self.up(self.code(self.project(hidden), states))
-
-    def with_products(self, product_of: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]) -> Injector:
-        """The same rules with what `product_of` makes of each module, in place of the module."""
-        other = type(self).__new__(type(self))
-        nn.Module.__init__(other)
-        for name, part in self.named_children():
-            setattr(other, name, product_of(part))
-        return other
 
 
 class LowRankInjector(Injector):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -11,13 +11,11 @@ from ...common.refusals import DraftingRefused
 from ...target.target_limits import text_config
 from ..draft_options import DraftOptions, default_options
 from ..protocol import DraftCall, Drafter
-from .candidate_generator import HSCandidateGenerator
 from .configuration_hsdraft import HSDraftConfig, decoder_layers
+from .draft_session import HSDraftSession
+from .draft_support import support
 from .network import HSDraftNetwork
-from .roll_out import RollOut
-from .static_roll_out import static_roll_out
-from .target_match import has_other_tokens, warn_of_mismatch
-from .working_weights import WorkingWeights, working_weights
+from .reuse import REUSE_OPTIONS, reuse_of
 
 
 class HSDrafter(HSDraftNetwork, Drafter):
@@ -42,10 +40,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     """
 
     draws_nodes = True
-    auto_map: ClassVar[dict[str, str]] = {
-        "AutoConfig": "configuration_hsdraft.HSDraftConfig",
-        "AutoModel": "hub_entry.HSDrafter",
-    }
+    own_options = REUSE_OPTIONS
 
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__(config)
@@ -59,13 +54,17 @@ class HSDrafter(HSDraftNetwork, Drafter):
     def num_draft_steps(self) -> int:  # type: ignore[override]
         return self.config.num_draft_steps
 
-    def check_options(self) -> None:
-        DraftOptions.of(self)
-
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""
         config = self.config
-        return default_options(config.num_draft_steps, config.tree_size, config.beam_width)
+        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
+
+    def check_together(self, options: DraftOptions) -> None:
+        reuse, _ = reuse_of(options.own)
+        if options.tree_builder != "beam" and reuse != "none":
+            raise ValueError(
+                f"reuse={reuse!r} is invalid with tree_builder={options.tree_builder!r}: only beams can be merged"
+            )
 
     def check(self, target: Any) -> None:
         config, wanted = text_config(target), self.config
@@ -82,32 +81,10 @@ class HSDrafter(HSDraftNetwork, Drafter):
                 )
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        if all_processes or has_other_tokens(self, tokenizer):
-            warn_of_mismatch(target, self, tokenizer)  # that reads a text: all processes do so, or none
+        support().warn_of_misfit(self, target, tokenizer, all_processes)
 
-    def session(self, call: DraftCall) -> HSCandidateGenerator:
-        modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
-        weights, working = self.borrow(*modules, with_head=False), working_weights(self, *modules)
-        roll_out = self._compiled_roll_out(call, working)
-        return HSCandidateGenerator(
-            self,
-            weights,
-            call.options,
-            batch_size=call.rows,
-            working=working,
-            foresight=call.foresight,
-            roll_out=roll_out,
-            target=call.target,
-        )
-
-    def _compiled_roll_out(self, call: DraftCall, working: WorkingWeights) -> RollOut | None:
-        """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
-        if working.spare is None or call.compile_config is None or call.slots is None:
-            return None
-        if self.device.type != call.target.device.type or call.rows > 1 or call.options.depth == 0:
-            return None
-        made = static_roll_out(self, working, call.slots, call.options.depth, call.compile_config)
-        return call.stack.enter_context(made)
+    def session(self, call: DraftCall) -> HSDraftSession:
+        return support().session(self, call)
 
 
 __all__ = ["HSDrafter"]

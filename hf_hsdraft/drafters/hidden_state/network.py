@@ -2,7 +2,8 @@
 
 Here are the parameters and the forward of training; what is computed with them is in `trunk`. Nothing has a batch axis:
 training packs several documents into one row and rolls many chains at once. Decoding hands `WorkingWeights`, made of
-the same parameters, to the same trunk; `hsdraft check` compares the two, but for the rounding to 8 bits.
+the same parameters, to the same trunk. With the package these may be rounded to 8 bits; `hsdraft check` compares the
+two, but for that.
 
 Letters in the shapes: T pairs that are read, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
 """
@@ -93,7 +94,6 @@ class HSDraftNetwork(PretrainedDrafter):
 
     config_class = HSDraftConfig
     config: HSDraftConfig
-    base_model_prefix = ""
     main_input_name = "taps"
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
 
@@ -207,7 +207,7 @@ class HSDraftNetwork(PretrainedDrafter):
             tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
             return look_up(tokens).to(device, dtype)
 
-        return TargetWeights(embed, head, vocab_ids, len(table))
+        return TargetWeights(embed, head, vocab_ids)
 
 
 def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:

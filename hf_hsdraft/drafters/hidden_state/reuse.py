@@ -7,13 +7,36 @@ told them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers.utils import logging
+
+from ...common.checks import is_number
+from ...common.options import Option
+
+logger = logging.get_logger(__name__)
+
+_GONE = "skip"  # drafters of an earlier version may ask for it
+REUSES = ("none", "ensemble", "resample")
+REUSE_OPTIONS = (
+    Option("reuse", "none", lambda value: value in (*REUSES, _GONE), f"one of {', '.join(REUSES)}"),
+    Option("reuse_weight", 0.4, lambda value: is_number(value) and value >= 0.0, "a number of 0 or more"),
+)
 
 # Maps a token and the injector's state before it (`None` at the start of a path) to the state after it.
 Advance = Callable[[int, torch.Tensor | None], torch.Tensor]
+
+
+def reuse_of(options: Mapping[str, Any]) -> tuple[str, float]:
+    """Returns what becomes of rejected drafts, and what old logits weigh in `"ensemble"`, the new ones weighing 1."""
+    reuse, weight = options["reuse"], options["reuse_weight"]
+    if reuse == _GONE:
+        logger.warning_once("reuse='skip' is gone, as it gained nothing measurable: nothing is reused")
+        return "none", weight
+    return reuse, weight
 
 
 @dataclass(frozen=True)

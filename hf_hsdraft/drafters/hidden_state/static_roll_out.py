@@ -17,14 +17,14 @@ import torch.nn.functional as F
 
 from ...acceleration.gpu.compiled_calls import compiled
 from ...acceleration.gpu.static_text import StaticText, keep_in_place
+from ...common.package_tuning import TUNING
 from ...common.tensors import on_device
-from ...common.tuning import TUNING
 from .configuration_hsdraft import HSDraftConfig
 from .contexts import DraftContext
 from .network import HSDraftNetwork
+from .quick_weights import QuickWeights
 from .roll_out import RollOut
 from .trunk import Trunk, read, roll
-from .working_weights import WorkingWeights
 
 
 def room_for(slots: int, num_draft_steps: int) -> int:
@@ -139,7 +139,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def static_roll_out(
-    drafter: HSDraftNetwork, weights: WorkingWeights, slots: int, num_draft_steps: int, compile_config: Any
+    drafter: HSDraftNetwork, weights: QuickWeights, slots: int, num_draft_steps: int, compile_config: Any
 ) -> Iterator[StaticRollOut]:
     """A [`StaticRollOut`] that has read nothing, for one call. The next such call gets it again: a graph belongs to the
     tensors it was recorded with.

@@ -20,8 +20,8 @@ import torch
 from transformers.utils import logging
 
 from ...common.checks import printable
-from ...common.tuning import TUNING
-from ...target.target_limits import frequencies_change, furthest_position
+from ...common.package_tuning import TUNING
+from ...target.target_limits import furthest_position, rotary_limits, text_config
 from .network import HSDraftNetwork
 
 logger = logging.get_logger(__name__)
@@ -47,7 +47,7 @@ def can_measure(target: Any, length: int) -> bool:
     return (
         not target.config.is_encoder_decoder
         and length <= furthest_position(target)
-        and not frequencies_change(target, length)
+        and all(limit.last >= length - 1 for limit in rotary_limits(text_config(target)))
     )
 
 

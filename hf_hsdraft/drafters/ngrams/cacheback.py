@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 
 from ...common.checks import is_integer
 from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
+from ...repository.care import care
+from ...repository.drafter_files import (
+    CONFIG,
+    FORMAT_VERSION,
+    HUB_ARGUMENTS,
+    OPTIONS,
+    check_is_drafter,
+    find_folder,
+    read_json,
+)
+from ...repository.pretrained_drafter import drafting_options
+from ...repository.publication import complete_folder
 from ...target.target_limits import text_config
-from ..draft_options import default_options
+from ..draft_options import MOST_LEADING, default_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
-from .ngram_cache import MOST_LEADING, FollowerTable, tables_of
+from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
 _OPTIONS = (
@@ -33,6 +49,8 @@ _OPTIONS = (
 @dataclass(frozen=True)
 class CachebackConfig:
     """What transformers asks an assistant's configuration for."""
+
+    model_type: ClassVar[str] = "cacheback"
 
     vocab_size: Any = ANY  # equal to the vocabulary size of any target
 
@@ -75,9 +93,64 @@ class CachebackDrafter(Drafter):
             if name not in _OPTIONS:
                 raise ValueError(f"{name} is no option of a CachebackDrafter: expected one of {', '.join(_OPTIONS)}")
             setattr(self.generation_config, name, value)
-        known = [[int(token) for token in text] for text in texts]
-        self.frozen: list[FollowerTable] = tables_of(known, ngram_length) if known else []
-        self.most_token = max((max(text) for text in known if text), default=-1)
+        self.texts = [[int(token) for token in text] for text in texts]
+        self.frozen: list[FollowerTable] = _tables_of(self.texts, ngram_length) if self.texts else []
+        self.most_token = max((max(text) for text in self.texts if text), default=-1)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CachebackDrafter:
+        """Loads what `save_pretrained` wrote.
+
+        Args:
+            pretrained_model_name_or_path: Folder or Hub name.
+            kwargs: `revision`, `subfolder` and what else the Hub is asked with; options. A `dtype` means nothing here.
+
+        Raises:
+            OSError: There is no such folder or repository.
+            ValueError: It holds something else, or an option is wrong.
+        """
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        kwargs.pop("dtype", None)
+        with care().loading(name, bool(hub.get("local_files_only"))):
+            folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
+            check_is_drafter(folder, CachebackConfig.model_type)
+            texts = read_json(folder / CONFIG).get("texts", [])
+            options = drafting_options(read_json(folder / OPTIONS)) if (folder / OPTIONS).is_file() else {}
+        if not isinstance(texts, list) or not all(
+            isinstance(text, list) and all(map(is_integer, text)) for text in texts
+        ):
+            raise ValueError(f"{folder / CONFIG} is damaged: expected lists of token ids as texts")
+        length = kwargs.pop("ngram_length", options.pop("ngram_length", 4))
+        drafter = cls(texts, length, **kwargs)
+        for option, value in options.items():
+            if option not in kwargs:
+                setattr(drafter.generation_config, option, value)
+        return drafter
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes options, texts and a card into a folder; there are no weights.
+
+        Args:
+            save_directory: Created if missing.
+            kwargs: As every model of transformers takes them; they mean nothing here.
+
+        Raises:
+            ValueError: A drafting option is wrong.
+        """
+        self.check_options()
+        folder = Path(save_directory)
+        document = {"model_type": CachebackConfig.model_type, "format_version": FORMAT_VERSION, "texts": self.texts}
+        with complete_folder(folder) as partial:
+            (partial / CONFIG).write_text(json.dumps(document) + "\n", encoding="utf-8")
+            self.generation_config.save_pretrained(partial)
+            care().write_card(partial, folder.resolve().name)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return care().push(Path(folder), repo_id, **kwargs)
 
     def default_generation_config(self) -> GenerationConfig:
         """Returns the drafting options. `beam_width=1` drafts a chain; other options of a beam have no effect."""
@@ -93,3 +166,11 @@ class CachebackDrafter(Drafter):
 
     def session(self, call: DraftCall) -> NgramSession:
         return NgramSession(call, self.frozen)
+
+
+def _tables_of(texts: Sequence[Sequence[int]], length: int) -> list[FollowerTable]:
+    """Returns the tables of some texts, for leaders of up to `length` tokens. No n-gram goes over the end of a text."""
+    cache = NgramCache(length)
+    for text in texts:
+        cache.extend([*text, -1])
+    return cache.own

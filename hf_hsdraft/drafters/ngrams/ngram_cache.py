@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from ...common.tuning import TUNING
 from ...trees.draft_tree import DraftTree, from_nodes
 
-MOST_LEADING = 16  # greatest number of tokens of a leader
-
 
 @dataclass
 class FollowerTable:
@@ -77,14 +75,17 @@ class NgramCache:
         length: number of tokens of the longest leader, 1 or more.
         frozen: tables of other texts. They are asked after the text's own table of the same length, and never changed.
         vocab_size: ids from here on, and ids below 0, are no tokens, and no n-gram holds one; 0 for no limit.
+
+    Attributes:
+        own: the tables of the text itself.
     """
 
     def __init__(self, length: int, frozen: Sequence[FollowerTable] = (), vocab_size: int = 0) -> None:
         self._vocab_size = vocab_size
-        self._own = [FollowerTable(size) for size in range(length, 0, -1)]
+        self.own = [FollowerTable(size) for size in range(length, 0, -1)]
         others = [FollowerTable(table.length, table.followers) for table in frozen]  # with counts of this text's own
         # The table with the longest leaders is asked first.
-        self._tables = sorted([*self._own, *others], key=lambda table: -table.length)
+        self._tables = sorted([*self.own, *others], key=lambda table: -table.length)
         self._tail: list[int] = []  # the last tokens of the text, no more than the longest leader has
 
     @property
@@ -101,7 +102,7 @@ class NgramCache:
             for table in self._tables:
                 if table.count(self._tail, token):  # a draft has found the token, and need not ask further tables
                     break
-            for table in self._own:
+            for table in self.own:
                 table.enter(self._tail, token)
             self._tail = [*self._tail, token][-self._tables[0].length :]
 
@@ -160,11 +161,3 @@ class NgramCache:
             total = max(sum(probability for _, probability in raised), 1.0)
             ranked = [(token, probability / total) for token, probability in raised]
         return ranked
-
-
-def tables_of(texts: Iterable[Sequence[int]], length: int) -> list[FollowerTable]:
-    """Returns the tables of some texts, for leaders of up to `length` tokens. No n-gram goes over the end of a text."""
-    cache = NgramCache(length)
-    for text in texts:
-        cache.extend([*text, -1])
-    return cache._own

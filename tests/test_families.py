@@ -1,0 +1,211 @@
+"""A family of drafters in one file: this one. It is registered, saved, loaded, and decodes exactly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from torch import nn
+from transformers import PreTrainedConfig
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDrafter, attach, register_drafter
+from hf_hsdraft.bench.systems import Variant, drafted_system
+from hf_hsdraft.cli import app
+from hf_hsdraft.common.options import Option
+from hf_hsdraft.drafters.draft_options import default_options
+from hf_hsdraft.drafters.protocol import Drafter, Session
+from hf_hsdraft.drafters.registry import FAMILIES
+from hf_hsdraft.repository.pretrained_drafter import PretrainedDrafter
+from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
+from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+FREE = {"node_cost": 0.0, "depth_cost": 0.0}
+
+
+class TinyConfig(PreTrainedConfig):
+    model_type = "tiny_block"
+
+    def __init__(self, vocab_size: int = VOCAB, num_draft_steps: int = 3, **kwargs) -> None:
+        self.vocab_size, self.num_draft_steps = vocab_size, num_draft_steps
+        super().__init__(**kwargs)
+
+
+class TinyDrafter(PretrainedDrafter, Drafter):
+    """Drafts all depths at once, out of the last token alone."""
+
+    config_class = TinyConfig
+    own_options = (Option("tiny_scale", 1.0, lambda value: isinstance(value, float) and value > 0, "a float above 0"),)
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.num_draft_steps = config.num_draft_steps
+        self.table = nn.Embedding(config.vocab_size, config.num_draft_steps * config.vocab_size)
+        self.generation_config = self.default_generation_config()
+        self.post_init()
+
+    def default_generation_config(self):
+        return default_options(self.num_draft_steps, tree_size=8, beam_width=3, own=self.own_options)
+
+    def session(self, call):
+        return TinySession(self, call.options)
+
+
+class Blocks(Expansion):
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits, self.depth = logits, logits.shape[1]
+
+    def __call__(self, level, tokens, states):
+        return self.logits[:, level - 1 : level].log_softmax(-1), None
+
+
+class TinySession(Session):
+    def __init__(self, drafter, options) -> None:
+        self.drafter, self.options = drafter, options
+
+    @torch.no_grad()
+    def draft(self, asks):
+        roots, ids = torch.tensor([ask.root for ask in asks]), torch.arange(VOCAB)
+        logits = self.drafter.table(roots).unflatten(1, (-1, VOCAB)) * self.options.own["tiny_scale"]
+        width = 1 if asks[0].chain else self.options.beam_width
+        limits = TreeLimits(asks[0].size, width, 0.0, [ask.depth for ask in asks])
+        return TREE_BUILDERS["beam"](Blocks(logits), roots, ids, limits)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    register_drafter("tiny_block", TinyConfig, TinyDrafter)
+    yield
+    del FAMILIES["tiny_block"]
+
+
+@pytest.fixture
+def tiny() -> TinyDrafter:
+    torch.manual_seed(0)
+    drafter = TinyDrafter(TinyConfig())
+    drafter.generation_config.update(**FREE, tiny_scale=2.0)
+    return drafter
+
+
+def test_a_family_of_one_file_is_saved_loaded_and_exact(target, tiny, prompt, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    loaded = AutoDrafter.from_pretrained(tmp_path)
+    assert type(loaded) is TinyDrafter and loaded.generation_config.tiny_scale == 2.0
+    assert torch.equal(loaded.table.weight, tiny.table.weight)
+    for ids in (prompt, prompt.repeat(2, 1)):
+        plain = target.generate(ids, **GREEDY)
+        output = target.generate(ids, **GREEDY, assistant_model=loaded, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist() and sum(output.statistics.drafted_nodes) > 0
+
+
+def test_its_own_files_travel_and_its_card_is_its_own(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"] == {"AutoConfig": "test_families.TinyConfig", "AutoModel": "test_families.TinyDrafter"}
+    assert config["code_files"] == ["test_families.py"] == [path.name for path in tmp_path.glob("*.py")]
+    card = (tmp_path / "README.md").read_text()
+    assert "of the family `tiny_block`" in card and "hidden states" not in card
+
+
+def test_wrong_options_are_not_saved(tiny, tmp_path):
+    tiny.generation_config.tiny_scale = 0.0
+    with pytest.raises(ValueError, match="tiny_scale=0"):
+        tiny.save_pretrained(tmp_path / "new")
+
+
+def test_a_cacheback_drafter_is_saved_and_loaded_as_others_are(target, prompt, tmp_path):
+    plain = target.generate(prompt, **GREEDY)
+    known = CachebackDrafter(texts=[plain[0].tolist()], ngram_length=3, tree_size=9, **FREE)
+    known.save_pretrained(tmp_path)
+    loaded = AutoDrafter.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(loaded) is CachebackDrafter and loaded.texts == known.texts
+    options = loaded.generation_config
+    assert (options.ngram_length, options.tree_size, options.node_cost) == (3, 9, 0.0)
+    found = [
+        target.generate(prompt, **GREEDY, assistant_model=each, return_dict_in_generate=True)
+        for each in (known, loaded, str(tmp_path))
+    ]
+    assert all(output.sequences.tolist() == plain.tolist() for output in found)
+    assert len({output.statistics.target_forwards for output in found}) == 1 < found[0].statistics.tau
+    with attach(target, str(tmp_path)) as attachment:
+        assert target.generate(prompt, **GREEDY).tolist() == plain.tolist() and attachment.statistics.calls == 1
+    assert CachebackDrafter.from_pretrained(tmp_path, tree_size=5).generation_config.tree_size == 5
+    card = (tmp_path / "README.md").read_text()
+    assert "of the family `cacheback`" in card and "trust_remote_code" not in card
+    loaded.generation_config.tree_size = 0
+    with pytest.raises(ValueError, match="tree_size=0"):
+        loaded.save_pretrained(tmp_path)
+
+
+def test_damaged_texts_and_other_models_are_told(target, tmp_path):
+    CachebackDrafter().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "texts": [["a"]]}))
+    with pytest.raises(ValueError, match="expected lists of token ids"):
+        AutoDrafter.from_pretrained(tmp_path)
+    make_drafter(target).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="not a drafter of type 'cacheback'"):
+        CachebackDrafter.from_pretrained(tmp_path / "other")
+
+
+@pytest.fixture
+def cacheback(tmp_path):
+    CachebackDrafter(**FREE).save_pretrained(tmp_path / "cacheback")
+    return str(tmp_path / "cacheback")
+
+
+@pytest.fixture
+def saved(tmp_path, tokenizer):
+    folder = tmp_path / "target"
+    make_target(pad_token_id=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments: str):
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exception, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "--variants", "default,chain,tree", "--max-new-tokens", "4", "--limit", "2"],
+        ["throughput", "--batch-sizes", "1", "--calls", "1", "--max-new-tokens", "4", "--prompts"],
+        ["demo", "w1 w2 w3", "--max-new-tokens", "4"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_take_any_drafter(command, cacheback, saved, tmp_path):
+    if command[-1] == "--prompts":
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["w1 w2 w3"]}))
+        command = [*command, str(tmp_path / "prompts.jsonl")]
+    error, said = run(*command, "--target", saved, "--drafter", cacheback)
+    assert error is None, said
+    if command[0] == "bench":
+        assert "no --prompts given: 6 prompts" in said
+    if command[0] == "demo":
+        assert "same text yes" in said and "\x1b" not in said and "drafted and accepted" not in said
+
+
+def test_what_a_drafter_of_another_family_is(cacheback):
+    error, said = run("info", cacheback)
+    assert error is None and "family: cacheback, CachebackDrafter" in said and "ngram_length: 4" in said
+
+
+@pytest.mark.parametrize("command", [["check"], ["card"]], ids=lambda command: command[0])
+def test_commands_for_hidden_states_say_so(command, cacheback):
+    error, _ = run(*command, cacheback)
+    assert "needs a hidden-state drafter" in str(error) and "is a CachebackDrafter" in str(error)
+
+
+def test_variants_of_bench_go_by_the_options_of_a_drafter(target):
+    chain = drafted_system(Variant.parse("chain"), CachebackDrafter())
+    assert chain.options["beam_width"] == 1 and chain.options["ngram_length"] == 1 and "reuse" not in chain.options
+    assert drafted_system(Variant.parse("chain"), make_drafter(target)).options["reuse"] == "none"
+    with pytest.raises(ValueError, match="'untrained' needs a drafter with weights"):
+        drafted_system(Variant.parse("untrained"), CachebackDrafter())
+    assert isinstance(drafted_system(Variant.parse("untrained"), make_drafter(target)).drafter, HSDrafter)
