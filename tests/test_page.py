@@ -208,6 +208,7 @@ def test_the_command_tells_what_is_missing(monkeypatch):
     assert isinstance(result.exception, ImportError) and "hf-hsdraft[ui]" in str(result.exception)
     monkeypatch.undo()
     with bound_socket("127.0.0.1", 0) as taken:
+        taken.listen()
         result = CliRunner().invoke(app, ["ui", "--port", str(taken.getsockname()[1])])
     assert isinstance(result.exception, OSError) and "choose another --host or --port" in str(result.exception)
 
