@@ -16,7 +16,7 @@ from hf_hsdraft.target.target_runtime import TargetRuntime
 from hf_hsdraft.trees.draft_tree import DraftTree
 from hf_hsdraft.verifiers.own_choice import OwnChoice
 from hf_hsdraft.verifiers.registry import VERIFIERS
-from hf_hsdraft.verifiers.verdict import Verifier
+from hf_hsdraft.verifiers.verdict import Verdict, Verifier
 
 NEW = 24
 
@@ -125,11 +125,18 @@ WRONG = {
     "late parent": (each(lambda ask: path(ask, 2, parents=(-1, 2, 0))), "node 1 has parent 2"),
     "no parent": (each(lambda ask: path(ask, 2, parents=(-1, 0, -1))), "node 2 has parent -1"),
     "depths": (each(lambda ask: path(ask, 2, depths=(0, 1, 1))), "node 2 has depth 1, its parent 1"),
-    "root's depth": (each(lambda ask: path(ask, 1, depths=(1, 2))), "the root has parent -1 and depth 1"),
+    "root's depth": (each(lambda ask: path(ask, 1, depths=(1, 2))), "the root has parent -1, depth 1"),
     "token": (each(lambda ask: path(ask, 1, tokens=(ask.root, VOCAB))), f"token {VOCAB}: the target's vocabulary"),
     "negative": (each(lambda ask: path(ask, 1, tokens=(ask.root, -1))), "token -1"),
     "siblings": (each(lambda ask: replace(star(ask, 2), tokens=(ask.root, 7, 7))), "the same parent 0"),
     "scores": (each(lambda ask: path(ask, 1, scores=(0.0,))), "2 tokens have 2 parents, 2 depths, 1 scores"),
+    "score of a step": (
+        each(lambda ask: path(ask, 2, scores=(0.0, -2.0, -0.1))),
+        "node 2 has score -0.1, its parent -2.0",
+    ),
+    "no number": (each(lambda ask: path(ask, 1, scores=(0.0, float("nan")))), "node 1 has score nan, its parent 0.0"),
+    "likelier than certain": (each(lambda ask: path(ask, 1, scores=(0.0, 0.5))), "node 1 has score 0.5"),
+    "root's score": (each(lambda ask: path(ask, 1, scores=(-1.0, -1.0))), "depth 0 and score -1.0"),
     "branches": (each(lambda ask: star(ask, 2)), "ask.chain=True"),
 }
 
@@ -208,6 +215,30 @@ def test_a_verifier_that_says_nothing_is_lossy_and_takes_any_tree(target, monkey
     output = texts_of(target, ids, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
     assert not output.statistics.exact
     assert output.sequences.tolist() == texts_of(target, ids, do_sample=False).tolist()
+
+
+def test_a_rule_that_reads_logits_alone_leaves_scores_and_logits_complete(target, monkeypatch):
+    class Greedy(Verifier):
+        def judge(self, tree, nodes):
+            best, children, path, tokens = nodes.logits.argmax(-1).tolist(), tree.children(), [], []
+            while True:
+                node = path[-1] if path else 0
+                tokens.append(best[node])
+                child = children[node].get(best[node])
+                if nodes.ends(path, tokens) or child is None:
+                    return Verdict(path, tokens[-1], False, len(path))
+                path = [*path, child]
+
+    monkeypatch.setitem(VERIFIERS, "greedy", Greedy())
+    ids, wanted = torch.arange(5, 14)[None], {"output_scores": True, "output_logits": True, "do_sample": False}
+    plain = target.generate(ids, max_new_tokens=12, return_dict_in_generate=True, **wanted)
+    drafter = ListDrafter([plain.sequences[0].tolist()])
+    drafter.generation_config.verification = "greedy"
+    output = target.generate(ids, max_new_tokens=12, assistant_model=drafter, return_dict_in_generate=True, **wanted)
+    assert sum(output.statistics.accepted_lengths) > 0 and len(output.scores) == len(output.logits) == 12
+    for name in ("scores", "logits"):
+        for step, expected in zip(getattr(output, name), getattr(plain, name), strict=True):
+            torch.testing.assert_close(step, expected)
 
 
 def test_a_class_in_a_drafters_place_is_an_error_that_says_so(target):

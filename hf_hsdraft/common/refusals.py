@@ -1,4 +1,4 @@
-"""That a call cannot be drafted for, told apart from all other errors."""
+"""The error of a call that cannot be drafted for. All other errors are of another class."""
 
 from __future__ import annotations
 

@@ -200,10 +200,18 @@ class DecodedTexts:
             draw = draw_token if self._draws is None else self._draws[index]
         processed = self.keeps_scores or self.keeps_logits or len(self._process) > 0
 
+        def ask_along(path: Sequence[int]) -> None:
+            """Asks for what the call returns or processors follow, where the rule did not."""
+            for depth, node in enumerate((0, *path) if processed else ()):
+                scores_at(node, [tree.tokens[above] for above in path[:depth]])
+
         def ends(path: list[int], tokens: list[int]) -> bool:
+            ask_along(path)
             return self._ends(index, path, tokens)
 
-        return self.verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
+        verdict = self.verifier.judge(tree, Nodes(logits, scores_at, ends, draw, processed, taps))
+        ask_along(verdict.path)
+        return verdict
 
     def emit(self, index: int, tree: DraftTree, verdict: Verdict, steps: Sequence[StepOutputs] = ()) -> None:
         """Appends what was accepted, and the token after it."""

@@ -20,7 +20,8 @@ class DraftTree:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root.
         depths: distance of each node from the root. A node's position in the text is the root's position plus this.
-        scores: log-probability of each node that the text goes on along its path, by the drafter; 0 for the root.
+        scores: log-probability of each node that the text goes on along its path, by the drafter; 0 for the root. It is
+            that of the whole path, so no node has a greater one than its parent.
         log_probs: for each node the log-probabilities `[V']` that its children were drawn by, one after the other and
             without replacement; `None` for a node without children. Empty where nodes were not drawn.
         vocab_ids: `[V']`, int64, the token id of each column of `log_probs`; `None` where nodes were not drawn.
@@ -62,14 +63,18 @@ class DraftTree:
             return (
                 f"{count} tokens have {len(self.parents)} parents, {len(self.depths)} depths, {len(self.scores)} scores"
             )
-        if (self.parents[0], self.depths[0]) != (-1, 0):
-            return f"the root has parent {self.parents[0]} and depth {self.depths[0]}: expected -1 and 0"
+        if (self.parents[0], self.depths[0], self.scores[0]) != (-1, 0, 0.0):
+            found = f"parent {self.parents[0]}, depth {self.depths[0]} and score {self.scores[0]}"
+            return f"the root has {found}: expected -1, 0 and 0.0"
         for node in range(1, count):
             token, parent, depth = self.tokens[node], self.parents[node], self.depths[node]
             if not 0 <= parent < node:
                 return f"node {node} has parent {parent}: expected a node before it, 0 to {node - 1}"
             if depth != self.depths[parent] + 1:
                 return f"node {node} has depth {depth}, its parent {self.depths[parent]}: expected one more"
+            if not self.scores[node] <= self.scores[parent]:  # NaN neither
+                found = f"score {self.scores[node]}, its parent {self.scores[parent]}"
+                return f"node {node} has {found}: expected the log-probability of the whole path, which is no greater"
             if token < 0 or 0 < vocab_size <= token:
                 return f"node {node} has token {token}: the target's vocabulary has {vocab_size}"
             if (parent, token) in seen:
@@ -111,7 +116,7 @@ class DraftTree:
         nodes = sorted(kept)
         place = {old: new for new, old in enumerate(nodes)}
         return from_nodes(
-            [(self.tokens[n], place.get(self.parents[n], -1), self.depths[n], self.scores[n]) for n in nodes]
+            [(self.tokens[n], place[self.parents[n]] if n else -1, self.depths[n], self.scores[n]) for n in nodes]
         )
 
     def ancestor_mask(self) -> list[list[bool]]:

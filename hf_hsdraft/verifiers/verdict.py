@@ -34,7 +34,7 @@ class Nodes:
     """What the target says about the nodes of one text's draft tree.
 
     Attributes:
-        logits: `[nodes, V]`, logits of the target, unprocessed.
+        logits: `[nodes, V]`, logits of the target, unprocessed. A rule goes by them only where `processed` is False.
         scores: returns the scores at a node, after all processors of the call.
         ends: returns whether the text ends with a token.
         draw: draws a token from probabilities; `None` where the most probable token is taken.

@@ -123,12 +123,12 @@ _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head: nn.Linear) -> QuickWeights:
-    """Those of a drafter with the head of a target; kept until either changes.
+    """Returns the weights of a drafter with the head of a target. They are kept until either changes.
 
     A change is a write that a tensor counts, however small, or another tensor in its place. Writes to `.data` and in
-    inference mode are not counted: of those only such are noticed as change values throughout.
+    inference mode are not counted. They are noticed only where they change practically all values.
 
-    What is not kept: of drafters with adapters or hooks, and of heads that are packed or offloaded.
+    Weights of drafters with adapters or hooks are not kept, and neither are those with packed or offloaded heads.
     """
     # What is made in here outlives the call, and may be read where gradients are wanted.
     with torch.inference_mode(False), torch.no_grad():

@@ -29,8 +29,10 @@ class WorkingWeights(Trunk):
 
     @classmethod
     def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> WorkingWeights:
-        """
+        """Returns the weights of a drafter as its modules have them.
+
         Args:
+            drafter: the drafter.
             head: `TargetWeights.head`.
         """
         return cls(
