@@ -162,10 +162,12 @@ def test_the_command_prints_scores_and_what_drafting_did(folder, saved, tmp_path
     assert done.exit_code == 0, done.output
     assert "same answers: 8 of 8" in done.output and "same scores: yes" in done.output
     assert "2 calls of generate() drafted, tau " in done.output and "; 0 stepped aside" in done.output
-    assert done.output.count("|stopped|") == 2 and "the median of 2 calls" in done.output
-    plain, drafted = json.loads((tmp_path / "results.json").read_text())
-    assert plain["results"] == drafted["results"] and drafted["config"]["drafting"]["calls"] == 2
-    for wrong in (["--tasks", "nothing"], ["--tasks", "free", "--batch-size", "0"]):
+    assert done.output.count("|stopped|") == 2 and "the median of 2\n" in done.output
+    plain, drafted = (json.loads((tmp_path / "results.json").read_text())[way] for way in ("plain", "drafted"))
+    assert plain["results"] == drafted["results"] and drafted["drafting"]["calls"] == 2 and plain["drafting"] is None
+    refusals = [["--tasks", "nothing"], ["--tasks", ","], ["--tasks", "free", "--batch-size", "0"]]
+    refusals += [["--tasks", "free", "--limit", "0"], ["--tasks", "free", "--json", str(tmp_path / "no" / "file")]]
+    for wrong in refusals:
         refused = CliRunner().invoke(cli.app, [*arguments, *wrong])
         assert refused.exit_code == 2 and wrong[-2] in refused.output
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import torch
 from conftest import TEMPLATE, WORDS, make_drafter, make_target
@@ -205,7 +206,7 @@ def test_a_round_is_drawn_with_its_path():
 def test_the_command_tells_what_is_missing(monkeypatch):
     monkeypatch.setattr("hf_hsdraft.commands.serving.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["ui"])
-    assert isinstance(result.exception, ImportError) and "hf-hsdraft[ui]" in str(result.exception)
+    assert isinstance(result.exception, ImportError) and ".[ui]" in str(result.exception)
     monkeypatch.undo()
     with bound_socket("127.0.0.1", 0) as taken:
         taken.listen()
@@ -239,7 +240,7 @@ def served(talks):
     from hf_hsdraft.serving.page import ChatPage, page_server
 
     listener = bound_socket("127.0.0.1", 0)
-    server = page_server(ChatPage(talks, "a tiny target", Settings(max_new_tokens=40)))
+    server = page_server(ChatPage(talks, "a tiny target", Settings(max_new_tokens=40)), listener)
     running = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     running.start()
     try:
@@ -264,6 +265,12 @@ def address(html_tokenizer):
     target.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     with served(Talks(target, html_tokenizer, drafter)) as found:
         yield found
+
+
+def test_a_local_page_answers_to_local_names_and_takes_no_files(address):
+    assert httpx.get(address).status_code == 200
+    assert httpx.get(address, headers={"Host": "elsewhere.example"}).status_code == 400
+    assert httpx.post(f"{address}gradio_api/upload", files={"files": b"any"}).status_code == 403
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,9 @@ class HSDraftLM(HFLM):
         seconds: wall-clock time of each call of `generate()` so far.
     """
 
-    def __init__(self, pretrained: Any, drafter: Drafter | str | os.PathLike[str] | None, **arguments: Any) -> None:
+    def __init__(
+        self, pretrained: Any, drafter: Drafter | str | os.PathLike[str] | None = None, **arguments: Any
+    ) -> None:
         super().__init__(pretrained, **arguments)
         self.attachment: Attachment | None = None if drafter is None else attach(self.model, drafter)
         self.seconds: list[float] = []
@@ -59,9 +61,13 @@ class HSDraftLM(HFLM):
         """What lm_eval writes about the model beside the scores, and what drafting did."""
         info = super().get_model_info()
         if self.attachment is not None:
-            statistics = self.attachment.statistics
-            info["drafting"] = {"tau": statistics.tau, **asdict(statistics)}
+            info["drafting"] = as_fields(self.attachment.statistics)
         return info
+
+
+def as_fields(statistics: AttachmentStatistics) -> dict[str, Any]:
+    """What drafting did, for JSON."""
+    return {"tau": statistics.tau, **asdict(statistics)}
 
 
 def what_drafting_did(statistics: AttachmentStatistics) -> str:

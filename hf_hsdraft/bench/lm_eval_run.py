@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..attachment import AttachmentStatistics
 from ..common.checks import few
-from .lm_eval_model import HSDraftLM, what_drafting_did
+from .lm_eval_model import HSDraftLM, as_fields, what_drafting_did
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Evaluation:
     results: dict[str, Any]
     seconds: Sequence[float]
     drafting: AttachmentStatistics | None
+
+    def results_with_drafting(self) -> dict[str, Any]:
+        """The results, with what drafting did under `drafting`."""
+        return {**self.results, "drafting": None if self.drafting is None else as_fields(self.drafting)}
 
     def answers(self) -> dict[tuple[str, int], Any]:
         """The texts, or the likelihoods, of each document by task and number."""
@@ -62,8 +66,9 @@ class Comparison:
 
     @property
     def speed_up(self) -> float | None:
-        """Median of `call_ratios`; `None` where nothing was generated."""
-        return median(self.call_ratios) if self.call_ratios else None
+        """Seconds of all plain calls by those of all drafted ones; `None` where nothing was generated."""
+        plain, drafted = self.seconds
+        return plain / drafted if plain and drafted else None
 
 
 def run_tasks(
@@ -121,12 +126,13 @@ def print_comparison(found: Comparison, console: Console) -> None:
     if found.other_answers:
         said += f"; not those of {few([f'{task} {number}' for task, number in found.other_answers])}"
     said += f"\nsame scores: {'yes' if found.same_scores else 'no'}"
-    if found.speed_up is not None:
+    if found.speed_up is None:
+        said += "\nnothing was generated"
+    else:
         plain, drafted = found.seconds
-        said += (
-            f"\nseconds of generate(): {plain:.1f} plain, {drafted:.1f} drafted; "
-            f"speed-up {found.speed_up:.2f}, the median of {len(found.call_ratios)} calls"
-        )
+        said += f"\nseconds of generate(): {plain:.1f} plain, {drafted:.1f} drafted; speed-up {found.speed_up:.2f}"
+    if found.call_ratios:
+        said += f"; of single calls {median(found.call_ratios):.2f}, the median of {len(found.call_ratios)}"
     _print(said, console)
 
 

@@ -86,7 +86,7 @@ class BenchPlan:
             if any(value < 1 for value in values) or len(set(values)) < len(values):
                 raise ValueError(f"{name}: expected different whole numbers of 1 or more, found {list(values)}")
         if self.pictures is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("--pictures needs matplotlib: pip install 'hf-hsdraft[bench]'")
+            raise ImportError("--pictures needs matplotlib: pip install -e '.[bench]' in a checkout")
         found = [prompt for path in self.prompts for prompt in read_prompts(path)] if self.prompts else DEFAULT_PROMPTS
         questions = spread(found, self.limit)
         if not questions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,7 +79,8 @@ def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str
     try:
         model, tokenizer = load_target(target, dtype.torch, device)
     except OSError as error:  # its message does not always say what was looked for
-        raise OSError(f"the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
+        missing = f"there is no folder {target}, and " if target and not Path(target).exists() else ""
+        raise OSError(f"{missing}the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
     return model, tokenizer, loaded
 
 

@@ -15,7 +15,7 @@ from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOpti
 app = typer.Typer()
 
 
-@app.command("lm-eval")
+@app.command("lm-eval", short_help="Evaluate a target on lm_eval's tasks.")
 def lm_eval(
     tasks: Annotated[str, typer.Option(help="Names of lm_eval's tasks or YAML files, comma-separated.")],
     target: TargetOption = None,
@@ -25,19 +25,21 @@ def lm_eval(
     include_path: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Folder with tasks of your own.")
     ] = None,
-    limit: Annotated[float | None, typer.Option(min=0.0, help="Documents of each task; below 1 the share.")] = None,
+    limit: Annotated[float | None, typer.Option(min=1e-6, help="Documents of each task; below 1 the share.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; default: the task's.")] = None,
     gen_kwargs: Annotated[str | None, typer.Option(help="For generate(), as do_sample=True,temperature=0.7.")] = None,
     apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Prompts as chats.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Without a drafter.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Without and with the drafter.")] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write lm_eval's results here.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write lm_eval's results here; with --compare those of both runs.")
+    ] = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
     """Evaluates a target on tasks of lm-evaluation-harness, its texts drafted."""
     if find_spec("lm_eval") is None:
-        raise ImportError("`hsdraft lm-eval` needs lm_eval: pip install 'hf-hsdraft[lm-eval]'")
+        raise ImportError("`hsdraft lm-eval` needs lm_eval: pip install -e '.[lm-eval]' in a checkout")
     if plain and compare:
         raise typer.BadParameter("--compare runs with the drafter too: leave --plain out", param_hint="--plain")
     if not re.fullmatch(r"[1-9]\d*|auto(:[1-9]\d*)?", batch_size):
@@ -48,7 +50,10 @@ def lm_eval(
     from ..bench.lm_eval_run import compare as compared
     from ..bench.lm_eval_run import print_comparison, print_evaluation, run_tasks
 
-    manager, names = TaskManager(include_path=include_path), tasks.split(",")
+    if json_out is not None and (json_out.is_dir() or not json_out.parent.is_dir()):
+        raise typer.BadParameter(f"{json_out} cannot be written: expected a file in a folder", param_hint="--json")
+    manager = TaskManager(include_path=include_path)
+    names = [name for name in tasks.split(",") if name]
     _check_tasks(names, manager)
     model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
     options: dict[str, Any] = {
@@ -66,11 +71,16 @@ def lm_eval(
     if compare:
         print_comparison(compared(*runs), console)
     if json_out is not None:
-        written = json.dumps([run.results for run in runs], indent=2, default=handle_non_serializable)
+        results = [run.results_with_drafting() for run in runs]
+        document = dict(zip(("plain", "drafted"), results, strict=True)) if compare else results[0]
+        written = json.dumps(document, indent=2, default=handle_non_serializable)
         json_out.write_text(written, encoding="utf-8")
 
 
 def _check_tasks(names: list[str], manager: Any) -> None:
     unknown = [name for name in names if not manager.match_tasks([name]) and not Path(name).is_file()]
     if unknown:
-        raise typer.BadParameter(f"lm_eval has no task {', '.join(unknown)}", param_hint="--tasks")
+        said = f"lm_eval has no task {', '.join(unknown)}; a task of your own needs --include-path FOLDER"
+        raise typer.BadParameter(said, param_hint="--tasks")
+    if not names:
+        raise typer.BadParameter("expected the name of a task", param_hint="--tasks")

@@ -38,7 +38,7 @@ def serve(
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise ImportError("`hsdraft serve` needs fastapi, uvicorn and openai: pip install 'hf-hsdraft[serve]'")
+        raise ImportError("`hsdraft serve` needs fastapi, uvicorn and openai: pip install -e '.[serve]' in a checkout")
     from transformers.utils import logging
 
     from ..attachment import attach
@@ -85,7 +85,7 @@ def chat(
     TerminalChat(conversation, console).run(echo=not sys.stdin.isatty())
 
 
-@app.command()
+@app.command(short_help="Chat in the browser, drafts in colour.")
 def ui(
     target: TargetOption = None,
     drafter: DrafterOption = None,
@@ -98,7 +98,7 @@ def ui(
 ) -> None:
     """Chat in the browser, with drafts in colour and draft trees."""
     if find_spec("gradio") is None:
-        raise ImportError("`hsdraft ui` needs gradio: pip install 'hf-hsdraft[ui]'")
+        raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
     from ..serving.listening import bound_socket
     from ..serving.page import ChatPage, Talks, serve_page
     from ..serving.talk import Settings

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .chat import warm_up
@@ -28,10 +31,11 @@ from .talk import Settings, Talk
 _SHOW, _HIDE = "Show the last trees", "Hide the trees"
 _INTERVAL = 0.25  # seconds between two looks at an answer; each takes time that decoding could use
 _FONTS = ("system-ui", "Segoe UI", "Roboto", "sans-serif"), ("ui-monospace", "Menlo", "Consolas", "monospace")
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
 # Gradio's page has scripts inside, and makes functions out of templates.
 _POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    "style-src 'self' 'unsafe-inline'; frame-ancestors 'self'"
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'self'; base-uri 'self'; form-action 'self'"
 )
 
 
@@ -214,7 +218,7 @@ def _html_of(talk: Talk) -> str:
 
 
 class _FromHereOnly:
-    """Tells browsers to load nothing from elsewhere. Stands in front of an application."""
+    """Tells browsers to load nothing from elsewhere, and takes no files. Stands in front of an application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -226,11 +230,19 @@ class _FromHereOnly:
                 message = {**message, "headers": [*message.get("headers", []), policy]}
             await send(message)
 
+        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
+            await PlainTextResponse("this page takes no files", 403)(scope, receive, send)
+            return
         await self.app(scope, receive, with_policy)
 
 
-def build_app(page: ChatPage) -> FastAPI:
-    """Returns the application that serves a page."""
+def build_app(page: ChatPage, hosts: Sequence[str] = ("*",)) -> FastAPI:
+    """Returns the application that serves a page.
+
+    Args:
+        page: the page.
+        hosts: names by which browsers may ask for it.
+    """
     theme = gr.themes.Base(primary_hue="emerald", neutral_hue="slate", font=_FONTS[0], font_mono=_FONTS[1])
     dark_green = {f"button_primary_background_fill{state}": "*primary_700" for state in ("", "_dark")}
     bright_green = {f"button_primary_background_fill_hover{state}": "*primary_800" for state in ("", "_dark")}
@@ -248,17 +260,23 @@ def build_app(page: ChatPage) -> FastAPI:
         css_paths=Path(__file__).with_name("page.css"),
     )
     app.add_middleware(_FromHereOnly)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
     return app
 
 
-def page_server(page: ChatPage) -> uvicorn.Server:
-    """Returns the server of a page, for `run`. It does not wait for browsers when it ends."""
-    return uvicorn.Server(uvicorn.Config(build_app(page), log_level="warning", timeout_graceful_shutdown=1))
+def page_server(page: ChatPage, listener: socket.socket) -> uvicorn.Server:
+    """Returns the server of a page, for `run`. It does not wait for browsers when it ends.
+
+    At a loopback address it answers to local names only: a page from elsewhere may have a name that leads here.
+    """
+    address = listener.getsockname()[0]
+    hosts = _LOCAL if ip_address(address).is_loopback else ("*",)
+    return uvicorn.Server(uvicorn.Config(build_app(page, hosts), log_level="warning", timeout_graceful_shutdown=1))
 
 
 def serve_page(page: ChatPage, talks: Talks, listener: socket.socket) -> None:
     """Serves a page until the process is interrupted."""
     try:
-        page_server(page).run(sockets=[listener])
+        page_server(page, listener).run(sockets=[listener])
     finally:
         talks.close()

@@ -28,6 +28,6 @@ def with_lora(drafter: HSDrafter, rank: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install 'hf-hsdraft[train]'") from error
+        raise ImportError("LoRA needs peft: pip install -e '.[train]' in a checkout") from error
     names = sorted({name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)})
     return get_peft_model(drafter, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, bias="none"))

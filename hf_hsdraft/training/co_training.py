@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class CoTraining(TrainerCallback):
         objective: name in `objectives.OBJECTIVES`.
         depth_decay: depth d weighs `depth_decay ** d`.
         chains: greatest number of chains of a roll-out, of which half are followed to the last depth.
+        chat_template_kwargs: further arguments of the tokenizer's `apply_chat_template`, the same that TRL gets: its
+            `chat_template_kwargs`, and `tools` or `chat_template` where the trainer has them.
 
     Attributes:
         losses: mean loss of each update, in nats.
@@ -58,6 +60,7 @@ class CoTraining(TrainerCallback):
         objective: str = "forward_kl",
         depth_decay: float = 0.8,
         chains: int = 160,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (("every", every), ("passes", passes), ("batch_size", batch_size), ("chains", chains)):
             if value < 1:
@@ -70,6 +73,7 @@ class CoTraining(TrainerCallback):
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.every, self.passes, self.batch_size, self.chains = every, passes, batch_size, chains
         self.losses: list[float] = []
+        self._template = dict(chat_template_kwargs or {})
         self._objective = OBJECTIVES[objective]
         self._depth_weights = [depth_decay**depth for depth in range(drafter.config.num_draft_steps)]
         self._optimizer = torch.optim.AdamW(drafter.parameters(), lr=learning_rate, betas=(0.9, 0.95))
@@ -173,7 +177,7 @@ class CoTraining(TrainerCallback):
         if isinstance(prompt, str):
             ids: list[int] = self.tokenizer(prompt)["input_ids"]
             return ids
-        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **self._template)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 

@@ -103,7 +103,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing pictures needs matplotlib: pip install 'hf-hsdraft[train]'") from error
+        raise ImportError("drawing pictures needs matplotlib: pip install -e '.[train]' in a checkout") from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -71,7 +71,7 @@ def answer_by_server(
     try:
         from openai import OpenAI
     except ImportError as error:
-        raise ImportError("answers by a server need its client: pip install 'hf-hsdraft[train]'") from error
+        raise ImportError("answers by a server need its client: pip install -e '.[train]' in a checkout") from error
     if concurrency < 1 or not temperatures or min(temperatures) < 0:
         raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
     base_url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/v1"
