@@ -209,3 +209,45 @@ def test_variants_of_bench_go_by_the_options_of_a_drafter(target):
     with pytest.raises(ValueError, match="'untrained' needs a drafter with weights"):
         drafted_system(Variant.parse("untrained"), CachebackDrafter())
     assert isinstance(drafted_system(Variant.parse("untrained"), make_drafter(target)).drafter, HSDrafter)
+
+
+class NextConfig(TinyConfig):
+    model_type = "tiny_next"
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+
+
+class NextDrafter(TinyDrafter):
+    """A family that is derived from another one."""
+
+    config_class = NextConfig
+
+
+def test_a_family_that_is_derived_from_another_one_is_saved_as_itself(target, prompt, tmp_path):
+    register_drafter("tiny_next", NextConfig, NextDrafter)
+    try:
+        NextDrafter(NextConfig()).save_pretrained(tmp_path)
+        code = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+        assert code["AutoModel"].endswith(".NextDrafter") and code["AutoConfig"].endswith(".NextConfig")
+        loaded = AutoDrafter.from_pretrained(tmp_path)
+        assert type(loaded) is NextDrafter
+        output = target.generate(prompt, **GREEDY, assistant_model=loaded)
+        assert output.tolist() == target.generate(prompt, **GREEDY).tolist()
+        again = type("NextDrafter", (TinyDrafter,), {"config_class": NextConfig, "__module__": __name__})
+        register_drafter("tiny_next", NextConfig, again)  # as by running a notebook's cell again
+        assert type(AutoDrafter.from_pretrained(tmp_path)) is again
+        with pytest.raises(ValueError, match="tiny_next' is taken by NextDrafter"):
+            register_drafter("tiny_next", NextConfig, TinyDrafter)
+    finally:
+        del FAMILIES["tiny_next"]
+    with pytest.raises(ValueError, match="import the module that registers it"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_what_cannot_draft_is_not_saved(tmp_path):
+    class Idle(PretrainedDrafter):
+        config_class = TinyConfig
+
+    with pytest.raises(TypeError, match="Idle cannot draft: expected a class derived from Drafter too"):
+        Idle(TinyConfig()).save_pretrained(tmp_path)

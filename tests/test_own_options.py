@@ -62,10 +62,13 @@ def test_wrong_values_and_names_are_told(target, drafter, prompt):
 
 
 def test_an_option_cannot_take_a_name_that_means_something_else(drafter):
-    for taken in ("tree_size", "temperature"):
+    for taken in ("tree_size", "temperature", "exact"):
         drafter.own_options = (Option(taken, 1, bool, "anything"),)
         with pytest.raises(ValueError, match=f"{taken} means something else"):
             DraftOptions.of(drafter)
+    drafter.own_options = (Option("same", 1, bool, "anything"), Option("same", 2, bool, "anything"))
+    with pytest.raises(ValueError, match="same means something else"):
+        DraftOptions.of(drafter)
 
 
 def test_reuse_belongs_to_the_hidden_state_family(target, drafter):

@@ -36,11 +36,14 @@ class AutoDrafter:
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
         with care().loading(pretrained_model_name_or_path, offline=bool(hub.get("local_files_only"))):
             folder = find_folder(pretrained_model_name_or_path, (CONFIG,), kwargs.get("subfolder") or "", **hub)
-            found = read_json(folder / CONFIG).get("model_type")
+            config = read_json(folder / CONFIG)
+        found = config.get("model_type")
+        own = "auto_map" in config
         family = FAMILIES.get(found) if isinstance(found, str) else None
         if family is None:
             raise ValueError(
                 f"{printable(pretrained_model_name_or_path)} has model_type={printable(found)!r}, which is no family "
                 f"of drafters: expected {few(sorted(FAMILIES))}"
+                + ("; import the module that registers it, or use AutoModel and trust_remote_code=True" if own else "")
             )
         return family.drafter.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
 from ..trees.builder_registry import TREE_BUILDERS
 from ..verifiers.registry import VERIFIERS
+from ..verifiers.verdict import Verifier
 
 logger = logging.get_logger(__name__)
 
@@ -195,8 +197,10 @@ def _options_of_rules() -> list[Option]:
 
 def _own_options(drafter: Any) -> dict[str, Option]:
     """Returns the options that a drafter's family and the rules of verification have for themselves, by name."""
-    own = {option.name: option for option in (*_options_of_rules(), *drafter.own_options)}
-    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON))
+    options = [*_options_of_rules(), *drafter.own_options]
+    own = {option.name: option for option in options}
+    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON | vars(Verifier).keys()))
+    taken += [name for name, count in Counter(option.name for option in options).items() if count > 1]
     if taken:
         raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
     return own

@@ -40,24 +40,28 @@ FAMILIES: dict[str, Family] = {}
 def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
     """Makes `AutoDrafter` load a family by name, and by it everything that takes a drafter's name. Idempotent.
 
+    Classes that are defined anew, as by running a notebook's cell again, replace those of before.
+
     Where the configuration is one of transformers, `AutoModel` and pipelines load the family too.
 
     Raises:
         ValueError: another family has this `model_type`, or the configuration's class says another one.
     """
-    family = Family(config, drafter)
-    if FAMILIES.get(model_type, family) != family:
-        raise ValueError(
-            f"model_type={model_type!r} is taken by {FAMILIES[model_type].drafter.__name__}: expected a name of its own"
-        )
+    family, known = Family(config, drafter), FAMILIES.get(model_type)
+    if known is not None and _names(known) != _names(family):
+        raise ValueError(f"model_type={model_type!r} is taken by {known.drafter.__name__}: expected a name of its own")
     if config.model_type != model_type:
         raise ValueError(
             f"{config.__name__}.model_type={config.model_type!r} is invalid: expected {model_type!r}, as registered"
         )
-    if model_type in FAMILIES:
+    if known == family:
         return
     if issubclass(config, PreTrainedConfig):
-        AutoConfig.register(model_type, config)
-        AutoModel.register(config, drafter)
-        AutoTokenizer.register(config, TokenizerOfTarget)
+        AutoConfig.register(model_type, config, exist_ok=known is not None)
+        AutoModel.register(config, drafter, exist_ok=known is not None)
+        AutoTokenizer.register(config, TokenizerOfTarget, exist_ok=known is not None)
     FAMILIES[model_type] = family
+
+
+def _names(family: Family) -> list[str]:
+    return [f"{one.__module__}.{one.__qualname__}" for one in (family.config, family.drafter)]

@@ -43,9 +43,15 @@ class PretrainedDrafter(PreTrainedModel):
 
     @classmethod
     def family(cls) -> Any:
-        """Returns the class whose code travels: the first that can draft among those that this one is derived from."""
-        whole = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "session")]
-        return whole[-1]
+        """Returns the class whose code travels: the first with this configuration that this one is derived from.
+
+        Raises:
+            TypeError: None of them can draft.
+        """
+        drafts = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "session")]
+        if not drafts:
+            raise TypeError(f"{cls.__name__} cannot draft: expected a class derived from Drafter too")
+        return [each for each in drafts if each.config_class is cls.config_class][-1]
 
     @classmethod
     def code_map(cls, entry: str) -> dict[str, str]:
@@ -175,6 +181,7 @@ class PretrainedDrafter(PreTrainedModel):
         """
         if kwargs.get("variant"):
             raise ValueError("a drafter's weights have no variants: leave `variant` out")
+        self.family()
         cast(Any, self).check_options()
         hub = {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
         folder = Path(save_directory)
