@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from hf_hsdraft import AttachmentStatistics, attach
-from hf_hsdraft.drafters.hidden_state.working_weights import working_weights
+from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.training.co_training import CoTraining
 from hf_hsdraft.training.drafting_log import DraftingLog, log_drafting
 
@@ -148,7 +148,7 @@ def test_drafts_follow_the_weights(tokenizer, tmp_path):
             assert attachment.last.accepted_lengths == new.last.accepted_lengths
         head = target.get_output_embeddings()
         hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-        kept = working_weights(drafter, target.get_input_embeddings(), head).logits(hidden)
+        kept = quick_weights(drafter, target.get_input_embeddings(), head).logits(hidden)
         torch.testing.assert_close(kept, drafter.norm(hidden) @ head.weight.T, atol=1e-4, rtol=1e-4)
         return plain, sum(new.last.accepted_lengths)
 
