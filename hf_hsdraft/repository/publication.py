@@ -92,7 +92,8 @@ def is_ours(name: str, code: Collection[str]) -> bool:
 
 def stands_alone(auto_map: Any) -> bool:
     """Whether the code that travels runs without the package; that of families from elsewhere imports it."""
-    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(f"{ENTRY}.")
+    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter before there was an entry
+    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
 
 
 def is_generated(card: Path) -> bool:
