@@ -120,6 +120,7 @@ def test_a_card_says_that_a_family_reads_hidden_states(tiny, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "of the family `tiny_block`" in card and "It reads hidden states of the model." in card
     assert "It belongs to the weights of its target" in card and "2602.21224" not in card
+    assert "warns with what it measured" not in card
 
 
 def test_wrong_options_are_not_saved(tiny, tmp_path):

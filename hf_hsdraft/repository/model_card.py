@@ -119,7 +119,7 @@ def render_card(folder: Path, name: str) -> str:
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]
-    limits = _limits(target)[0 if reads_states else 1 :]
+    limits = _limits(target, warns=of_paper)[0 if reads_states else 1 :]
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         MARK,
@@ -273,10 +273,11 @@ def _training(recipe: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def _limits(target: str) -> list[str]:
+def _limits(target: str, warns: bool) -> list[str]:
+    warning = ", and `generate()` warns with what it measured" if warns else ""
     return [
         f"It belongs to the weights of {code(target) if target else 'its target'}. For a fine-tuned one it drafts "
-        "less, and `generate()` warns with what it measured; the text is always the model's own.",
+        f"less{warning}; the text is always the model's own.",
         "In half precision a forward over a tree rounds otherwise than one over a token; where the model's two best "
         "tokens are closer than that, texts can part. In float32 they are the same.",
     ]
