@@ -20,10 +20,9 @@ def test_the_family_of_a_folder_is_loaded(tmp_path):
 
 def test_what_is_no_drafter_is_told(tmp_path):
     make_target().save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="model_type='llama', which is no family of drafters: expected cacheback, hsdraft"
-    ):
+    with pytest.raises(ValueError, match="model_type='llama', which is no family of drafters: expected") as error:
         AutoDrafter.from_pretrained(tmp_path)
+    assert "cacheback" in str(error.value) and "hsdraft" in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": ["hsdraft"]}))
     with pytest.raises(ValueError, match="no family of drafters"):
         AutoDrafter.from_pretrained(tmp_path)

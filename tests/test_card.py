@@ -71,6 +71,17 @@ def test_a_card_without_figures_has_visible_gaps_and_valid_metadata(folder):
         assert route in card.text
 
 
+@pytest.mark.parametrize("module", ["hub_entry", "modeling_hsdraft", "own_drafter"])
+def test_a_card_tells_whether_the_code_needs_the_package(folder, module):
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"]["AutoModel"] = f"{module}.HSDrafter"
+    (folder / "config.json").write_text(json.dumps(config))
+    write_card(folder, "user/name")
+    card = (folder / "README.md").read_text()
+    assert ("with transformers and torch alone" in card) == (module != "own_drafter")  # "modeling_hsdraft" as of old
+    assert ("by the code in this repository and `hf_hsdraft`" in card) == (module == "own_drafter")
+
+
 def test_every_figure_of_a_card_comes_from_its_files(folder):
     drafter = HSDrafter.from_pretrained(folder)
     history = [

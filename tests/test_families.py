@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDrafter, attach, register_drafter
+from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDraftConfig, HSDrafter, attach, register_drafter
 from hf_hsdraft.bench.systems import Variant, drafted_system
 from hf_hsdraft.cli import app
 from hf_hsdraft.common.options import Option
@@ -108,6 +108,19 @@ def test_its_own_files_travel_and_its_card_is_its_own(tiny, tmp_path):
     assert config["code_files"] == ["test_families.py"] == [path.name for path in tmp_path.glob("*.py")]
     card = (tmp_path / "README.md").read_text()
     assert "of the family `tiny_block`" in card and "hidden states" not in card
+    assert "by the code in this repository and `hf_hsdraft`" in card and "torch alone" not in card
+    assert "and the module that registers this family is imported" in card
+    needed = (tmp_path / "custom_generate" / "requirements.txt").read_text().split()
+    assert "hf-hsdraft" in needed and any(name.startswith("torch") for name in needed)
+
+
+def test_a_card_says_that_a_family_reads_hidden_states(tiny, tmp_path):
+    tiny.taps = (1, 2)
+    tiny.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "of the family `tiny_block`" in card and "It reads hidden states of the model." in card
+    assert "It belongs to the weights of its target" in card and "2602.21224" not in card
+    assert "warns with what it measured" not in card
 
 
 def test_wrong_options_are_not_saved(tiny, tmp_path):
@@ -237,6 +250,10 @@ def test_a_family_that_is_derived_from_another_one_is_saved_as_itself(target, pr
         again = type("NextDrafter", (TinyDrafter,), {"config_class": NextConfig, "__module__": __name__})
         register_drafter("tiny_next", NextConfig, again)  # as by running a notebook's cell again
         assert type(AutoDrafter.from_pretrained(tmp_path)) is again
+        config = type("NextConfig", (NextConfig,), {"__module__": __name__})
+        anew = type("NextDrafter", (TinyDrafter,), {"config_class": config, "__module__": __name__})
+        register_drafter("tiny_next", config, anew)
+        assert type(AutoDrafter.from_pretrained(tmp_path)) is anew is type(AutoModel.from_pretrained(tmp_path))
         with pytest.raises(ValueError, match="tiny_next' is taken by NextDrafter"):
             register_drafter("tiny_next", NextConfig, TinyDrafter)
     finally:
@@ -245,9 +262,60 @@ def test_a_family_that_is_derived_from_another_one_is_saved_as_itself(target, pr
         AutoDrafter.from_pretrained(tmp_path)
 
 
+class PrismConfig(HSDraftConfig):
+    model_type = "prism"
+
+
+class Prism(HSDrafter):
+    config_class = PrismConfig
+
+
+class Base(PretrainedDrafter, Drafter):
+    """What two families have in common; it belongs to none."""
+
+    default_generation_config, session, own_options = (
+        vars(TinyDrafter)[name] for name in ("default_generation_config", "session", "own_options")
+    )
+
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.num_draft_steps = config.num_draft_steps
+        self.table = nn.Embedding(config.vocab_size, config.num_draft_steps * config.vocab_size)
+        self.generation_config = self.default_generation_config()
+        self.post_init()
+
+
+class OneOfBase(Base):
+    config_class = TinyConfig
+
+
+class OtherOfBase(Base):
+    config_class = NextConfig
+
+
+@pytest.mark.parametrize("family", [Prism, OneOfBase, OtherOfBase])
+def test_a_family_of_whatever_base_is_the_one_that_is_saved(family, target, tmp_path):
+    config = PrismConfig(**make_drafter(target).config.to_dict()) if family is Prism else family.config_class()
+    family(config).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": f"test_families.{family.config_class.__name__}",
+        "AutoModel": f"test_families.{family.__name__}",
+    }
+    assert "test_families.py" in config["code_files"]
+    assert "hf-hsdraft" in (tmp_path / "custom_generate" / "requirements.txt").read_text()
+
+
 def test_what_cannot_draft_is_not_saved(tmp_path):
     class Idle(PretrainedDrafter):
         config_class = TinyConfig
 
     with pytest.raises(TypeError, match="Idle cannot draft: expected a class derived from Drafter too"):
         Idle(TinyConfig()).save_pretrained(tmp_path)
+
+    class Half(Idle):
+        def session(self, call):
+            return TinySession(self, call.options)
+
+    with pytest.raises(TypeError, match="Half cannot draft"):
+        Half(TinyConfig()).save_pretrained(tmp_path)

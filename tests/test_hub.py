@@ -291,12 +291,16 @@ def test_without_the_package_a_repository_stays_complete(bench, pushed):
     """Saved and sent by the code that came with it: all files, and documents as they were."""
     bench.hub.put("user/taken", {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"somebody's"})
     bench.hub.put("user/cared-for", {"README.md": b"my own words", "figures.json": b"{}", "app.py": b"print()"})
+    former = {"model_type": "hsdraft", "code_files": ["former.py", "../app.py", "hub_entry.py"]}
+    code = {"former.py": b"1", "app.py": b"2", "hub_entry.py": b"3"}
+    bench.hub.put("user/former", {"config.json": json.dumps(former).encode(), **code})
     found = bench.child(
         f"""
 remote = AutoModel.from_pretrained("{pushed}", trust_remote_code=True)
 remote.save_pretrained("remote/same")
 remote.push_to_hub("user/remote")
 remote.push_to_hub("user/cared-for")
+remote.push_to_hub("user/former")
 refused = outcome(lambda: remote.push_to_hub("user/taken"))
 public = outcome(lambda: remote.push_to_hub("user/remote", private=True))
 with torch.no_grad():
@@ -318,6 +322,8 @@ answer([refused, public, tokens(assistant_model=again), "hf_hsdraft" in sys.modu
     assert set(sent) == REPOSITORY and {name: sent[name] for name in same} == {name: before[name] for name in same}
     theirs = bench.hub.files("user/cared-for")
     assert set(theirs) == REPOSITORY | {"figures.json", "app.py"} and theirs["README.md"] == b"my own words"
+    brought_up = bench.hub.files("user/former")  # its former code is gone, somebody's own stays
+    assert set(brought_up) == REPOSITORY | {"app.py"} and brought_up["hub_entry.py"] == before["hub_entry.py"]
     # The card and the figures of other weights are not those of these.
     for name in ("changed", "same"):
         assert _files(bench.folder / "remote" / name) == REPOSITORY - {".gitattributes", "README.md"}
@@ -540,6 +546,32 @@ answer(tokens(assistant_model=plain))
     assert files == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     text = b"".join(bench.hub.files("user/adapter").values()).decode(errors="replace")
     assert 'drafter.load_adapter("user/adapter")' in text and str(bench.folder) not in text
+
+
+def test_without_the_package_an_adapter_is_pushed_without_paths_of_this_machine(bench, pushed):
+    pytest.importorskip("peft")
+    there = str(bench.folder / "drafter")
+    found = bench.child(
+        f"""
+from peft import LoraConfig
+remote = AutoModel.from_pretrained({there!r}, trust_remote_code=True)
+remote.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
+remote.push_to_hub("user/remote-adapter")
+remote.save_pretrained("remote-adapter", push_to_hub=True, repo_id="user/remote-adapter-2")
+plain = AutoModel.from_pretrained({there!r}, trust_remote_code=True)
+plain.load_adapter("user/remote-adapter")
+kept = json.load(open("remote-adapter/adapter_config.json"))["base_model_name_or_path"]
+answer([tokens(assistant_model=plain), kept, "hf_hsdraft" in sys.modules])
+""",
+        home="no_package",
+        token=TOKEN,
+    )
+    assert found == [bench.plain, there, False]
+    for name in ("user/remote-adapter", "user/remote-adapter-2"):
+        files = bench.hub.files(name)
+        assert set(files) - {".gitattributes"} == {"adapter_config.json", "adapter_model.safetensors"}
+        assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "drafter"
+        assert str(bench.folder).encode() not in b"".join(files.values())
 
 
 def test_saving_asks_the_hub_nothing_and_keeps_what_belongs_to_a_revision(bench):

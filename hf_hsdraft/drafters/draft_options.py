@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,7 +199,7 @@ def _own_options(drafter: Any) -> dict[str, Option]:
     options = [*_options_of_rules(), *drafter.own_options]
     own = {option.name: option for option in options}
     taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON | vars(Verifier).keys()))
-    taken += [name for name, count in Counter(option.name for option in options).items() if count > 1]
+    taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share one
     if taken:
         raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
     return own

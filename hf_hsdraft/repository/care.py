@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
-from ..common.checks import is_code_file
+from ..common.checks import is_code_file, public_name
 from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, read_json
 
 ENTRY = "hub_entry"  # of the code that travels
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class RepositoryCare:
@@ -23,7 +25,7 @@ class RepositoryCare:
 
     What it saves or sends is complete: its code and its documents are copied as they are. Only the package writes
     cards, says what to do when the Hub refuses, takes damaged files out of the cache, deletes code of versions that
-    kept no list of it, replaces its own card on the Hub, and keeps paths of this machine out of an adapter.
+    kept no list of it, and replaces its own card on the Hub.
     """
 
     @contextmanager
@@ -52,19 +54,31 @@ class RepositoryCare:
             ValueError: The repository holds something else than a drafter, or is public and `private` was asked for.
         """
         api, repo_id, there = prepare_repository(repo_id, options)
-        revision, stale, sent = options.get("revision"), [], None
-        if (folder / "adapter_config.json").is_file():
-            sent = ["adapter_*", *DOCUMENTS]
-        elif CONFIG in there:
-            with tempfile.TemporaryDirectory() as place:
-                api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
+        stale: list[str] = []
+        with tempfile.TemporaryDirectory() as place:
+            if (folder / ADAPTER_CONFIG).is_file():
+                folder = stage_adapter(folder, Path(place))
+            elif CONFIG in there:
+                api.hf_hub_download(repo_id, CONFIG, revision=options.get("revision"), local_dir=place)
                 check_is_drafter(Path(place), str(read_json(folder / CONFIG).get("model_type")))
-            ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *(set(DOCUMENTS) - {CARD})]
-            former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
-            stale = sorted(name for name in former if not (folder / name).is_file())
-        foreign = [CARD] if CARD in there else []  # a card that is there may be somebody's
-        chosen: dict[str, Any] = {"delete_patterns": stale or None, "allow_patterns": sent, "ignore_patterns": foreign}
-        return api.upload_folder(repo_id=repo_id, folder_path=folder, **chosen, **options)
+                ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *(set(DOCUMENTS) - {CARD})]
+                former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
+                former |= there & self.former_code(Path(place))
+                stale = sorted(name for name in former if not (folder / name).is_file())
+            foreign = [CARD] if CARD in there else []  # a card that is there may be somebody's
+            chosen: dict[str, Any] = {"delete_patterns": stale or None, "ignore_patterns": foreign}
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **chosen, **options)
+
+
+def stage_adapter(folder: Path, staged: Path) -> Path:
+    """Copies an adapter and its documents into a folder, without paths of this machine; returns that folder."""
+    for name in (ADAPTER_CONFIG, "adapter_model.safetensors", *DOCUMENTS):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, staged / name)
+    adapter = read_json(staged / ADAPTER_CONFIG)
+    adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))
+    (staged / ADAPTER_CONFIG).write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
+    return staged
 
 
 def prepare_repository(

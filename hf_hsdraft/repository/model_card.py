@@ -16,7 +16,7 @@ from ..common.checks import public_name
 from .card_figures import figures_section, is_chain
 from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
 from .markdown import code, table
-from .publication import MARK, is_generated
+from .publication import MARK, is_generated, stands_alone
 
 PAPER = "2602.21224"  # arXiv
 _CAPTIONS = {
@@ -114,17 +114,18 @@ def render_card(folder: Path, name: str) -> str:
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or ""
-    reads_states = adapts is not None or "target_tap_layers" in config  # as the paper's drafters do
+    of_paper = adapts is not None or "target_tap_layers" in config
+    reads_states = of_paper or bool(config.get("reads_states"))
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
-    if not reads_states:
+    if not of_paper:
         metadata.tags = ["speculative-decoding"]
-    limits = _limits(target)[0 if reads_states else 1 :]
+    limits = _limits(target, warns=of_paper)[0 if reads_states else 1 :]
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         MARK,
         f"# {name.rsplit('/', 1)[-1]}",
-        _what_it_is(folder, config, target, adapts) if reads_states else _briefly(config),
-        _use(name, target, adapts, remote="auto_map" in config),
+        _what_it_is(folder, config, target, adapts) if of_paper else _briefly(config, reads_states),
+        _use(name, target, adapts, config.get("auto_map")),
         "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
@@ -202,17 +203,18 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
     return "\n\n".join([text, paper, table(["", ""], rows.items())])
 
 
-def _briefly(config: Mapping[str, Any]) -> str:
-    """What a drafter is that reads no hidden states of a target."""
+def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
+    """What a drafter of another family is."""
+    reads = "It reads hidden states of the model. " if reads_states else ""
     return (
         f"A drafter of the family {code(str(config.get('model_type')))}, for speculative decoding: given to "
-        "`generate()`, it lets a model emit the same tokens in fewer forwards. What the model would not have said is "
-        "not emitted."
+        f"`generate()`, it lets a model emit the same tokens in fewer forwards. {reads}What the model would not have "
+        "said is not emitted."
     )
 
 
-def _use(name: str, target: str, adapts: str | None, remote: bool) -> str:
-    """How to load a drafter; by the code beside it too, where `remote` says that there is some."""
+def _use(name: str, target: str, adapts: str | None, auto_map: Any) -> str:
+    """How to load a drafter; by the code beside it too, where `auto_map` names some."""
     quoted, of_target, base = (json.dumps(text) for text in (name, target or "target", adapts or name))
     model = f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -225,18 +227,23 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
     if adapts is not None:
         load = f"{package}\ndrafter.load_adapter({quoted})"
         return f"## Use\n\n{model}\n\n{_python(_IMPORT, load, _CALL)}"
+    installed, alone = "Where the package `hf_hsdraft` is installed", stands_alone(auto_map)
     parts = [
         "## Use",
         model,
-        "Where the package `hf_hsdraft` is installed (no code of this repository is run):",
+        installed
+        + ("" if alone or not auto_map else " and the module that registers this family is imported")
+        + " (no code of this repository is run):",
         _python(_IMPORT, package, _CALL),
     ]
-    if not remote:
+    if not auto_map:
         return "\n\n".join(parts)
     load = f"drafter = AutoModel.from_pretrained({quoted}, dtype=model.dtype, trust_remote_code=True)"
     recipe = f"out = model.generate(**inputs, custom_generate={quoted}, trust_remote_code=True)"
     parts += [
-        "Without it, with transformers and torch alone, by the code in this repository:",
+        "Without it, with transformers and torch alone, by the code in this repository:"
+        if alone
+        else "Without that import, by the code in this repository and `hf_hsdraft`:",
         _python("from transformers import AutoModel", load, _CALL),
         "The same in one call:",
         _python(recipe),
@@ -266,10 +273,11 @@ def _training(recipe: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def _limits(target: str) -> list[str]:
+def _limits(target: str, warns: bool) -> list[str]:
+    warning = ", and `generate()` warns with what it measured" if warns else ""
     return [
         f"It belongs to the weights of {code(target) if target else 'its target'}. For a fine-tuned one it drafts "
-        "less, and `generate()` warns with what it measured; the text is always the model's own.",
+        f"less{warning}; the text is always the model's own.",
         "In half precision a forward over a tree rounds otherwise than one over a token; where the model's two best "
         "tokens are closer than that, texts can part. In float32 they are the same.",
     ]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,16 +23,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ..common.checks import public_name
-from .care import ENTRY, RepositoryCare, prepare_repository
+from .care import ADAPTER_CONFIG, ENTRY, RepositoryCare, prepare_repository, stage_adapter
 from .code_files import write_flat
-from .drafter_files import CARD, CONFIG, DOCUMENTS, DamagedFile, NotFetched, check_is_drafter, read_json, sha256
+from .drafter_files import CARD, CONFIG, DamagedFile, NotFetched, check_is_drafter, read_json, sha256
 from .generate_recipe import generate
 from .model_card import write_card
 from .publication import is_generated, is_ours
 
-ADAPTER_CONFIG = "adapter_config.json"
-_OF_AN_ADAPTER = (ADAPTER_CONFIG, "adapter_model.safetensors", *DOCUMENTS)
 # All the code that was ever saved with a drafter before `code_files` said so; not to be added to.
 _BEFORE_CODE_FILES = (
     "cacheback", "call_output", "candidate_generator", "configuration_hsdraft", "decoded_texts", "decoding",
@@ -131,7 +126,7 @@ class PackageCare(RepositoryCare):
         """
         with told(repo_id), tempfile.TemporaryDirectory() as place:
             adapter = (folder / ADAPTER_CONFIG).is_file()
-            staged = _stage_adapter(folder, Path(place)) if adapter else folder
+            staged = stage_adapter(folder, Path(place)) if adapter else folder
             api, repo_id, there = prepare_repository(repo_id, options)
             revision = options.pop("revision", None)
             stale = [] if adapter else self._stale(api, repo_id, revision, there, staged)
@@ -203,18 +198,6 @@ def _forget(damaged: Sequence[Path]) -> str:
     except OSError:  # a cache that may only be read
         return "delete it from the cache"
     return "it was removed from the cache: repeat the call to download it again"
-
-
-def _stage_adapter(folder: Path, staged: Path) -> Path:
-    """Copies an adapter and its documents into a folder, without paths of this machine; returns that folder."""
-    for name in _OF_AN_ADAPTER:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, staged / name)
-    settings = staged / ADAPTER_CONFIG
-    adapter = read_json(settings)
-    adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))
-    settings.write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
-    return staged
 
 
 def leave_foreign_card(

@@ -48,10 +48,10 @@ class PretrainedDrafter(PreTrainedModel):
         Raises:
             TypeError: None of them can draft.
         """
-        drafts = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "session")]
-        if not drafts:
+        able = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "check_options")]
+        if not able:
             raise TypeError(f"{cls.__name__} cannot draft: expected a class derived from Drafter too")
-        return [each for each in drafts if each.config_class is cls.config_class][-1]
+        return [each for each in able if each.config_class is cls.config_class][-1]
 
     @classmethod
     def code_map(cls, entry: str) -> dict[str, str]:

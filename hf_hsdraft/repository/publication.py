@@ -26,7 +26,7 @@ import torch
 from transformers.utils import logging
 
 from ..common.checks import public_name
-from .care import care
+from .care import ENTRY, care
 from .drafter_files import (
     CARD,
     CONFIG,
@@ -90,6 +90,12 @@ def is_ours(name: str, code: Collection[str]) -> bool:
     return name in (WEIGHTS, INDEX, *DOCUMENTS) or name in code or bool(_SHARD.fullmatch(name))
 
 
+def stands_alone(auto_map: Any) -> bool:
+    """Whether the code that travels runs without the package; that of families from elsewhere imports it."""
+    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter before there was an entry
+    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
+
+
 def is_generated(card: Path) -> bool:
     """Whether a card was made of the files beside it, and may be made anew."""
     text = card.read_text(encoding="utf-8", errors="replace")
@@ -112,11 +118,14 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     config.target_name = public_name(getattr(config, "target_name", ""))
     entry = care().write_code(drafter.family(), partial)
     config.auto_map = drafter.code_map(entry)  # whatever another repository's file said
+    if drafter.taps and not hasattr(config, "target_tap_layers"):
+        config.reads_states = True  # for the card
     config.code_files = sorted(path.name for path in partial.glob("*.py"))
     config.save_pretrained(partial)
     (partial / "custom_generate").mkdir(exist_ok=True)
+    needed = REQUIREMENTS + ("" if stands_alone(config.auto_map) else "hf-hsdraft\n")
     shutil.copyfile(inspect.getfile(generate), partial / "custom_generate" / "generate.py")
-    (partial / "custom_generate" / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
+    (partial / "custom_generate" / "requirements.txt").write_text(needed, encoding="utf-8")
     if source is not None and _is_drafter(source, config.model_type):
         _bring_documents(source, partial)
     elif _is_drafter(folder, config.model_type) and _same_weights(folder, partial):
