@@ -119,5 +119,5 @@ def test_an_older_picture_survives_a_failure(tmp_path, monkeypatch):
 
 def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-hsdraft\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[train\]'"):
         draw_pictures(HISTORY, None, tmp_path)

@@ -356,5 +356,5 @@ def test_arguments_out_of_range(wrong):
 
 def test_a_missing_client_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-hsdraft\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[train\]'"):
         answer_by_server("http://127.0.0.1:9", make_prompts(1))
