@@ -111,7 +111,7 @@ class Tuning:
     first_saved: float = 3.0
     most_saved: float = 6.0
     allowed_loss: float = 0.02
-    # How many times its cost more a draft has to promise for each plain round of debt - by hand.
+    # What a draft has to promise beyond its cost for each plain round of debt, as a multiple of the cost - by hand.
     worth_of_debt: float = 2.0
     # What an earlier text counts for: number of drafts of its gains, and part of what was accepted - by hand.
     kept_drafts: int = 2
