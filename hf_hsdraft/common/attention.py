@@ -28,3 +28,22 @@ def shared_attention(
     mask = None if seen is None else seen.repeat(groups, 1)
     mixed = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], mask)
     return mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1)
+
+
+def batched_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same for the rows of a batch, each with keys of its own: `[B, n, heads * head_dim]`.
+
+    Args:
+        queries: `[B, n, heads, head_dim]`.
+        keys, values: `[B, kv_heads, P, head_dim]`.
+        seen: `[B, n, P]`, bool, True where a query may look; `None` for everywhere. Every query has to see something.
+    """
+    batch, rows, heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    grouped = queries.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    mask = None if seen is None else seen.repeat(1, groups, 1)[:, None]
+    mixed = F.scaled_dot_product_attention(grouped, keys, values, mask)
+    return mixed.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import is_accelerate_available
+
+from .tensors import is_unhooked
 
 
 @dataclass(frozen=True)
@@ -22,3 +28,70 @@ class TargetWeights:
     embed: Callable[[torch.Tensor], torch.Tensor]
     head: torch.Tensor | None
     vocab_ids: torch.Tensor
+
+
+def borrow(
+    embedding: nn.Embedding,
+    output_head: nn.Module | None,
+    vocab_ids: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> TargetWeights:
+    """Collects what a drafter uses of a target: its embedding, and the output rows of the draft vocabulary.
+
+    The rows of a whole vocabulary are not copied, unless the drafter is on another device or of another dtype.
+
+    Args:
+        embedding: the target's input embedding.
+        output_head: the target's output layer; `None` leaves its rows out.
+        vocab_ids: `[V']`, int64, the token id of each row.
+        device, dtype: of the drafter.
+    """
+    vocab_ids = vocab_ids.to(device)
+    head = None
+    if output_head is not None:
+        head = _output_rows(output_head, embedding, vocab_ids).to(device, dtype)
+    table = embedding.weight.detach()  # the target is never trained
+    place = table.device
+    if type(embedding) is nn.Embedding and embedding.max_norm is None and is_unhooked(embedding):
+
+        def look_up(tokens: torch.Tensor) -> torch.Tensor:
+            return F.embedding(tokens, table)
+
+    else:
+
+        def look_up(tokens: torch.Tensor) -> torch.Tensor:
+            return embedding(tokens).detach()
+
+    def embed(tokens: torch.Tensor) -> torch.Tensor:
+        tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
+        return look_up(tokens).to(device, dtype)
+
+    return TargetWeights(embed, head, vocab_ids)
+
+
+def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
+    """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
+    weight = getattr(output_head, "weight", None)
+    if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
+        from accelerate.utils import align_module_device
+
+        with align_module_device(output_head):
+            return _output_rows(output_head, embedding, vocab_ids)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
+        if torch.equal(vocab_ids, torch.arange(len(weight), device=vocab_ids.device)):
+            return weight.detach()
+        return weight.detach()[vocab_ids.to(weight.device)]
+    # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
+    kept = _rows_of_packed.get(output_head)
+    if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
+        size, place = embedding.weight.shape[1], embedding.weight
+        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            columns = output_head(inputs)[:, vocab_ids.to(place.device)]
+        kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
+        _rows_of_packed[output_head] = kept
+    return kept[1]
+
+
+_rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..common.checks import few, printable
 from ..repository.care import care
+from ..repository.checkpoint import Checkpoint
 from ..repository.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
 from . import families  # noqa: F401  # they register themselves
+from .formats import Format, recognise
 from .registry import FAMILIES
 
 
 class AutoDrafter:
-    """Loads drafters; which family one belongs to is read from its config.json.
+    """Loads drafters; which family one belongs to is read from its config.json, and for other formats from its tensors.
+
+    Drafters that other projects publish are loaded as they are, without conversion and without code of theirs.
 
     drafter = AutoDrafter.from_pretrained("user/SmolLM2-135M-Instruct-hsdraft")
     """
@@ -31,19 +34,31 @@ class AutoDrafter:
 
         Raises:
             OSError: there is no such folder or repository, or it holds no configuration.
-            ValueError: its `model_type` is of no family that is registered.
+            ValueError: it is of no family and of no format that is known, or its files contradict each other.
         """
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-        with care().loading(pretrained_model_name_or_path, offline=bool(hub.get("local_files_only"))):
-            folder = find_folder(pretrained_model_name_or_path, (CONFIG,), kwargs.get("subfolder") or "", **hub)
-            config = read_json(folder / CONFIG)
-        found = config.get("model_type")
-        own = "auto_map" in config
-        family = FAMILIES.get(found) if isinstance(found, str) else None
-        if family is None:
-            raise ValueError(
-                f"{printable(pretrained_model_name_or_path)} has model_type={printable(found)!r}, which is no family "
-                f"of drafters: expected {few(sorted(FAMILIES))}"
-                + ("; import the module that registers it, or use AutoModel and trust_remote_code=True" if own else "")
-            )
-        return family.drafter.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        name, subfolder = pretrained_model_name_or_path, kwargs.get("subfolder") or ""
+        with care().loading(name, offline=bool(hub.get("local_files_only"))):
+            config = read_json(find_folder(name, (CONFIG,), subfolder, **hub) / CONFIG)
+            model_type = config.get("model_type")
+            family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+            if family is None:
+                checkpoint = Checkpoint.open(name, subfolder, **hub)
+                form = _format_of(checkpoint)
+        if family is not None:
+            return family.drafter.from_pretrained(name, *args, **kwargs)
+        others = {
+            argument: value for argument, value in kwargs.items() if argument not in (*HUB_ARGUMENTS, "subfolder")
+        }
+        return form.load(checkpoint, **others)
+
+
+def _format_of(checkpoint: Checkpoint) -> Format:
+    """Returns the format of a checkpoint that is of no family by its `model_type`."""
+    try:
+        return recognise(checkpoint)
+    except ValueError as error:
+        if "auto_map" not in checkpoint.config:
+            raise
+        advice = "import the module that registers its family, or use AutoModel and trust_remote_code=True"
+        raise ValueError(f"{error}; {advice}") from None

@@ -10,7 +10,6 @@ Letters in the shapes: T pairs that are read, S chains, K draft steps, D hidden 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,11 +17,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput, is_accelerate_available
+from transformers.utils import ModelOutput
 
 from ...common.norms import RMSNorm
-from ...common.target_weights import TargetWeights
-from ...common.tensors import Transform, is_unhooked, side_by_side
+from ...common.target_weights import TargetWeights, borrow
+from ...common.tensors import Transform, side_by_side
 from ...repository.pretrained_drafter import PretrainedDrafter
 from .configuration_hsdraft import HSDraftConfig
 from .contexts import DraftContext, PackedTexts
@@ -186,52 +185,5 @@ class HSDraftNetwork(PretrainedDrafter):
         Args:
             with_head: `False` leaves the rows out, which are copied.
         """
-        device = self.device
-        vocab_ids = self.draft_vocab_ids().to(device)
-        head = None
-        if self.lm_head is None and with_head:
-            head = _output_rows(output_head, embedding, vocab_ids).to(device, self.dtype)
-        table, dtype = embedding.weight.detach(), self.dtype  # the target is never trained
-        place = table.device
-        if type(embedding) is nn.Embedding and embedding.max_norm is None and is_unhooked(embedding):
-
-            def look_up(tokens: torch.Tensor) -> torch.Tensor:
-                return F.embedding(tokens, table)
-
-        else:
-
-            def look_up(tokens: torch.Tensor) -> torch.Tensor:
-                return embedding(tokens).detach()
-
-        def embed(tokens: torch.Tensor) -> torch.Tensor:
-            tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself
-            return look_up(tokens).to(device, dtype)
-
-        return TargetWeights(embed, head, vocab_ids)
-
-
-def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: torch.Tensor) -> torch.Tensor:
-    """`[V', D]`: rows of a target's output layer, also of an offloaded or a quantised one."""
-    weight = getattr(output_head, "weight", None)
-    if is_accelerate_available() and isinstance(weight, torch.Tensor) and weight.device.type == "meta":
-        from accelerate.utils import align_module_device
-
-        with align_module_device(output_head):
-            return _output_rows(output_head, embedding, vocab_ids)
-    if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
-        if torch.equal(vocab_ids, torch.arange(len(weight), device=vocab_ids.device)):
-            return weight.detach()
-        return weight.detach()[vocab_ids.to(weight.device)]
-    # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
-    kept = _rows_of_packed.get(output_head)
-    if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
-        size, place = embedding.weight.shape[1], embedding.weight
-        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
-        with torch.inference_mode(False), torch.no_grad():
-            columns = output_head(inputs)[:, vocab_ids.to(place.device)]
-        kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
-        _rows_of_packed[output_head] = kept
-    return kept[1]
-
-
-_rows_of_packed: weakref.WeakKeyDictionary[nn.Module, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
+        head = output_head if self.lm_head is None and with_head else None
+        return borrow(embedding, head, self.draft_vocab_ids(), self.device, self.dtype)

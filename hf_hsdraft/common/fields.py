@@ -1,0 +1,102 @@
+"""Fields of a configuration that somebody else wrote: each is checked when it is read, and none is overlooked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .checks import few, is_integer, is_number, printable, short
+
+REQUIRED: Any = object()  # default of a field that has to be there
+
+
+class Fields:
+    """Reads a JSON object field by field.
+
+    A field that is absent or null counts as missing.
+
+    Args:
+        values: the object.
+        place: what the object is, for messages: "config.json", or the name of a field that holds it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+        self.values, self.place = values, place
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: Any = REQUIRED, least: int = 1, most: int = 2**31) -> Any:
+        """Returns an integer between `least` and `most`."""
+        wanted = f"an integer from {least:,} to {most:,}"
+        return self._checked(name, default, lambda value: is_integer(value) and least <= value <= most, wanted)
+
+    def number(self, name: str, default: Any = REQUIRED, least: float = 0.0, most: float = 1e12) -> Any:
+        """Returns a number above `least` and up to `most`."""
+        wanted = f"a number above {least:g}, at most {most:g}"
+        return self._checked(name, default, lambda value: is_number(value) and least < value <= most, wanted)
+
+    def flag(self, name: str, default: Any = REQUIRED) -> Any:
+        """Returns True or False."""
+        return self._checked(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    def choice(self, name: str, allowed: Collection[Any], default: Any = REQUIRED) -> Any:
+        """Returns one of some values."""
+        wanted = f"one of {', '.join(map(str, allowed))}"
+        return self._checked(name, default, lambda value: _is_hashable(value) and value in allowed, wanted)
+
+    def integers(self, name: str, default: Any = REQUIRED, least: int = 0, most: int = 2**31) -> Any:
+        """Returns a list of one or more integers between `least` and `most`."""
+        wanted = f"a list of integers from {least:,} to {most:,}"
+
+        def valid(value: Any) -> bool:
+            return isinstance(value, list) and all(is_integer(each) and least <= each <= most for each in value)
+
+        return self._checked(name, default, lambda value: valid(value) and len(value) > 0, wanted)
+
+    def table(self, name: str, default: Any = REQUIRED) -> Any:
+        """Returns the fields of an object within this one."""
+        found = self._checked(name, default, lambda value: isinstance(value, dict), "an object")
+        return Fields(found, f"{self.place}, {name}") if isinstance(found, dict) else found
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Reads a field of which only some values can be had here; it may be missing.
+
+        Raises:
+            ValueError: it has another value.
+        """
+        wanted = f"{' or '.join(map(short, allowed))}, as nothing else can be drafted with here"
+        self._checked(name, None, lambda value: any(value == each for each in allowed), wanted)
+
+    def ignore(self, *names: str) -> None:
+        """Says that some fields do not matter here."""
+        self._read.update(names)
+
+    def refuse_unread(self) -> None:
+        """Refuses switches that nobody asked about: a field of value true changes what a drafter computes.
+
+        Raises:
+            ValueError: there are some.
+        """
+        unread = sorted(name for name, value in self.values.items() if value is True and name not in self._read)
+        if unread:
+            raise ValueError(
+                f"{printable(self.place)} has {few([f'{name}=true' for name in unread])}: this is not known here, and "
+                "the drafter may compute something else than would be computed here"
+            )
+
+    def _checked(self, name: str, default: Any, valid: Any, wanted: str) -> Any:
+        self._read.add(name)
+        value = self.values.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise ValueError(f"{printable(self.place)} has no {name}: expected {wanted}")
+            return default
+        if not valid(value):
+            raise ValueError(f"{name}={short(value)} in {printable(self.place)} is invalid: expected {wanted}")
+        return value
+
+
+def _is_hashable(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool | tuple)

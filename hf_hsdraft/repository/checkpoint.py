@@ -1,0 +1,144 @@
+"""A drafter's files in a format of somebody else: found, looked at and checked before anything is allocated.
+
+Only configuration and weights are fetched, never code.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..common.checks import few, printable
+from .drafter_files import CONFIG, INDEX, OPTIONS, WEIGHTS, DamagedFile, find_folder, read_json, weight_files
+
+_PICKLED = "pytorch_model.bin"
+_MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a configuration and weights, whoever wrote them.
+
+    Attributes:
+        name: folder or Hub name that was asked for.
+        folder: where the files are.
+        config: what its config.json holds.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, name: str | os.PathLike[str], subfolder: str = "", **hub: Any) -> Checkpoint:
+        """Finds a checkpoint, and fetches its weights if it is on the Hub.
+
+        Args:
+            name: folder or Hub name.
+            subfolder: where the files are in it.
+            hub: what to ask the Hub with, of `HUB_ARGUMENTS`.
+
+        Raises:
+            OSError: there is no such folder or repository, or it holds no configuration.
+            DamagedFile: the configuration is damaged.
+        """
+        folder = find_folder(name, (CONFIG, OPTIONS, INDEX, WEIGHTS, "model-*.safetensors"), subfolder, **hub)
+        has_weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
+        if not has_weights and not os.path.isdir(name):
+            folder = find_folder(name, (CONFIG, OPTIONS, _PICKLED), subfolder, **hub)
+        return cls(os.fspath(name), folder, read_json(folder / CONFIG))
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of each tensor by its name, by the headers of the files.
+
+        Raises:
+            OSError: there are no weights.
+            DamagedFile: a file is truncated, or no file of weights.
+        """
+        if self._is_pickled:
+            return {name: tuple(tensor.shape) for name, tensor in self._unpickled().items()}
+        found: dict[str, Shape] = {}
+        for path in weight_files(self.folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    found[name] = tuple(file.get_slice(name).get_shape())
+        for name, shape in found.items():
+            if torch.Size(shape).numel() > _MOST_NUMBERS:
+                raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
+        return found
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the weights by name, one after the other.
+
+        Raises:
+            OSError, DamagedFile: as `shapes`.
+        """
+        if self._is_pickled:
+            yield from self._unpickled().items()
+            return
+        for path in weight_files(self.folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
+
+    def check_shapes(self, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> None:
+        """Compares names and shapes of the tensors with those that a configuration describes.
+
+        Args:
+            expected: shapes by name, of the tensors that must be there.
+            optional: of those that may be there.
+
+        Raises:
+            ValueError: tensors are missing, unknown or of other shapes. The message names them.
+        """
+        known = {**(optional or {}), **expected}
+        wrong = {
+            "missing": sorted(expected.keys() - self.shapes.keys()),
+            "unknown": sorted(self.shapes.keys() - known.keys()),
+            "of other shapes": [
+                f"{name} {list(shape)} instead of {list(known[name])}"
+                for name, shape in sorted(self.shapes.items())
+                if name in known and shape != tuple(known[name])
+            ],
+        }
+        if told := "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names):
+            raise ValueError(
+                f"the weights of {printable(self.name)} do not match its {CONFIG} ({told}): expected the files as "
+                "they were published"
+            )
+
+    @property
+    def _is_pickled(self) -> bool:
+        has_safetensors = (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
+        return not has_safetensors and (self.folder / _PICKLED).is_file()
+
+    def _unpickled(self) -> dict[str, torch.Tensor]:
+        """The weights of an older file. It is read without running any code of it, and mapped, not loaded."""
+        path = self.folder / _PICKLED
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+            raise DamagedFile(f"{path} is damaged ({printable(error)})", path) from error
+        if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+            raise DamagedFile(f"{path} is damaged: expected tensors by name", path)
+        return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise DamagedFile(
+            f"{path} is damaged ({printable(error)}): it is truncated or no safetensors file", path
+        ) from error

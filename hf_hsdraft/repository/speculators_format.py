@@ -1,0 +1,58 @@
+"""What every drafter in the format of the package speculators says of itself, whatever its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..common.fields import Fields
+from .checkpoint import Checkpoint
+
+
+def speculators_type(checkpoint: Checkpoint) -> str:
+    """Returns the kind of drafter that a checkpoint in this format names; empty for other formats."""
+    kind = checkpoint.config.get("speculators_model_type")
+    return kind if isinstance(kind, str) else ""
+
+
+def check_proposals(config: Fields) -> None:
+    """Reads `speculators_config`, if there is one.
+
+    Raises:
+        ValueError: its drafts are to be accepted by a rule that changes the text.
+    """
+    proposals = config.table("speculators_config", None)
+    for method in proposals.values.get("proposal_methods", []) if proposals else []:
+        fields = Fields(method if isinstance(method, dict) else {}, "config.json, speculators_config.proposal_methods")
+        fields.expect("proposal_type", "greedy")
+        fields.expect("verifier_accept_k", 1)
+        fields.expect("accept_tolerance", 0, 0.0)
+
+
+def speculators_fields(
+    kind: str, num_draft_steps: int, target_name: str, architectures: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the fields of config.json that all drafters in this format have.
+
+    Args:
+        kind: kind of drafter, `"eagle3"` or `"dspark"`.
+        num_draft_steps: number of tokens of a drafted chain.
+        target_name: name of the target.
+        architectures: class names of the target.
+    """
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_draft_steps,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target_name, "architectures": list(architectures)},
+        },
+    }

@@ -1,0 +1,84 @@
+"""Files of other projects: found, read field by field, and checked before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_hsdraft.common.fields import Fields
+from hf_hsdraft.repository.checkpoint import Checkpoint
+from hf_hsdraft.repository.drafter_files import DamagedFile
+from hf_hsdraft.repository.speculators_format import check_proposals, speculators_fields
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "d2t": torch.arange(4)}
+
+
+def folder_with(path, config=None, pickled=False):
+    (path / "config.json").write_text(json.dumps(config or {}))
+    if pickled:
+        torch.save(WEIGHTS, path / "pytorch_model.bin")
+    else:
+        save_file(WEIGHTS, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_shapes_and_tensors_are_read_from_either_kind_of_file(tmp_path, pickled):
+    found = Checkpoint.open(folder_with(tmp_path, pickled=pickled))
+    assert found.shapes == {"a": (2, 3), "d2t": (4,)}
+    for name, tensor in found.tensors():
+        assert torch.equal(tensor, WEIGHTS[name])
+    found.check_shapes({"a": (2, 3)}, optional={"d2t": (4,)})
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_truncated_file_is_damaged(tmp_path, pickled):
+    folder_with(tmp_path, pickled=pickled)
+    path = tmp_path / ("pytorch_model.bin" if pickled else "model.safetensors")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DamagedFile, match="is damaged"):
+        _ = Checkpoint.open(tmp_path).shapes
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    folder_with(tmp_path, pickled=True)
+    torch.save({"a": pytest.approx}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DamagedFile, match="is damaged"):
+        _ = Checkpoint.open(tmp_path).shapes
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    found = Checkpoint.open(folder_with(tmp_path))
+    with pytest.raises(ValueError, match=r"missing: b; unknown: d2t; of other shapes: a \[2, 3\] instead of \[3, 2\]"):
+        found.check_shapes({"a": (3, 2), "b": (1,)})
+
+
+def test_fields_name_what_is_wrong():
+    fields = Fields({"size": 0, "rate": "x", "on": 1, "ids": [1, -2], "kind": "z", "extra": True}, "config.json")
+    for read, told in (
+        (lambda: fields.integer("size"), r"size=0 in config.json is invalid: expected an integer from 1"),
+        (lambda: fields.number("rate"), r"rate='x' in config.json is invalid: expected a number above 0"),
+        (lambda: fields.flag("on"), r"on=1 in config.json is invalid: expected true or false"),
+        (lambda: fields.integers("ids"), r"ids=\[1, -2\] in config.json is invalid: expected a list of integers"),
+        (lambda: fields.choice("kind", ("a", "b")), r"kind='z' in config.json is invalid: expected one of a, b"),
+        (lambda: fields.integer("none"), r"config.json has no none: expected an integer"),
+        (lambda: fields.table("size"), r"size=0 in config.json is invalid: expected an object"),
+        (lambda: fields.expect("kind", "a"), r"kind='z' in config.json is invalid: expected 'a'"),
+        (fields.refuse_unread, r"config.json has extra=true: this is not known here"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            read()
+    fields.ignore("extra")
+    fields.refuse_unread()
+    assert fields.integer("none", 3) == 3
+
+
+def test_a_lossy_rule_of_acceptance_is_refused():
+    config = speculators_fields("eagle3", 3, "a/target", ["LlamaForCausalLM"])
+    check_proposals(Fields(config, "config.json"))
+    config["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] = 2
+    with pytest.raises(ValueError, match="verifier_accept_k=2"):
+        check_proposals(Fields(config, "config.json"))
