@@ -10,7 +10,8 @@ from conftest import make_target
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft import CachebackDrafter, HSDraftConfig, HSDrafter
+from hf_hsdraft.bench.decoding_estimate import Device, Drafting, estimate_decoding
 from hf_hsdraft.training.estimate import estimate, explain
 
 LLAMA_1B = {
@@ -245,3 +246,32 @@ def test_a_drafter_of_another_target_is_refused():
     config, _ = small()
     with pytest.raises(ValueError, match="128256"):
         estimate(config, drafter_for(llama(**LLAMA_1B)), **ASKED)
+
+
+def test_an_estimate_of_decoding_is_the_longer_of_reading_and_multiplying():
+    """Against hand arithmetic, on a device that reads slowly and on one that multiplies slowly."""
+    target = make_target()
+    drafter = HSDrafter(HSDraftConfig.for_target(target, draft_vocab_size=50, num_draft_steps=3))
+    plan = Drafting(depth=3, width=4, nodes=10, tau=2.5, length=7)
+    read = target.num_parameters() - 97 * 32
+    keys = 2 * 3 * 2 * 8 * 7
+    for device, rows in ((Device(1e3, 1e12), 0), (Device(1e12, 1e3), 11)):
+        figures = estimate_decoding(target.config, drafter, plan, device, bytes_per_weight=4).figures
+        assert figures["read by a forward of the target"] == 4 * (read + keys)
+        slow = 2 * read * rows / 1e3 if rows else 4 * (read + keys) / 1e3
+        assert figures["time of verifying"] == pytest.approx(slow)
+        layers = sum(p.numel() for p in drafter.layers.parameters())
+        per_layer_pass = 2 * layers / 1e3 if rows else 4 * layers / 1e3
+        assert figures["draft: trunk layers"] == pytest.approx(3 * per_layer_pass)
+        head = 50 * 32 * (2 * 3 if rows else 4) / 1e3
+        assert figures["draft: head"] == pytest.approx(head)
+        whole = figures["time of verifying"] + figures["time of a draft"]
+        assert figures["speed-up, at most"] == pytest.approx(2.5 * figures["time of a plain step"] / whole)
+    own = sum(p.numel() for n, p in drafter.named_parameters() if n.split(".")[0] in ("fuse", "layers", "injector"))
+    assert figures["drafter in memory"] == 4 * own
+    assert figures["draft: trunk layers"] < figures["time of a draft"] < figures["time of a round"]
+
+
+def test_an_estimate_of_decoding_names_a_number_that_cannot_be():
+    with pytest.raises(ValueError, match="tau=0 is invalid"):
+        estimate_decoding(make_target().config, CachebackDrafter(), Drafting(1, 1, 1, 0), Device(1, 1))

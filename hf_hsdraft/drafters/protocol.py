@@ -20,6 +20,7 @@ from ..verifiers.foresight import Foresight
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Verifier
 from .draft_options import DraftOptions
+from .draft_reads import Read
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,15 @@ class Drafter:
     def session(self, call: DraftCall) -> Session:
         """What drafts in one call."""
         raise NotImplementedError
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        """What a draft of one text multiplies by; () where that takes no time worth counting.
+
+        Args:
+            depth: depth of the draft.
+            width: number of nodes that are expanded at each depth.
+        """
+        return ()
 
     def verifier(self, options: DraftOptions) -> Verifier:
         """The rule that accepts its drafts."""

@@ -6,9 +6,7 @@ products: forward, gradient of its input, gradient of its weights. A frozen part
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+from .arithmetic import Arithmetic
 from .loss import CHUNK_LOGITS
 
 _NOT_COUNTED = (
     "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "
     "of the target's activations. Steps are assumed to run in float32; in bfloat16 activations need about half."
 )
-_JOINED = {"x": operator.mul, "+": operator.add, "/": operator.truediv}
 _PARTS = {"tap_norms": "fusion", "token_norm": "fusion", "fuse": "fusion"}
 _PARTS |= {"layers": "layers", "injector": "injector", "lm_head": "head"}  # all others belong to the roll step
 
@@ -99,22 +97,9 @@ def estimate(
     found, wanted = (sizes.hidden_size, sizes.vocab_size), (d.target_hidden_size, d.vocab_size)
     if found != wanted:
         raise ValueError(f"the drafter is for a target of (hidden size, vocabulary) {wanted}, but this one has {found}")
-    figures: dict[str, float] = {}
-    lines: list[str] = []
-
-    def add(name: str, unit: str, formula: str, *numbers: float, sign: str = "x") -> float:
-        """Adds a figure that joins the numbers from left to right. Without numbers it is 0; the formula says why."""
-        figures[name] = functools.reduce(_JOINED[sign], numbers) if numbers else 0
-        shown = f" {sign} ".join(_readable(number, unit if sign == "+" else "") for number in numbers)
-        lines.append(f"{name}: {formula}" + (f" = {shown} = {_readable(figures[name], unit)}" if numbers else ""))
-        return figures[name]
-
-    def total(name: str, unit: str, first: str) -> float:
-        """Adds the sum of all figures from `first` on."""
-        names = list(figures)[list(figures).index(first) :]
-        return add(name, unit, " + ".join(names), *(figures[part] for part in names), sign="+")
-
-    target, parts = _target_parts(config), _drafter_parts(d)
+    sheet = Arithmetic()
+    add, total = sheet.add, sheet.total
+    target, parts = target_parts(config), _drafter_parts(d)
     weights = add("target parameters", "", " + ".join(target), *target.values(), sign="+")
     own = add("drafter parameters", "", " + ".join(parts), *parts.values(), sign="+")
     features, hidden, wide = len(d.target_tap_layers) + 1, d.hidden_size, d.target_hidden_size
@@ -169,10 +154,11 @@ def estimate(
     else:
         formula = "operations / operations per second of a device / devices"
         add("time", "s", formula, whole, flops_per_second, world_size, sign="/")
-    return Estimate(figures, tuple(lines))
+    return Estimate(sheet.figures, tuple(sheet.lines))
 
 
-def _target_parts(config: PreTrainedConfig) -> dict[str, int]:
+def target_parts(config: PreTrainedConfig) -> dict[str, int]:
+    """Returns the number of weights of a target: of its layers, and of its embedding and output head."""
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
     tables = {id(m.weight): m.weight.numel() for m in (target.get_input_embeddings(), target.get_output_embeddings())}
@@ -187,12 +173,3 @@ def _drafter_parts(config: HSDraftConfig) -> dict[str, int]:
     for name, parameter in drafter.named_parameters():
         parts[_PARTS.get(name.partition(".")[0], "roll")] += parameter.numel()
     return parts
-
-
-def _readable(value: float, unit: str) -> str:
-    """Returns a number as text: in full without a unit, seconds with hours, others with three digits and a prefix."""
-    if unit in ("", "s"):
-        plain = f"{value:,.0f}" if value == int(value) or 1e4 < value < 1e12 else f"{value:.6g}"
-        return f"{plain} s ({value / 3600:,.3g} hours)" if unit else plain
-    power = max(0, min(6, int(math.log10(value) // 3))) if value else 0
-    return f"{float(f'{value / 1000**power:.3g}'):g} {' kMGTPE'[power].strip()}{unit}"

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from ...common.refusals import DraftingRefused
 from ...target.target_limits import text_config
 from ..draft_options import DraftOptions, default_options
+from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
 from .configuration_hsdraft import HSDraftConfig, decoder_layers
 from .draft_session import HSDraftSession
@@ -85,6 +86,17 @@ class HSDrafter(HSDraftNetwork, Drafter):
 
     def session(self, call: DraftCall) -> HSDraftSession:
         return support().session(self, call)
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        head = self.config.draft_vocab_size * self.config.hidden_size
+        bias = weights_of(self.injector.up)
+        return (
+            Read("fusion", weights_of(self.fuse), 1, 1),
+            Read("trunk layers", weights_of(self.layers), depth, 1),
+            Read("head", head, 1, depth, borrowed=self.lm_head is None),
+            Read("injector", weights_of(self.injector) - bias, depth, width),
+            Read("token bias", bias, depth - 1, width),
+        )
 
 
 __all__ = ["HSDrafter"]
