@@ -209,10 +209,14 @@ def test_what_a_drafter_of_another_family_is(cacheback):
     assert error is None and "family: cacheback, CachebackDrafter" in said and "ngram_length: 4" in said
 
 
-@pytest.mark.parametrize("command", [["check"], ["card"]], ids=lambda command: command[0])
-def test_commands_for_hidden_states_say_so(command, cacheback):
-    error, _ = run(*command, cacheback)
+def test_commands_for_hidden_states_say_so(cacheback):
+    error, _ = run("card", cacheback)
     assert "needs a hidden-state drafter" in str(error) and "is a CachebackDrafter" in str(error)
+
+
+def test_only_drafters_of_families_that_can_be_trained_are_checked(cacheback):
+    error, _ = run("check", cacheback)
+    assert "a CachebackDrafter cannot be trained: expected" in str(error) and "hidden-state" in str(error)
 
 
 def test_variants_of_bench_go_by_the_options_of_a_drafter(target):

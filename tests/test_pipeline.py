@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli import app
+from hf_hsdraft.commands import train as train_command
 from hf_hsdraft.repository import care
 from hf_hsdraft.training import loss as loss_module
 from hf_hsdraft.training import publish
@@ -582,3 +583,31 @@ def test_bench_refuses_unknown_variants(saved, chatty):
         result = CliRunner().invoke(app, ["bench", *arguments, *wrong])
         assert result.exit_code != 0
         assert expected in str(result.exception) + result.output
+
+
+def test_the_family_is_part_of_a_run(chatty, tokenizer, tmp_path, monkeypatch):
+    """A name that is unknown, a field of another family, and another family in a run that was begun."""
+    from hf_hsdraft.training import trainable
+    from hf_hsdraft.training.families.hidden_state import HiddenStateFamily
+
+    class Narrow(HiddenStateFamily):
+        name = "narrow"
+
+        @property
+        def fields(self) -> set[str]:
+            return super().fields - {"injector"}
+
+    monkeypatch.setitem(trainable.TRAINABLE, "narrow", Narrow())
+    with pytest.raises(ValueError, match=r"family='tall' is unknown: expected one of hidden-state.*narrow"):
+        run(chatty, tokenizer, plan(tmp_path, family="tall"))
+    with pytest.raises(ValueError, match=r"injector='path' is invalid with family='narrow'.*of family hidden-state"):
+        run(chatty, tokenizer, plan(tmp_path, family="narrow", drafter=SIZES | {"injector": "path"}))
+    assert not (tmp_path / "out").exists()
+    run(chatty, tokenizer, plan(tmp_path))
+    with pytest.raises(ValueError, match="family: 'hidden-state' -> 'narrow'"):
+        run(chatty, tokenizer, plan(tmp_path, family="narrow"), max_steps=6)
+    assert json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]["family"] == "hidden-state"
+    assert "| family | hidden-state |" in (tmp_path / "out" / "README.md").read_text()
+    assert [family.value for family in train_command.Family] == [
+        name for name in trainable.TRAINABLE if name != "narrow"
+    ]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, console, hidden_state_drafter
+from ._shared import DeviceOption, Dtype, DtypeOption, console, trainable_drafter
 
 app = typer.Typer()
 
@@ -92,7 +92,7 @@ def check(
     from ..training.parity import PROMPTS, ParityError, parity
 
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
-    loaded = hidden_state_drafter(drafter, "`hsdraft check`", dtype=dtype.torch, device=device)
+    loaded = trainable_drafter(drafter, "`hsdraft check`", dtype=dtype.torch, device=device)
     model, tokenizer = load_target(target, dtype.torch, device)
     inputs = [encode_prompt(tokenizer, text, device)["input_ids"] for text in texts[:limit]]
     report = parity(loaded, model, inputs, max_new_tokens, tolerance)

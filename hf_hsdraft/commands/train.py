@@ -15,6 +15,10 @@ from ._shared import Dtype, TargetOption, console
 app = typer.Typer()
 
 
+class Family(str, Enum):
+    hidden_state = "hidden-state"
+
+
 class Injector(str, Enum):
     path = "path"
     low_rank = "low_rank"
@@ -39,6 +43,7 @@ def train(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
     target: TargetOption = None,
+    family: Annotated[Family, typer.Option(help="Family of the drafter.")] = Family.hidden_state,
     prompts: Annotated[
         list[Path] | None,
         typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL: `turns` to answer, or `messages`; repeat."),
@@ -143,6 +148,7 @@ def train(
         init_from=init_from,
         lora=lora,
         publish_data=publish_data,
+        family=family.value,
         drafter=overrides,
     )
     model, tokenizer = load_target(target, dtype.torch, device or _own_device())

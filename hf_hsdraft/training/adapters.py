@@ -6,13 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 
-
-def with_lora(drafter: HSDrafter, rank: int) -> Any:
+def with_lora(drafter: Any, rank: int) -> Any:
     """Returns a PEFT model that trains low-rank updates of all linear layers of a drafter, and nothing else.
 
-    Its `save_pretrained` writes an adapter. `HSDrafter.load_adapter(folder)` puts it on the base drafter. `set_adapter`
+    Its `save_pretrained` writes an adapter. `drafter.load_adapter(folder)` puts it on the base drafter. `set_adapter`
     and `disable_adapters` switch between calls.
 
     Args:

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .conversations import Conversation, tokenize_conversation
+from .family import TrainableFamily
 from .files import write_json
 
 _PLAN, _FINISHED = "training_plan.json", "finished.json"
 
 
-def check_target_can_teach(target: Any, tokenizer: Any) -> None:
-    """Raises a ValueError for a target whose drafter could not be trained or used."""
+def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily) -> None:
+    """Raises a ValueError for a target whose drafter of this family could not be trained or used."""
     check_device(target)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -28,7 +27,7 @@ def check_target_can_teach(target: Any, tokenizer: Any) -> None:
         )
     chat = Conversation((("user", "Count from one to ten."), ("assistant", "One, two, three.")))
     ids = tokenize_conversation(tokenizer, chat, 256).input_ids
-    _check_drafting(target, ids[None])
+    _check_drafting(target, family, ids[None])
     _check_teacher(target, ids[None])
 
 
@@ -49,10 +48,9 @@ def check_template_keeps_turns(tokenizer: Any) -> None:
     tokenize_conversation(tokenizer, Conversation(turns), 256)
 
 
-def _check_drafting(target: Any, input_ids: torch.Tensor) -> None:
+def _check_drafting(target: Any, family: TrainableFamily, input_ids: torch.Tensor) -> None:
     """Raises a ValueError unless the target decodes with a drafter for it. The smallest possible one is tried."""
-    least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}
-    drafter = HSDrafter(HSDraftConfig.for_target(target, **least)).to(target.device, target.dtype)
+    drafter = family.fresh(target, family.least, 1, lambda size: list(range(size))).to(target.device, target.dtype)
     kwargs = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 4}
     kwargs |= {"input_ids": input_ids, "eos_token_id": None}
     target.generate(

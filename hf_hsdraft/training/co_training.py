@@ -13,11 +13,11 @@ import torch
 from transformers import TrainerCallback
 
 from ..common.target_weights import TargetWeights
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .conversations import TokenizedConversation
 from .features import Features, read_features
 from .loss import CHUNK_LOGITS, ChainLoss, Pack, sample_chains, true_labels, unroll
 from .objectives import OBJECTIVES
+from .trainable import family_of
 
 
 class CoTraining(TrainerCallback):
@@ -29,7 +29,7 @@ class CoTraining(TrainerCallback):
 
     Args:
         target: the trained model, without wrappers other than PEFT's.
-        drafter: its drafter in float32, usually the one that is attached.
+        drafter: its drafter in float32, of a family that can be trained; usually the one that is attached.
         tokenizer: the target's tokenizer, for the prompts.
         every: number of training steps from one update to the next.
         passes: how often an update goes through the roll-outs.
@@ -51,7 +51,7 @@ class CoTraining(TrainerCallback):
     def __init__(
         self,
         target: Any,
-        drafter: HSDrafter,
+        drafter: Any,
         tokenizer: Any,
         every: int = 4,
         passes: int = 1,
@@ -75,7 +75,7 @@ class CoTraining(TrainerCallback):
         self.losses: list[float] = []
         self._template = dict(chat_template_kwargs or {})
         self._objective = OBJECTIVES[objective]
-        self._depth_weights = [depth_decay**depth for depth in range(drafter.config.num_draft_steps)]
+        self._depth_weights = [depth_decay**depth for depth in range(drafter.num_draft_steps)]
         self._optimizer = torch.optim.AdamW(drafter.parameters(), lr=learning_rate, betas=(0.9, 0.95))
         self._fresh: list[TokenizedConversation] = []
 
@@ -132,7 +132,7 @@ class CoTraining(TrainerCallback):
             raise ValueError("there are no roll-outs to learn from: wrap a reward function with `recording`")
         batches = [self._fresh[at : at + self.batch_size] for at in range(0, len(self._fresh), self.batch_size)]
         self._fresh = []
-        layers = self.drafter.config.target_tap_layers
+        layers = self.drafter.taps
         with _evaluating(self.target):
             features = [
                 read_features(self.target, layers, batch, self.drafter.device, torch.float32) for batch in batches
@@ -163,8 +163,9 @@ class CoTraining(TrainerCallback):
         pack = Pack.of(batch).to(self.drafter.device, torch.float32)
         seeds = [zlib.crc32(text.input_ids.cpu().numpy().tobytes()) + seed for text in batch]
         chains = sample_chains(pack, self.chains, 0.5, seeds)
-        labels = true_labels(pack, chains, self.drafter.config.num_draft_steps)
-        loss = unroll(self.drafter, weights, pack, chains.starts, chains.num_rolled, labels).loss.loss
+        labels = true_labels(pack, chains, self.drafter.num_draft_steps)
+        predictions = family_of(self.drafter).predictions(self.drafter, weights)
+        loss = unroll(self.drafter, predictions, pack, chains, labels.tokens, labels).loss.loss
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)

@@ -6,6 +6,7 @@ only for a chunk of predictions at a time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from ..common.target_weights import TargetWeights
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .features import Features
 from .objectives import Objective
+from .predictions import Predictions
+from .trainable import family_of
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
 
@@ -192,56 +194,32 @@ def true_labels(pack: Pack, chains: Chains, steps: int) -> ChainLabels:
 
 def unroll(
     model: Any,
-    weights: TargetWeights,
+    predictions: Predictions,
     pack: Pack,
-    starts: torch.Tensor,
-    num_rolled: int,
+    chains: Chains,
+    tokens: torch.Tensor,
     labels: ChainLabels | None = None,
 ) -> Any:
     """Runs the forward of training over some chains of a pack.
 
     Args:
-        model: an `HSDrafter`, or what training has wrapped around it.
-        weights: weights that the drafter borrows from its target.
+        model: a drafter, or what training has wrapped around it.
+        predictions: what the drafter predicts.
         pack: the pack.
-        starts: `[S]`, int64, positions of the chains.
-        num_rolled: number of chains, the first ones, that are followed beyond the first depth.
+        chains: the chains.
+        tokens: `[S, K]`, int64, the parents. A drafter whose states know no tokens does not look at them.
         labels: labels of the loss; `None` for no loss.
     """
     return model(
         taps=pack.taps,
-        embeds=weights.embed(pack.input_ids.roll(-1)),  # row i holds the token after position i
+        embeds=predictions.weights.embed(pack.input_ids.roll(-1)),  # row i holds the token after position i
         position_ids=pack.position_ids,
-        starts=starts,
+        starts=chains.starts,
         document_ids=pack.document_ids,
-        num_rolled=num_rolled,
+        num_rolled=chains.num_rolled,
         labels=labels,
+        **predictions.inputs(tokens),
     )
-
-
-def chain_states(
-    drafter: HSDrafter, weights: TargetWeights, hidden_states: Sequence[torch.Tensor], labels: ChainLabels
-) -> list[torch.Tensor | None]:
-    """Returns the injector's states `[rows, ...]` for the predictions of each depth.
-
-    They are `None` at the first depth, whose hidden states have read the token already.
-    """
-    embeds = weights.embed(labels.tokens)
-    states = drafter.injector.advance(embeds[:, 0], None)
-    result: list[torch.Tensor | None] = [None]
-    for depth, hidden in enumerate(hidden_states[1:], 1):
-        rows = hidden.shape[0]
-        states = drafter.injector.advance(embeds[:rows, depth], states[:rows])
-        result.append(states)
-    return result
-
-
-def draft_logits(
-    drafter: HSDrafter, weights: TargetWeights, hidden: torch.Tensor, states: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns the logits `[N, V']` of drafted states `[N, D]` and of injector's states `[N, ...]`, if there are any."""
-    logits = drafter.logits(hidden, weights)
-    return logits if states is None else logits + drafter.injector(hidden, states)
 
 
 @dataclass(frozen=True)
@@ -272,15 +250,14 @@ class ChainLoss:
     def _rows(self, elements: int) -> int:
         return max(1, elements // self.teacher_head.shape[0])
 
-    def __call__(self, drafter: HSDrafter, hidden_states: Sequence[torch.Tensor], labels: ChainLabels) -> LossParts:
+    def __call__(self, drafter: Any, hidden_states: Sequence[torch.Tensor], labels: ChainLabels) -> LossParts:
         device = hidden_states[0].device
         steps = len(hidden_states)
-        states = chain_states(drafter, self.weights, hidden_states, labels)
+        predictions = family_of(drafter).predictions(drafter, self.weights)
+        states = predictions.states(labels.tokens, hidden_states)
         scale = torch.tensor(list(self.depth_weights), device=device)
         assert len(scale) == steps, "one weight a depth"
         scale = scale / scale.sum() / labels.count.clamp(min=1)
-        modules = [drafter.norm, drafter.injector, *([] if drafter.lm_head is None else [drafter.lm_head])]
-        parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
         coefficients = [labels.valid[: len(h), d] * scale[d] for d, h in enumerate(hidden_states)]
         rows = [labels.rows[: len(h), d] for d, h in enumerate(hidden_states)]
 
@@ -289,7 +266,7 @@ class ChainLoss:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():
                 teacher = F.linear(labels.teacher[rows], self.teacher_head)
-            logits = draft_logits(drafter, self.weights, hidden, states)
+            logits = predictions.logits(hidden, states)
             return sum_over_chunks(score, [logits, teacher, coefficient], [], self._rows(self.scored_logits))
 
         def score(
@@ -300,23 +277,24 @@ class ChainLoss:
                 distance = self.objective(logits, teacher)
                 return (distance * coefficient).sum(), _statistics(logits, teacher, distance, labels.measured)
 
-        first = [hidden_states[0], coefficients[0], rows[0]]
-        size = self.rows_per_chunk
-        loss, statistics = sum_over_chunks(compare, first, parameters, size)
-        if steps > 1:
-            parts: list[Any] = [hidden_states[1:], coefficients[1:], rows[1:], states[1:]]
-            deeper = [torch.cat(list(part)) for part in parts]
-            more, further = sum_over_chunks(compare, deeper, parameters, size)
-            loss, statistics = loss + more, torch.cat([statistics, further])
+        loss, statistics = torch.zeros((), device=device), list[torch.Tensor]()
+        # Depths at which logits need nothing of the paths are compared apart from the others.
+        for told, depths in itertools.groupby(range(steps), key=lambda depth: states[depth] is not None):
+            alike = list(depths)
+            columns: list[Any] = [hidden_states, coefficients, rows, *([states] if told else [])]
+            parts = [torch.cat([column[depth] for depth in alike]) for column in columns]
+            more, further = sum_over_chunks(compare, parts, predictions.parameters, self.rows_per_chunk)
+            loss = loss + more
+            statistics.append(further)
         regression = torch.zeros((), device=device)
         if labels.regression > 0.0:
             goals = labels.teacher[torch.cat(rows)]
-            distance = F.smooth_l1_loss(drafter.norm(torch.cat(list(hidden_states))), goals, reduction="none")
+            distance = F.smooth_l1_loss(predictions.final(torch.cat(list(hidden_states))), goals, reduction="none")
             regression = (distance.float().mean(dim=-1) * torch.cat(coefficients)).sum()
             loss = loss + labels.regression * regression
         depth = torch.cat([torch.full((len(h),), d, device=device) for d, h in enumerate(hidden_states)])
         valid = torch.cat([labels.valid[: len(h), d] for d, h in enumerate(hidden_states)])
-        return _parts(loss, statistics[valid], depth[valid], steps, regression.detach(), labels.measured)
+        return _parts(loss, torch.cat(statistics)[valid], depth[valid], steps, regression.detach(), labels.measured)
 
 
 def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Tensor, measured: bool) -> torch.Tensor:

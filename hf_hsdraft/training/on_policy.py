@@ -9,13 +9,13 @@ import torch
 
 from ..bench.measure import end_tokens
 from ..common.target_weights import TargetWeights
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from .loss import ChainLabels, Chains, Pack, draft_logits, unroll
+from .loss import ChainLabels, Chains, Pack, unroll
+from .trainable import family_of
 
 
 @torch.no_grad()
 def drafted_labels(
-    drafter: HSDrafter,
+    drafter: Any,
     target: Any,
     weights: TargetWeights,
     pack: Pack,
@@ -58,7 +58,7 @@ def drafted_labels(
 
 
 def _draw(
-    drafter: HSDrafter,
+    drafter: Any,
     weights: TargetWeights,
     pack: Pack,
     starts: torch.Tensor,
@@ -67,12 +67,16 @@ def _draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens `[S, K-1]` drawn along each chain, and the parents `[S, K]`: the true first one and these."""
     pack = replace(pack, taps=pack.taps.to(drafter.dtype))
-    hidden_states = unroll(drafter, weights, pack, starts, len(starts)).hidden_states
-    parents, states = [first], None
     weights = replace(weights, head=None if weights.head is None else weights.head.to(drafter.dtype))
-    for depth, hidden in enumerate(hidden_states[: steps - 1]):
-        states = drafter.injector.advance(weights.embed(parents[-1]), states)
-        logits = draft_logits(drafter, weights, hidden.to(drafter.dtype), states if depth else None)
+    predictions = family_of(drafter).predictions(drafter, weights)
+    chains = Chains(starts, len(starts), torch.ones_like(starts, dtype=torch.bool))
+    parents, hidden_states = [first], ()
+    for depth in range(steps - 1):
+        tokens = torch.stack(parents, dim=1)
+        if depth == 0 or predictions.reads_tokens:
+            hidden_states = unroll(drafter, predictions, pack, chains, tokens).hidden_states
+        states = predictions.states(tokens, hidden_states[: depth + 1])[depth]
+        logits = predictions.logits(hidden_states[depth].to(drafter.dtype), states)
         choice = torch.multinomial(logits.float().softmax(dim=-1), 1).squeeze(-1)
         parents.append(weights.vocab_ids[choice])
     return torch.stack(parents[1:], dim=1), torch.stack(parents, dim=1)

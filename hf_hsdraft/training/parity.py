@@ -16,15 +16,14 @@ import torch
 from ..acceleration.cpu.products import in_full_precision
 from ..bench.wrapped_drafter import WrappedDrafter
 from ..drafters.draft_options import DraftOptions
-from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
-from ..drafters.hidden_state.expansion import Expansion
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..drafters.protocol import Ask, DraftCall
+from ..drafters.protocol import DraftCall, Session
 from ..trees.draft_tree import DraftTree
+from ..trees.tree_builders import Expansion
 from ..verifiers.verdict import Nodes, Verdict, Verifier
 from .conversations import TokenizedConversation
 from .features import read_features
-from .loss import ChainLabels, Chains, Pack, chain_states, draft_logits, true_labels, unroll
+from .loss import ChainLabels, Chains, Pack, true_labels, unroll
+from .trainable import family_of
 
 LabelsOf = Callable[[Pack, Chains, int], ChainLabels]
 
@@ -110,7 +109,7 @@ class ParityReport:
 
 
 def parity(
-    drafter: HSDrafter,
+    drafter: Any,
     target: Any,
     prompts: Sequence[torch.Tensor],
     max_new_tokens: int = 64,
@@ -120,14 +119,14 @@ def parity(
     """Decodes prompts greedily, computes the same drafts as training does, and compares both.
 
     Args:
-        drafter: the drafter.
+        drafter: the drafter, of a family that can be trained.
         target: the target.
         prompts: token ids `[1, length]` of each prompt.
         max_new_tokens: greatest number of tokens decoded after each prompt.
         tolerance: greatest mean total variation allowed at each depth; 0 for that of the target's dtype.
         labels_of: function by which training labels the chains of a pack.
     """
-    steps = drafter.config.num_draft_steps
+    steps = drafter.num_draft_steps
     rows: list[list[tuple[float, float, bool, bool]]] = [[] for _ in range(steps)]
     for prompt in prompts:
         for depth, comparison in _compare_text(drafter, target, prompt, max_new_tokens, labels_of):
@@ -142,7 +141,7 @@ def parity(
 
 @torch.no_grad()
 def _compare_text(
-    drafter: HSDrafter, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
+    drafter: Any, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
 ) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
     """Compares all predictions of one text.
 
@@ -165,20 +164,20 @@ def _compare_text(
         return
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     pack, chains = _as_trained(drafter, target, text, starts)
-    steps = drafter.config.num_draft_steps
-    labels = labels_of(pack, chains, steps)
-    output = unroll(drafter, weights, pack, chains.starts, chains.num_rolled)
-    states = chain_states(drafter, weights, output.hidden_states, labels)
+    labels = labels_of(pack, chains, drafter.num_draft_steps)
+    predictions = family_of(drafter).predictions(drafter, weights)
+    hidden_states = unroll(drafter, predictions, pack, chains, labels.tokens).hidden_states
+    states = predictions.states(labels.tokens, hidden_states)
     head = target.get_output_embeddings().weight
     ids = weights.vocab_ids
-    for depth, hidden in enumerate(output.hidden_states):
-        trained = draft_logits(drafter, weights, hidden, states[depth]).float()
+    for depth, hidden in enumerate(hidden_states):
+        trained = predictions.logits(hidden, states[depth]).float()
         teacher = (labels.teacher[labels.rows[:, depth]].to(head.dtype) @ head[ids.to(head.device)].T).float()
         for row, start in enumerate(starts):
             goal = start + 2 + depth
             if goal >= len(text) or depth >= drafts[start].depth or goal - 1 not in verified:
                 continue
-            decoded = _replayed(drafts[start], text[start + 1 : goal].tolist())
+            decoded = _replayed(drafts[start], text[start + 1 : goal].tolist(), drafter.device)
             seen = verified[goal - 1][ids.to(verified[goal - 1].device)].float()
             truth = int(text[goal])
             yield (
@@ -192,11 +191,11 @@ def _compare_text(
             )
 
 
-def _as_trained(drafter: HSDrafter, target: Any, text: torch.Tensor, starts: Sequence[int]) -> tuple[Pack, Chains]:
+def _as_trained(drafter: Any, target: Any, text: torch.Tensor, starts: Sequence[int]) -> tuple[Pack, Chains]:
     """Returns the text as a training step would read it, as the second document of a pack, and its chains."""
     chat = TokenizedConversation(text.cpu(), torch.ones(len(text), dtype=torch.bool))
     short = TokenizedConversation(chat.input_ids[:3], chat.answer_mask[:3])
-    read = read_features(target, drafter.config.target_tap_layers, [short, chat], drafter.device, drafter.dtype)
+    read = read_features(target, drafter.taps, [short, chat], drafter.device, drafter.dtype)
     pack = Pack.of(read, pad_to_multiple_of=8).to(drafter.device, drafter.dtype)
     places = torch.tensor(starts, device=drafter.device) + len(short.input_ids)
     return pack, Chains(places, len(starts), torch.ones(len(starts), dtype=torch.bool, device=drafter.device))
@@ -206,11 +205,11 @@ def _total_variation(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.exp().cpu() - right.exp().cpu()).abs().sum()) / 2
 
 
-def _replayed(expansion: Expansion, tokens: Sequence[int]) -> torch.Tensor:
+def _replayed(expansion: Expansion, tokens: Sequence[int], device: torch.device) -> torch.Tensor:
     """Returns the log-probabilities `[V']` that a draft of decoding gives after tokens that begin with the root."""
     states = None
     for level, token in enumerate(tokens, 1):
-        log_probs, states = expansion(level, torch.tensor([[token]], device=expansion.logits.device), states)
+        log_probs, states = expansion(level, torch.tensor([[token]], device=device), states)
     return log_probs[0, 0]
 
 
@@ -218,7 +217,7 @@ class _ObservedDrafter(WrappedDrafter):
     """A drafter for one call that notes every draft and the target's logits.
 
     Args:
-        drafter: drafter that makes the drafts, without reuse and n-grams.
+        drafter: drafter that makes the drafts, each from its own round alone and without n-grams.
         length: number of tokens of the prompt.
 
     Attributes:
@@ -226,36 +225,20 @@ class _ObservedDrafter(WrappedDrafter):
         verified: the target's logits `[V]`, by position.
     """
 
-    def __init__(self, drafter: HSDrafter, length: int) -> None:
+    def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)
-        self.generation_config.reuse = "none"
+        self._family = family_of(drafter)
+        for name, value in self._family.plain_options.items():
+            setattr(self.generation_config, name, value)
         self.drafts: dict[int, Expansion] = {}
         self.verified: dict[int, torch.Tensor] = {}
         self._length = length
 
-    def session(self, call: DraftCall) -> HSCandidateGenerator:
-        return _NotingSession(self._drafter.session(call), self.drafts)
+    def session(self, call: DraftCall) -> Session:
+        return self._family.noting(self._drafter.session(call), self.drafts)
 
     def verifier(self, options: DraftOptions) -> Verifier:
         return _NotingVerifier(super().verifier(options), self.verified, self._length - 1)
-
-
-class _NotingSession(HSCandidateGenerator):
-    """Takes the place of a session that has not drafted yet, and notes every draft by its start."""
-
-    def __init__(self, session: HSCandidateGenerator, drafts: dict[int, Expansion]) -> None:
-        self.__dict__.update(session.__dict__)
-        self._noted, self._start = drafts, 0
-
-    def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
-        self._start = int(self._rows[0].pending[-1][2][-1])
-        return super()._rolled(rows, depth)
-
-    def _grown(
-        self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
-    ) -> list[DraftTree]:
-        self._noted[self._start] = expansion
-        return super()._grown(asks, expansion, depths, options)
 
 
 class _NotingVerifier(Verifier):

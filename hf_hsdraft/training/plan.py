@@ -41,7 +41,8 @@ class TrainingPlan:
         init_from: drafter to start from; `None` for none.
         lora: rank of the updates that are trained instead of all weights; `None` to train all weights.
         publish_data: data set of the Hub that the target's own chats are sent to, as user/name; `None` sends none.
-        drafter: fields of `HSDraftConfig.for_target`.
+        family: family of the drafter, a name in `trainable.TRAINABLE`.
+        drafter: fields of its configuration that differ from what its family derives from the target.
     """
 
     out: str
@@ -67,6 +68,7 @@ class TrainingPlan:
     init_from: str | None = None
     lora: int | None = None
     publish_data: str | None = None
+    family: str = "hidden-state"
     drafter: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -23,8 +23,6 @@ from transformers.integrations import get_reporting_integration_callbacks
 from .._version import __version__
 from ..bench.measure import encode_prompt
 from ..common.checks import public_name
-from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..repository.model_card import FIGURES, RECIPE, write_card
 from ..target.target_loading import is_sharded
 from .adapters import with_lora
@@ -41,17 +39,17 @@ from .checks import (
     read_state,
 )
 from .conversations import Conversation, tokenize_conversation
+from .family import TrainableFamily
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
 from .gather import answer_all, in_order, read_sources, recipe_of
-from .identity import record_target
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
 from .publish import name_data_set, prepare_repository, publish
 from .published_chats import PublishedChats
-from .start import config_for, draft_vocabulary, drafter_to_start_from, start_from_target
+from .start import draft_vocabulary, drafter_to_start_from, fresh_drafter
+from .trainable import trainable
 from .trainer import DrafterTrainer
-from .vocabulary import with_draft_vocabulary
 
 # Settings that may change when a run is resumed. Others would mix two different drafters.
 _MAY_CHANGE = {"out", "eval_prompts", "answer_batch_size", "answers_from", "server_model", "cache_taps", "publish_data"}
@@ -78,7 +76,7 @@ _ARGUMENTS_FIXED = (
 @patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
 def train(
     target: Any, tokenizer: Any, plan: TrainingPlan, arguments: Mapping[str, Any] | None = None, report: Report = print
-) -> HSDrafter:
+) -> Any:
     """Makes prompts and answers, trains a drafter on them, and keeps the best one by tau.
 
     A killed run goes on where it stopped: prompts, answers and features are kept, and the trainer resumes from its last
@@ -108,12 +106,18 @@ def train(
         report(f"target sharded over {state.num_processes} processes")
     if plan.answers_from is not None and plan.invented_turns:
         raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
-    check_target_can_teach(target, tokenizer)
+    family = trainable(plan.family, plan.drafter)
+    if plan.lora is not None and not family.takes_adapters:
+        raise ValueError(
+            f"lora={plan.lora} is invalid with family={family.name!r}, whose drafters load no adapters: leave it out, "
+            "and all weights are trained"
+        )
+    check_target_can_teach(target, tokenizer, family)
     identity = fingerprint(target)
-    start = drafter_to_start_from(target, plan)
-    sizes = start.config if start else HSDraftConfig.for_target(target, **plan.drafter)
-    args.weights_of_depths(sizes.num_draft_steps)
-    args.check_metric(sizes.num_draft_steps, generates=plan.eval_prompts > 0)
+    start = drafter_to_start_from(family, target, plan)
+    steps = (start.config if start else family.config_for(target, plan.drafter)).num_draft_steps
+    args.weights_of_depths(steps)
+    args.check_metric(steps, generates=plan.eval_prompts > 0)
     bad: list[str] = []
     finished, prompts = read_sources(plan, args.seed, bad.append if plan.skip_bad_lines else None)
     for line in bad:
@@ -134,9 +138,9 @@ def train(
         else:
             torch.manual_seed(args.seed)
             conversations = finished + answer_all(target, tokenizer, plan, args.seed, identity, prompts, out, report)
-            _train_on(target, tokenizer, plan, args, start, identity, conversations, report)
+            _train_on(target, tokenizer, plan, args, family, start, identity, conversations, report)
         _publish(out, chats, repository, args, report)
-        return _load(out, plan)
+        return _load(out, plan, family)
     except OSError as error:
         if is_disk_full(error) and "the disk is full" not in str(error):
             raise disk_full(out) from error
@@ -170,7 +174,8 @@ def _train_on(
     tokenizer: Any,
     plan: TrainingPlan,
     args: DrafterTrainingArguments,
-    start: HSDrafter | None,
+    family: TrainableFamily,
+    start: Any,
     identity: str,
     conversations: Sequence[Conversation],
     report: Report,
@@ -196,15 +201,17 @@ def _train_on(
     report(f"{len(pairs):,} conversations, {tokens:,} tokens, {answers:,} of them answers")
     if start and plan.drafter.get("draft_vocab_size", start.config.draft_vocab_size) != start.config.draft_vocab_size:
         ids = draft_vocabulary(target, tokenizer, tokenized, plan.drafter["draft_vocab_size"], report)
-        start = with_draft_vocabulary(start, ids, target.get_output_embeddings().weight)
-    config = start.config if start else config_for(target, tokenizer, tokenized, plan, report)
+        start = family.with_draft_vocabulary(start, ids, target.get_output_embeddings().weight)
+    torch.manual_seed(args.seed)  # the answers have used random numbers, other ones in each process
+    drafter = start or fresh_drafter(family, target, tokenizer, tokenized, plan, report)
     dataset: Any = tokenized
     if plan.cache_taps:
-        size = feature_bytes(tokens, len(config.target_tap_layers), config.target_hidden_size)
+        width = target.config.get_text_config().hidden_size
+        size = feature_bytes(tokens, len(drafter.taps), width)
         report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
         dataset = cache_features(
             target,
-            config.target_tap_layers,
+            drafter.taps,
             tokenized,
             out / "features",
             identity,
@@ -212,11 +219,10 @@ def _train_on(
             share=(state.process_index, state.num_processes),
             wait=state.wait_for_everyone,
         )
-    torch.manual_seed(args.seed)  # the answers have used random numbers, other ones in each process
-    drafter = (start or HSDrafter(config)).to(args.device)
+    drafter = drafter.to(args.device)
     if not start:
-        sample = read_features(target, config.target_tap_layers, tokenized[: min(16, len(tokenized))])
-        start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
+        sample = read_features(target, drafter.taps, tokenized[: min(16, len(tokenized))])
+        family.start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
     model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     report(
@@ -233,7 +239,7 @@ def _train_on(
         budget=_budget(args, last),
         callbacks=_callbacks(args),
     )
-    report(_what_is_computed(trainer, config))
+    report(_what_is_computed(trainer))
     begin = time.perf_counter()
     if last is not None and _had_ended(last, args):  # the Trainer would take one more step
         trainer.restore(last)
@@ -249,12 +255,12 @@ def _train_on(
     report(f"trained for {seconds / 60:.1f} minutes, peak memory {peak:.1f} GB")
     if plan.lora is None:
         try:
-            record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
+            family.record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
         except Exception as error:  # the drafter is saved all the same
             report(f"what the target writes could not be recorded: {error}")
     if state.is_main_process:
         amount = f"{len(pairs):,} conversations, {answers:,} answer tokens, by the target itself"
-        _save(trainer, plan, out, {"data": amount, "prompts": plan.describe_prompts()})
+        _save(trainer, plan, family, out, {"data": amount, "prompts": plan.describe_prompts()})
         finish(out, trainer.state.global_step, _limits(args))
     state.wait_for_everyone()
 
@@ -306,7 +312,9 @@ def _tau_prompts(
     return [inputs for inputs in encoded if inputs["input_ids"].shape[1] + args.eval_new_tokens <= window]
 
 
-def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str, Any]) -> None:
+def _save(
+    trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily, out: Path, data: dict[str, Any]
+) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if plan.lora is None:
         model.loss_function = None
@@ -325,7 +333,7 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
     held_out += f"{trainer.args.eval_new_tokens} tokens each"
     write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration, "held_out": held_out}})
     draw_pictures(history, calibration, out)
-    recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan)}}
+    recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan, family)}}
     if plan.dataset is not None:
         recipe["datasets"] = [public_name(plan.dataset)]
     if plan.lora is not None:
@@ -334,18 +342,19 @@ def _save(trainer: DrafterTrainer, plan: TrainingPlan, out: Path, data: dict[str
     write_card(out, out.resolve().name)
 
 
-def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, Any]:
+def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily) -> dict[str, Any]:
     """Returns the lines of the card that say how the drafter was trained."""
     args, drafter = trainer.args, trainer.drafter
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
     start = plan.init_from and public_name(plan.init_from)
     recipe = {
         "target": f"{drafter.config.target_name} ({trainer.target.dtype})",
-        "drafter": f"{drafter.num_parameters() / 1e6:.1f}M parameters, taps {drafter.config.target_tap_layers}, "
-        f"{drafter.config.num_draft_steps} draft steps, {drafter.config.injector} injector, draft vocabulary "
-        f"{drafter.config.draft_vocab_size:,}",
+        "family": family.name,
+        "drafter": f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters, taps {list(drafter.taps)}, "
+        f"{drafter.num_draft_steps} draft steps, {family.describe(drafter)}, draft vocabulary "
+        f"{len(trainer.weights.vocab_ids):,}",
         "started from": start if plan.lora is None else f"{start}, with LoRA of rank {plan.lora}",
-        "loss": _what_is_computed(trainer, drafter.config),
+        "loss": _what_is_computed(trainer),
         "steps": f"{trainer.state.global_step:,} of {batch} conversations, learning rate {args.learning_rate:g}, "
         f"{getattr(args.optim, 'value', args.optim)}, seed {args.seed}, "
         f"{'bfloat16 autocast' if args.bf16 else 'float32'}",
@@ -355,13 +364,11 @@ def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan) -> dict[str, A
     return {title: value for title, value in recipe.items() if value is not None}
 
 
-def _load(out: Path, plan: TrainingPlan) -> HSDrafter:
-    drafter: HSDrafter
+def _load(out: Path, plan: TrainingPlan, family: TrainableFamily) -> Any:
     if plan.lora is None:
-        drafter = HSDrafter.from_pretrained(out)
-    else:
-        drafter = HSDrafter.from_pretrained(plan.init_from)
-        drafter.load_adapter(str(out))
+        return family.drafter.from_pretrained(out)
+    drafter = family.drafter.from_pretrained(plan.init_from)
+    drafter.load_adapter(str(out))
     return drafter
 
 
@@ -427,13 +434,13 @@ def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | N
     return TimeBudget(args.max_minutes, spent=0.0 if last is None else _spent(last))
 
 
-def _what_is_computed(trainer: DrafterTrainer, config: HSDraftConfig) -> str:
+def _what_is_computed(trainer: DrafterTrainer) -> str:
     args, loss = trainer.args, trainer.loss
     return (
         f"{args.objective} on {args.data_policy} data; at most {args.chains_per_conversation} chains a conversation, "
-        f"{args.rolled_fraction:.0%} of them {config.num_draft_steps} deep, depth weights "
+        f"{args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, depth weights "
         f"{', '.join(f'{weight:.2f}' for weight in loss.depth_weights)}; logits of {loss.rows_per_chunk} predictions x "
-        f"{config.draft_vocab_size:,} tokens at a time"
+        f"{len(trainer.weights.vocab_ids):,} tokens at a time"
     )
 
 

@@ -21,7 +21,6 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 
 from ..bench.measure import pooled_tau
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..engine.call_output import DraftStatistics
 from ..target.target_loading import is_sharded
 from .arguments import DrafterTrainingArguments
@@ -43,6 +42,7 @@ from .loss import (
 from .objectives import OBJECTIVES
 from .on_policy import drafted_labels
 from .parity import ParityError, parity
+from .trainable import family_of
 
 
 class TrainingDiverged(RuntimeError):
@@ -58,7 +58,7 @@ class DrafterTrainer(Trainer):
     """Trains a drafter against a frozen target.
 
     Args:
-        model: an `HSDrafter`, or a PEFT model of one.
+        model: a drafter of a family that can be trained, or a PEFT model of one.
         args: arguments of the training.
         target: the target. It makes features that are not on disk, labels for drafted tokens, and the texts for tau.
         tau_prompts: inputs of `generate()` for measuring tau.
@@ -81,18 +81,18 @@ class DrafterTrainer(Trainer):
         budget: TimeBudget | None = None,
         **kwargs: Any,
     ) -> None:
-        sizes = _base(model).config
-        if args.regression_weight > 0 and sizes.hidden_size != sizes.target_hidden_size:
-            raise ValueError(
-                f"regression_weight={args.regression_weight} needs drafted states as wide as the target's: hidden_size "
-                f"is {sizes.hidden_size}, the target's {sizes.target_hidden_size}"
-            )
         self.target = target
         self.tau_prompts = tau_prompts
         self.budget = budget
         drafter = _base(model)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         rows = target.get_output_embeddings().weight.detach()
+        width = family_of(drafter).predictions(drafter, weights).width
+        if args.regression_weight > 0 and width != rows.shape[1]:
+            raise ValueError(
+                f"regression_weight={args.regression_weight} is invalid: drafted states have a width of {width}, those "
+                f"of the target {rows.shape[1]}. Leave it out, or train a drafter of the target's width"
+            )
         # The frozen head has the dtype of the products: casting it in every step would take as long as they do.
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
@@ -101,7 +101,7 @@ class DrafterTrainer(Trainer):
             self.weights,
             self.teacher_head,
             OBJECTIVES[args.objective],
-            args.weights_of_depths(drafter.config.num_draft_steps),
+            args.weights_of_depths(drafter.num_draft_steps),
             **(
                 {}
                 if drafter.device.type == "cpu"
@@ -120,7 +120,7 @@ class DrafterTrainer(Trainer):
         self.calibration: Calibration | None = None
 
     @property
-    def drafter(self) -> HSDrafter:
+    def drafter(self) -> Any:
         """The drafter that is trained, without its wrappers."""
         return _base(self.accelerator.unwrap_model(self.model))
 
@@ -161,21 +161,21 @@ class DrafterTrainer(Trainer):
             args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
         )
         labels = replace(labels, count=count, regression=weight, measured=measured)
-        output = unroll(model, self.weights, pack, chains.starts, chains.num_rolled, labels)
+        predictions = family_of(drafter).predictions(drafter, self.weights)
+        output = unroll(model, predictions, pack, chains, labels.tokens, labels)
         loss: LossParts = output["loss"]
         return loss
 
     def pack(self, conversations: Sequence[Features | TokenizedConversation]) -> Pack:
         """Packs the conversations of a step. The target makes the features that are missing."""
-        taps = _base(self.model).config.target_tap_layers
+        taps = _base(self.model).taps
         bare = [chat for chat in conversations if not isinstance(chat, Features)]
         read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
         features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
         return Pack.of(features, pad_to_multiple_of=128).to(self.args.device, self.teacher_head.dtype)
 
-    def _labels(self, drafter: HSDrafter, pack: Pack, chains: Chains) -> ChainLabels:
-        steps = drafter.config.num_draft_steps
-        labels = true_labels(pack, chains, steps)
+    def _labels(self, drafter: Any, pack: Pack, chains: Chains) -> ChainLabels:
+        labels = true_labels(pack, chains, drafter.num_draft_steps)
         if self.args.data_policy == "teacher" or not drafter.training:
             return labels
         every = 1 if self.args.data_policy == "student" else 2
@@ -276,18 +276,19 @@ class DrafterTrainer(Trainer):
         self.state.best_model_checkpoint = str(best)
         super()._load_best_model()
 
-    def snapshot(self) -> HSDrafter:
+    def snapshot(self) -> Any:
         """Returns the drafter as it is now, without the wrappers of mixed precision and data parallelism."""
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
-        if not isinstance(model, HSDrafter):
-            return _base(model).eval()  # PEFT puts layers into the drafter and nothing around it
-        copy = HSDrafter(model.config)
+        drafter = _base(model)
+        if drafter is not model:
+            return drafter.eval()  # PEFT puts layers into the drafter and nothing around it
+        copy = type(model)(model.config)
         copy.load_state_dict(model.state_dict())
         copy.generation_config = model.generation_config
         return copy.to(model.device).eval()
 
 
-def _recompute_layers(drafter: HSDrafter) -> None:
+def _recompute_layers(drafter: Any) -> None:
     """Lets the backward compute the trunk's layers again. For long packs, they would take most of a step's memory."""
     for layer in drafter.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -317,10 +318,9 @@ def _by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_{depth}": round(value, 4) for depth, value in enumerate(values, 1)}
 
 
-def _base(model: Any) -> HSDrafter:
+def _base(model: Any) -> Any:
     """Returns the drafter inside a PEFT model, or the drafter itself."""
-    drafter: HSDrafter = model if isinstance(model, HSDrafter) else model.get_base_model()
-    return drafter
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 __all__ = ["DrafterTrainer", "DrafterTrainingArguments", "TrainingDiverged"]

@@ -1,0 +1,1 @@
+"""The families of drafters that `hsdraft train` can train, one file each."""

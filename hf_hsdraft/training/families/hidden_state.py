@@ -1,0 +1,139 @@
+"""Training of hidden-state drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.target_weights import TargetWeights
+from ...drafters.draft_options import DraftOptions
+from ...drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ...drafters.hidden_state.expansion import Expansion
+from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ...drafters.protocol import Ask, Session
+from ...trees.draft_tree import DraftTree
+from ...trees.tree_builders import Expansion as TreeExpansion
+from ..family import Choose, TrainableFamily
+from ..identity import record_target
+from ..noting import NotingSession
+from ..predictions import Predictions, trained
+from ..timid import start_timidly
+from ..vocabulary import with_draft_vocabulary
+
+_SHORTEST_WINDOW = 128
+_FREE = ("tree_size", "beam_width", "sliding_window")  # fields on which no weights depend
+
+
+@dataclass(frozen=True)
+class InjectedPredictions(Predictions):
+    """Predictions of states that are drafted without tokens. An injector tells them the tokens of a path.
+
+    The first depth needs none: its states have read the parent.
+
+    Attributes:
+        drafter: the drafter.
+        weights: what it borrows of the target.
+    """
+
+    drafter: HSDrafter
+    weights: TargetWeights
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.drafter.config.hidden_size
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.norm, self.drafter.injector, self.drafter.lm_head)
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        embeds, advance = self.weights.embed(tokens), self.drafter.injector.advance
+        states = advance(embeds[:, 0], None)
+        result: list[torch.Tensor | None] = [None]
+        for depth, hidden in enumerate(hidden_states[1:], 1):
+            rows = hidden.shape[0]
+            states = advance(embeds[:rows, depth], states[:rows])
+            result.append(states)
+        return result
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        logits = self.drafter.logits(hidden, self.weights)
+        return logits if states is None else logits + self.drafter.injector(hidden, states)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drafter.norm(hidden)
+
+
+class HiddenStateFamily(TrainableFamily):
+    """Drafters that roll hidden states forward without tokens."""
+
+    name = "hidden-state"
+    drafter = HSDrafter
+    least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
+    plain_options = {"reuse": "none"}  # noqa: RUF012
+    takes_adapters = True
+
+    def config_for(self, target: Any, fields: Mapping[str, Any]) -> HSDraftConfig:
+        return HSDraftConfig.for_target(target, **fields)
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> HSDrafter:
+        # It learns to look back no further than the longest text.
+        fields = {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}
+        config = self.config_for(target, fields)
+        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
+            ids = choose(config.draft_vocab_size)
+            config = self.config_for(target, fields | {"draft_vocab_size": len(ids), "draft_vocab_ids": ids})
+        return HSDrafter(config)
+
+    def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:
+        config, options = drafter.config, drafter.generation_config
+        config.target_name = fields.get("target_name", config.target_name)
+        drafter.loaded_from = None  # its recipe and figures do not hold for the drafter of this run
+        config.target_reference = None  # it is recorded anew at the end
+        for name in _FREE:
+            if name in fields:
+                setattr(config, name, fields[name])
+                if name != "sliding_window":
+                    setattr(options, name, fields[name])
+        config.check()
+        for name, value in fields.items():
+            found = getattr(config, name)
+            if found != value and name != "draft_vocab_size":
+                raise ValueError(
+                    f"{drafter.name_or_path} has {name}={found!r}, not {value!r}; leave {name} out, or train from "
+                    "scratch"
+                )
+
+    def start_from_target(self, drafter: HSDrafter, target: Any, finals: torch.Tensor) -> None:
+        if drafter.config.hidden_size == drafter.config.target_hidden_size:
+            rows = target.get_output_embeddings().weight.detach()
+            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
+            start_timidly(drafter.norm.weight, rows, finals, up=drafter.injector.up.weight, head=drafter.lm_head)
+
+    def with_draft_vocabulary(self, drafter: HSDrafter, ids: list[int], output_rows: torch.Tensor) -> HSDrafter:
+        return with_draft_vocabulary(drafter, ids, output_rows)
+
+    def predictions(self, drafter: HSDrafter, weights: TargetWeights) -> InjectedPredictions:
+        return InjectedPredictions(drafter, weights)
+
+    def record_target(self, drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
+        record_target(drafter, target, tokenizer, name)
+
+    def describe(self, drafter: HSDrafter) -> str:
+        return f"{drafter.config.injector} injector"
+
+    def noting(self, session: Session, drafts: dict[int, TreeExpansion]) -> Session:
+        return _NotingSession(session, drafts)
+
+
+class _NotingSession(NotingSession, HSCandidateGenerator):
+    def _grown(
+        self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
+    ) -> list[DraftTree]:
+        self.note(expansion)
+        return super()._grown(asks, expansion, depths, options)

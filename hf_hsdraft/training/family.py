@@ -1,0 +1,139 @@
+"""The seam between the training pipeline and a family of drafters: what differs from family to family."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..common.target_weights import TargetWeights
+from ..drafters.protocol import Session
+from ..trees.tree_builders import Expansion
+from .predictions import Predictions
+
+Choose = Callable[[int], list[int]]
+
+
+class TrainableFamily:
+    """What the pipeline asks of a family.
+
+    Its drafters are modules of torch, and have these besides what a `Drafter` has:
+
+    - `forward(taps, embeds, position_ids, starts, document_ids, num_rolled, labels, ...)`, whose output holds drafted
+      states of every chain, as K tensors `hidden_states`, and as `loss` what `loss_function(drafter, hidden_states,
+      labels)` makes of them. Only the first `num_rolled` chains have states beyond the first depth;
+    - `borrow(embedding, output_head)`, which returns the `TargetWeights` that the drafter uses;
+    - `layers`, the modules of its layers;
+    - `config`, `device`, `dtype`, `from_pretrained` and `save_pretrained`, as models of transformers have them.
+
+    Attributes:
+        name: name of the family, as `hsdraft train --family` takes it.
+        drafter: class of its drafters.
+        least: fields of the smallest drafter, by which it is tried whether a target can be drafted for.
+        plain_options: drafting options with which a draft depends on nothing of earlier rounds.
+        takes_adapters: whether its drafters load adapters (LoRA).
+    """
+
+    name: str
+    drafter: Any
+    least: Mapping[str, Any]
+    plain_options: Mapping[str, Any] = {}
+    takes_adapters = False
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields that a training plan may set for a drafter."""
+        return set(inspect.signature(self.drafter.config_class.__init__).parameters) - {"self", "kwargs"}
+
+    def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns the configuration of a fresh drafter, but for the tokens of its draft vocabulary.
+
+        It has `num_draft_steps`.
+
+        Args:
+            target: the target.
+            fields: fields that differ from the defaults.
+
+        Raises:
+            ValueError: a field is invalid.
+        """
+        raise NotImplementedError
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
+        """Returns a drafter with random weights, in float32 on the CPU.
+
+        Args:
+            target: the target.
+            fields: fields that differ from the defaults.
+            longest: number of tokens of the longest conversation that it will learn from.
+            choose: returns ascending token ids for a draft vocabulary of the size that it is given.
+        """
+        raise NotImplementedError
+
+    def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        """Gives a drafter that is trained further those of the fields that no weights depend on.
+
+        Args:
+            drafter: the drafter, which is changed.
+            fields: fields of the plan. The drafter must have the values of the others, except for `draft_vocab_size`.
+
+        Raises:
+            ValueError: it has others. The message names the field.
+        """
+        raise NotImplementedError
+
+    def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
+        """Takes over from the target what some parts of a fresh drafter need.
+
+        Args:
+            drafter: the drafter, which is changed.
+            target: the target.
+            finals: `[N, D]`, float32, some final hidden states of the target.
+        """
+
+    def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: torch.Tensor) -> Any:
+        """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
+
+        Args:
+            drafter: the drafter.
+            ids: token ids of the new draft vocabulary, ascending.
+            output_rows: `[V, D]`, the target's output embedding.
+
+        Raises:
+            ValueError: drafters of this family keep their draft vocabulary.
+        """
+        raise ValueError(
+            f"draft_vocab_size={len(ids)} is invalid: a drafter of family {self.name!r} keeps its draft vocabulary of "
+            f"{drafter.config.draft_vocab_size} tokens; leave it out, or train from scratch"
+        )
+
+    def predictions(self, drafter: Any, weights: TargetWeights) -> Predictions:
+        """Returns what a drafter predicts with the weights that it borrows of a target.
+
+        Raises:
+            ValueError: drafters of this kind can draft, but not be trained.
+        """
+        raise NotImplementedError
+
+    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+        """Notes in a drafter's configuration which target it was made for.
+
+        All processes of a sharded target have to take part.
+
+        Args:
+            drafter: the drafter, whose configuration is changed.
+            target: its target.
+            tokenizer: the target's tokenizer.
+            name: name of the target; `None` for the name by which it was loaded.
+        """
+        raise NotImplementedError
+
+    def describe(self, drafter: Any) -> str:
+        """Returns what is special about a drafter of this family, for its recipe."""
+        raise NotImplementedError
+
+    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
+        """Returns a session that drafts as `session` does and notes what it drafts from, see `NotingSession`."""
+        raise NotImplementedError

@@ -1,0 +1,50 @@
+"""The families of drafters that can be trained. A new one is one more name here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..common.checks import few
+from .families.hidden_state import HiddenStateFamily
+from .family import TrainableFamily
+
+TRAINABLE: dict[str, TrainableFamily] = {family.name: family for family in (HiddenStateFamily(),)}
+
+
+def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
+    """Returns a family by its name.
+
+    Args:
+        name: name of the family.
+        fields: fields of a drafter's configuration that a plan sets.
+
+    Raises:
+        ValueError: there is no such family, or a field is one of another family only.
+    """
+    if name not in TRAINABLE:
+        raise ValueError(f"family={name!r} is unknown: expected one of {few(sorted(TRAINABLE))}")
+    family = TRAINABLE[name]
+    for field in sorted(fields.keys() - family.fields):
+        owners = [other.name for other in TRAINABLE.values() if field in other.fields]
+        if owners:
+            raise ValueError(
+                f"{field}={fields[field]!r} is invalid with family={name!r}, whose drafters have no such field: leave "
+                f"it out, or train one of family {few(owners)}"
+            )
+    return family
+
+
+def family_of(drafter: Any) -> TrainableFamily:
+    """Returns the family of a drafter.
+
+    Raises:
+        ValueError: drafters of this class cannot be trained.
+    """
+    for family in TRAINABLE.values():
+        if isinstance(drafter, family.drafter):
+            return family
+    raise ValueError(
+        f"a {type(drafter).__name__} cannot be trained: expected a drafter of one of the families "
+        f"{few(sorted(TRAINABLE))}"
+    )
