@@ -66,6 +66,7 @@ CODE = {
     "options.py",
     "own_choice.py",
     "pacing.py",
+    "parallel_expansion.py",
     "pretrained_drafter.py",
     "protocol.py",
     "publication.py",

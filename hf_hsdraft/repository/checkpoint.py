@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..common.checks import few, printable
 from .drafter_files import CONFIG, INDEX, OPTIONS, WEIGHTS, DamagedFile, find_folder, read_json, weight_files
 
 _PICKLED = "pytorch_model.bin"
+LOOSE_MASK = "mask_embedding.pt"  # of some block drafters: the embedding of a mask, beside the weights
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
 
 Shape = tuple[int, ...]
@@ -52,10 +53,11 @@ class Checkpoint:
             OSError: there is no such folder or repository, or it holds no configuration.
             DamagedFile: the configuration is damaged.
         """
-        folder = find_folder(name, (CONFIG, OPTIONS, INDEX, WEIGHTS, "model-*.safetensors"), subfolder, **hub)
+        described = (CONFIG, OPTIONS, LOOSE_MASK)
+        folder = find_folder(name, (*described, INDEX, WEIGHTS, "model-*.safetensors"), subfolder, **hub)
         has_weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
         if not has_weights and not os.path.isdir(name):
-            folder = find_folder(name, (CONFIG, OPTIONS, _PICKLED), subfolder, **hub)
+            folder = find_folder(name, (*described, _PICKLED), subfolder, **hub)
         return cls(os.fspath(name), folder, read_json(folder / CONFIG))
 
     @cached_property
@@ -78,19 +80,25 @@ class Checkpoint:
                 raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
         return found
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights by name, one after the other.
+
+        Args:
+            names: of those that are wanted; `None` for all.
 
         Raises:
             OSError, DamagedFile: as `shapes`.
         """
         if self._is_pickled:
-            yield from self._unpickled().items()
+            for name, tensor in self._unpickled().items():
+                if names is None or name in names:
+                    yield name, tensor
             return
         for path in weight_files(self.folder):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_tensor(name)
+                    if names is None or name in names:
+                        yield name, file.get_tensor(name)
 
     def check_shapes(self, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> None:
         """Compares names and shapes of the tensors with those that a configuration describes.
@@ -118,21 +126,38 @@ class Checkpoint:
                 "they were published"
             )
 
+    def loose_tensor(self, name: str) -> torch.Tensor:
+        """Returns the one tensor of a file beside the weights, read without running any code of it.
+
+        Raises:
+            DamagedFile: it holds something else.
+        """
+        path = self.folder / name
+        found = _unpickled(path)
+        if not isinstance(found, torch.Tensor):
+            raise DamagedFile(f"{path} is damaged: expected one tensor", path)
+        return found
+
     @property
     def _is_pickled(self) -> bool:
         has_safetensors = (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
         return not has_safetensors and (self.folder / _PICKLED).is_file()
 
     def _unpickled(self) -> dict[str, torch.Tensor]:
-        """The weights of an older file. It is read without running any code of it, and mapped, not loaded."""
+        """The weights of an older file."""
         path = self.folder / _PICKLED
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise DamagedFile(f"{path} is damaged ({printable(error)})", path) from error
+        found = _unpickled(path)
         if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
             raise DamagedFile(f"{path} is damaged: expected tensors by name", path)
         return found
+
+
+def _unpickled(path: Path) -> Any:
+    """What a file of PyTorch holds. It is read without running any code of it, and mapped, not loaded."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise DamagedFile(f"{path} is damaged ({printable(error)})", path) from error
 
 
 def _opened(path: Path) -> Any:

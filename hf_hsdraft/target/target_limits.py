@@ -50,6 +50,12 @@ def text_config(target: Any) -> Any:
     return target.config.get_text_config(decoder=True)
 
 
+def decoder_layers(config: Any) -> int:
+    """Number of layers of a target's decoder, by the configuration of its text; T5 counts the encoder's apart."""
+    layers = getattr(config, "num_decoder_layers", None)
+    return layers if isinstance(layers, int) and layers else config.num_hidden_layers
+
+
 def why_refused(target: Any, cache: Any) -> str:
     """Why no draft can be verified by this target, as far as model and cache tell; empty if one may."""
     if type(target)._sample is not GenerationMixin._sample:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ...common.checks import LONGEST_NAME, is_code_file, is_integer, is_number, public_name, short
 from ...repository.drafter_files import FORMAT_VERSION
+from ...target.target_limits import decoder_layers
 from ..draft_options import MOST_NODES
 from ..special_tokens import AnySpecialTokens
 
@@ -353,11 +354,6 @@ def _integer(config: Any, name: str) -> int | None:
     """A field where it is one number for all layers."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
-
-
-def decoder_layers(config: Any) -> int:
-    """Number of layers of a target's decoder, by the configuration of its text; T5 counts the encoder's apart."""
-    return _integer(config, "num_decoder_layers") or config.num_hidden_layers
 
 
 def default_tap_layers(num_hidden_layers: int) -> list[int]:

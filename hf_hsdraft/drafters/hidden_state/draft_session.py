@@ -14,9 +14,9 @@ from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree, merge_trees
 from ...trees.tree_builders import TreeLimits
 from ...verifiers.foresight import Foresight
+from ..draft_memory import DraftMemory
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, Session
-from .draft_memory import DraftMemory
 from .expansion import Expansion
 from .network import HSDraftNetwork
 from .reuse import Leftover, ensemble, reuse_of

@@ -8,11 +8,11 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ...common.refusals import DraftingRefused
-from ...target.target_limits import text_config
+from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import DraftOptions, default_options
 from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
-from .configuration_hsdraft import HSDraftConfig, decoder_layers
+from .configuration_hsdraft import HSDraftConfig
 from .draft_session import HSDraftSession
 from .draft_support import support
 from .network import HSDraftNetwork

@@ -7,11 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from .contexts import DraftContext
-from .network import HSDraftNetwork
-
 
 @dataclass(frozen=True)
 class DraftMemory:
@@ -20,24 +15,24 @@ class DraftMemory:
     Attributes:
         drafter: whose memory it is, a weak reference.
         length: of the text when the memory was made, the last token included.
-        context: what the trunk had read.
+        context: what the drafter had read; only its family knows what this is.
         pending: what was still waiting to be read.
     """
 
-    drafter: Callable[[], HSDraftNetwork | None]
+    drafter: Callable[[], Any]
     length: int
-    context: DraftContext
-    pending: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
+    context: Any
+    pending: tuple[Any, ...]
 
     @classmethod
-    def of(cls, drafter: HSDraftNetwork, length: int, context: DraftContext, pending: Sequence[Any]) -> DraftMemory:
+    def of(cls, drafter: Any, length: int, context: Any, pending: Sequence[Any]) -> DraftMemory:
         return cls(weakref.ref(drafter), length, context, tuple(pending))
 
-    def fits(self, drafter: HSDraftNetwork, length: int) -> bool:
+    def fits(self, drafter: Any, length: int) -> bool:
         """Whether this is the drafter's memory of a text of that length, and lies where the drafter is."""
         if self.drafter() is not drafter or self.length != length:
             return False
-        states = [state for part in self.pending for state in part[:2]]
+        states = [state for part in self.pending for state in part if state.is_floating_point()]
         return all(state.device == drafter.device and state.dtype == drafter.dtype for state in states)
 
     def __reduce__(self) -> Any:
@@ -49,4 +44,4 @@ class DraftMemory:
 
 
 def _forgotten() -> DraftMemory:
-    return DraftMemory(lambda: None, 0, DraftContext(), ())
+    return DraftMemory(lambda: None, 0, None, ())

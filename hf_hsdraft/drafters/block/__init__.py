@@ -1,0 +1,7 @@
+"""Drafters of whole blocks of tokens in one forward: DFlash, DFlash2 and DSpark, as several projects publish them."""
+
+from ..formats import register_format
+from .loading import FORMATS
+
+for _form in FORMATS:
+    register_format(_form)

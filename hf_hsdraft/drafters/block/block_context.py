@@ -1,0 +1,89 @@
+"""What the slots of a block see: context positions before the anchor, and each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...common.attention import batched_attention
+from .configuration import Sight
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+_BLOCKS_AT_ONCE = 64  # of training: what they multiply for nothing, as they do not see each other, stays small
+
+
+def own_mask(sight: Sight, slots: int, device: torch.device) -> torch.Tensor | None:
+    """Returns `[slots, slots]`, True where the row's slot sees the column's; `None` for everywhere."""
+    place = torch.arange(slots, device=device)
+    ahead = place[None, :] - place[:, None]
+    mask = torch.ones(slots, slots, dtype=torch.bool, device=device)
+    if sight.causal:
+        mask &= ahead <= 0
+    if sight.reach is not None and not sight.of_anchor and sight.reach < slots - 1:
+        mask &= ahead.abs() <= sight.reach
+    elif not sight.causal:
+        return None
+    return mask
+
+
+def farthest(sight: Sight, positions: torch.Tensor) -> torch.Tensor:
+    """Returns `[B, slots]`, the position from which each slot counts its reach, of slots at `positions`."""
+    return positions[:, :1].expand_as(positions) if sight.of_anchor else positions
+
+
+def training_attention(
+    context: Sequence[KeysAndValues],
+    sights: Sequence[Sight],
+    position_ids: torch.Tensor,
+    document_ids: torch.Tensor | None,
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`.
+
+    Args:
+        context: for each layer keys and values `[T, kv_heads, head_dim]` of the context.
+        sights: of the layers.
+        position_ids, document_ids: `[T]`, of the context.
+        starts: `[S]`, the last context position that each block sees, as an index of the context.
+        positions: `[S, slots]`, positions of the slots.
+    """
+    blocks, slots = positions.shape
+    indices = torch.arange(len(position_ids), device=positions.device)
+    before = indices[None] <= starts[:, None]
+    if document_ids is not None:
+        before = before & (document_ids[None] == document_ids[starts, None])
+
+    masks: dict[tuple[Sight, int], torch.Tensor] = {}  # layers share them
+
+    def seen(sight: Sight, begin: int) -> torch.Tensor:
+        if (sight, begin) not in masks:
+            masks[sight, begin] = made(sight, slice(begin, begin + _BLOCKS_AT_ONCE))
+        return masks[sight, begin]
+
+    def made(sight: Sight, part: slice) -> torch.Tensor:
+        count = len(range(*part.indices(blocks)))
+        mask = before[part, None].expand(-1, slots, -1)
+        if sight.reach is not None:
+            mask = mask & (farthest(sight, positions[part])[..., None] - position_ids <= sight.reach)
+        own = own_mask(sight, slots, positions.device)
+        own = torch.ones(slots, slots, dtype=torch.bool, device=positions.device) if own is None else own
+        blockwise = torch.block_diag(*[own] * count)
+        return torch.cat([mask.flatten(0, 1), blockwise], dim=1)[None]
+
+    def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        mixed = []
+        for begin in range(0, blocks, _BLOCKS_AT_ONCE):
+            part = slice(begin, begin + _BLOCKS_AT_ONCE)
+            sides = [
+                torch.cat([shared, own[part].flatten(0, 1)]).transpose(0, 1)[None]
+                for shared, own in zip(context[index], (keys, values), strict=True)
+            ]
+            of_block = queries[part].flatten(0, 1)[None]
+            of_part = batched_attention(of_block, sides[0], sides[1], seen(sights[index], begin))
+            mixed.append(of_part[0].unflatten(0, (-1, slots)))
+        return torch.cat(mixed)
+
+    return attend

@@ -1,0 +1,292 @@
+"""Configuration of a block drafter: what it reads of its target, the layout of its blocks, and its heads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.checks import is_integer, is_number, public_name, short
+from ...common.decoder_layer import LayerSizes
+from ...target.target_limits import decoder_layers
+from ..special_tokens import ANY, AnySpecialTokens
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+# The greatest values that make sense. Beyond them lie typing errors, and files that want to exhaust a machine.
+LIMITS = {
+    "vocab_size": 2**22, "draft_vocab_size": 2**22, "target_hidden_size": 2**17, "num_hidden_layers": 64,
+    "block_size": 256, "hidden_size": 2**17, "intermediate_size": 2**20, "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12, "head_dim": 2**13, "conv_kernel_size": 256, "conv_group_size": 2**17,
+    "selector_top_k": 2**12,
+}  # fmt: skip
+MOST_TAPS, MOST_RANK = 64, 2**16
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How far the slots of a block see in one layer.
+
+    Attributes:
+        reach: greatest distance at which a context position is seen; `None` for any.
+        of_anchor: whether the distance is counted from the anchor, for all slots alike. Otherwise each slot counts from
+            its own position, and sees the other slots within the same distance only.
+        causal: whether a slot sees no slot after it.
+    """
+
+    reach: int | None = None
+    of_anchor: bool = False
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Configuration of a [`BlockDrafter`]. Every field is checked when it is built.
+
+    A block has `block_size` slots: the anchor, which is the last accepted token, and masks. In the *anchor-first*
+    layout slot k drafts the token after it, so there are as many drafts as slots. In the *fill-in* layout slot k drafts
+    the token in its own place, and the anchor's slot drafts nothing.
+
+    Attributes:
+        vocab_size: of the target; `None` where the drafter takes that of any target.
+        target_hidden_size: width of the target's hidden states and embeddings.
+        target_tap_layers: hidden states of the target that are read, ascending. 0 are the embeddings, k the output of
+            layer k. The order is that of the columns of `fc`.
+        sizes: of the layers.
+        num_hidden_layers: number of layers.
+        block_size: number of slots.
+        sample_from_anchor: True for the anchor-first layout, False for fill-in.
+        mask_token_id: the token whose embedding stands for a mask.
+        draft_vocab_size: number of tokens that can be drafted; `None` for those of any target.
+        rope: `rope_parameters` and `max_position_embeddings`, see `rotary_of`.
+        sights: how far slots see, by layer.
+        markov_rank, markov_head_type: of the head that tells slots the tokens before them (DSpark); rank 0 for none.
+        confidence_head: `"none"`, `"hidden"`, or `"markov"` where it reads the token before a slot too.
+        conv_kernel_size, conv_group_size: of the convolutions within a block (DFlash2); kernel size 0 for none.
+        selector_rank, selector_top_k: of the choice among candidates (DFlash2); rank 0 for none.
+        learned_mask: whether a mask has an embedding of its own instead of a token's.
+        embedding_scale: factor of the target's embedding rows in a block; `None` for embeddings as the target makes
+            them, but without a norm that it puts on them.
+        output_multiplier, final_logit_softcapping: of the logits; 0 caps nothing.
+        last_tap_is_normed: whether the target's last hidden state is read after its final norm, as transformers gives
+            it.
+        target_num_hidden_layers: of the target, where it is known.
+        target_name: of the target, where it is known.
+        target_architectures: class names of the target, where they are known.
+    """
+
+    vocab_size: int | None
+    target_hidden_size: int
+    target_tap_layers: tuple[int, ...]
+    sizes: LayerSizes
+    num_hidden_layers: int
+    block_size: int
+    sample_from_anchor: bool
+    mask_token_id: int
+    draft_vocab_size: int | None
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    sights: tuple[Sight, ...] = ()
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    confidence_head: str = "none"
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
+    learned_mask: bool = False
+    embedding_scale: float | None = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    last_tap_is_normed: bool = True
+    target_num_hidden_layers: int | None = None
+    target_name: str = ""
+    target_architectures: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sights:
+            object.__setattr__(self, "sights", (Sight(),) * self.num_hidden_layers)
+        self._check_sizes()
+        self._check_target()
+        self._check_heads()
+
+    @property
+    def num_draft_steps(self) -> int:
+        """Number of drafts of a block."""
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that drafts the first token after the anchor."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the drafter keeps output rows of its own: those of a part of the vocabulary."""
+        return self.draft_vocab_size is not None and self.draft_vocab_size != self.vocab_size
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """Returns this configuration as transformers compares it with that of a target."""
+        return AnySpecialTokens(self) if self.vocab_size is not None else _OfAnyTarget(self)
+
+    @classmethod
+    def for_target(cls, target: Any, **overrides: Any) -> BlockConfig:
+        """Derives the configuration of a fresh drafter from a loaded target; see `for_target_config`."""
+        name = public_name(getattr(target, "name_or_path", ""))
+        return cls.for_target_config(target.config, **{"target_name": name, **overrides})
+
+    @classmethod
+    def for_target_config(
+        cls,
+        target_config: Any,
+        *,
+        num_draft_steps: int = 8,
+        num_hidden_layers: int = 3,
+        markov_rank: int = 256,
+        draft_vocab_size: int | None = None,
+        target_tap_layers: Sequence[int] | None = None,
+        **overrides: Any,
+    ) -> BlockConfig:
+        """Derives the configuration of a fresh drafter in DSpark's layout: anchor first, with a vanilla head.
+
+        Args:
+            target_config: configuration of the target.
+            num_draft_steps: number of slots of a block, each of which drafts a token.
+            num_hidden_layers: number of layers.
+            markov_rank: of the head for token information; 0 for none.
+            draft_vocab_size: number of tokens that can be drafted; all by default.
+            target_tap_layers: hidden states to read; spread evenly over the target by default.
+            overrides: further fields of a configuration, and those of `LayerSizes`, by name.
+
+        Raises:
+            ValueError: an override is unknown or invalid.
+        """
+        config = target_config.get_text_config(decoder=True)
+        layers, rope = decoder_layers(config), dict(getattr(config, "rope_parameters", None) or {})
+        heads = _integer(config, "num_attention_heads") or 1
+        groups = _integer(config, "num_key_value_heads") or heads
+        sizes: dict[str, Any] = {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": _integer(config, "intermediate_size") or 4 * config.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups if heads % groups == 0 else heads,
+            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
+            "qk_norm": True,
+        }
+        sizes |= {name: overrides.pop(name) for name in list(overrides) if name in LayerSizes.__dataclass_fields__}
+        pad = _integer(config, "pad_token_id")
+        rope = {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"}
+        fields: dict[str, Any] = {
+            "vocab_size": config.vocab_size,
+            "target_hidden_size": config.hidden_size,
+            "target_tap_layers": tuple(target_tap_layers or default_tap_layers(layers, num_hidden_layers)),
+            "sizes": LayerSizes(**sizes),
+            "num_hidden_layers": num_hidden_layers,
+            "block_size": num_draft_steps,
+            "sample_from_anchor": True,
+            "mask_token_id": config.vocab_size - 1 if pad is None or not 0 <= pad < config.vocab_size else pad,
+            "draft_vocab_size": config.vocab_size if draft_vocab_size is None else draft_vocab_size,
+            "rope": {"rope_parameters": rope, "max_position_embeddings": _integer(config, "max_position_embeddings")},
+            "markov_rank": markov_rank,
+            "last_tap_is_normed": False,  # so that other engines, which take it without the norm, can read the drafter
+            "target_num_hidden_layers": layers,
+            "target_architectures": tuple(getattr(target_config, "architectures", None) or ()),
+        }
+        if unknown := sorted(overrides.keys() - cls.__dataclass_fields__.keys()):
+            raise ValueError(f"a block drafter's configuration has no {', '.join(unknown)}")
+        return cls(**{**fields, **overrides})
+
+    def _check_sizes(self) -> None:
+        values = {**vars(self), **vars(self.sizes)}
+        for name, most in LIMITS.items():
+            value, least = values[name], 0 if name == "conv_kernel_size" else 1
+            if value is None and name.endswith("vocab_size"):
+                continue
+            _demand(is_integer(value) and least <= value <= most, name, value, f"an integer from {least} to {most:,}")
+        for name in ("markov_rank", "selector_rank"):
+            value = values[name]
+            _demand(is_integer(value) and 0 <= value <= MOST_RANK, name, value, f"an integer from 0 to {MOST_RANK:,}")
+        sizes = self.sizes
+        divides = sizes.num_attention_heads % sizes.num_key_value_heads == 0
+        wanted = f"a divisor of num_attention_heads={sizes.num_attention_heads}"
+        _demand(divides, "num_key_value_heads", sizes.num_key_value_heads, wanted)
+        _demand(sizes.head_dim % 2 == 0, "head_dim", sizes.head_dim, "an even number, for rotary embeddings")
+        least = 1 + self.first_slot
+        wanted = f"at least {least} with sample_from_anchor={self.sample_from_anchor}, so that something is drafted"
+        _demand(self.block_size >= least, "block_size", self.block_size, wanted)
+        count = self.num_hidden_layers
+        _demand(len(self.sights) == count, "sights", self.sights, f"one for each of the {count} layers")
+        for sight in self.sights:
+            valid = sight.reach is None or (is_integer(sight.reach) and sight.reach >= 1)
+            _demand(valid, "sliding window", sight.reach, "a distance of 1 or more")
+
+    def _check_target(self) -> None:
+        taps, layers = self.target_tap_layers, self.target_num_hidden_layers
+        most = 4096 if layers is None else layers
+        valid = 1 <= len(taps) <= MOST_TAPS and all(is_integer(tap) and 0 <= tap <= most for tap in taps)
+        valid = valid and all(low < high for low, high in itertools.pairwise(taps))
+        wanted = f"ascending indices of hidden states from 0 (embeddings) to {most}, each once"
+        _demand(valid, "target_tap_layers", list(taps), wanted)
+        size, mask, drafted = self.vocab_size, self.mask_token_id, self.draft_vocab_size
+        valid = is_integer(mask) and 0 <= mask < (LIMITS["vocab_size"] if size is None else size)
+        _demand(valid, "mask_token_id", mask, f"a token id below vocab_size={size}")
+        valid = drafted is None if size is None else drafted is not None and drafted <= size
+        _demand(valid, "draft_vocab_size", drafted, f"at most vocab_size={size}")
+        width = self.sizes.hidden_size
+        wanted = f"target_hidden_size={self.target_hidden_size}: the target's embeddings and output rows are used"
+        _demand(width == self.target_hidden_size, "hidden_size", width, wanted)
+
+    def _check_heads(self) -> None:
+        for name, allowed in (("markov_head_type", MARKOV_HEADS), ("confidence_head", ("none", "hidden", "markov"))):
+            _demand(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
+        valid = self.confidence_head != "markov" or self.markov_rank > 0
+        _demand(valid, "confidence_head", self.confidence_head, "'hidden' or 'none' with markov_rank=0")
+        valid = self.vocab_size is not None or not (self.markov_rank or self.selector_rank)
+        _demand(valid, "vocab_size", self.vocab_size, "a number, as a head has rows for its tokens")
+        if self.conv_kernel_size:
+            width, group = self.sizes.hidden_size, self.conv_group_size
+            _demand(width % group == 0, "conv_group_size", group, f"a divisor of hidden_size={width}")
+            wanted = f"at most block_size={self.block_size}"
+            _demand(self.conv_kernel_size <= self.block_size, "conv_kernel_size", self.conv_kernel_size, wanted)
+        if self.selector_rank:
+            wanted = f"vocab_size={self.vocab_size}, as candidates are chosen among all tokens"
+            _demand(not self.has_own_head, "draft_vocab_size", self.draft_vocab_size, wanted)
+            wanted = f"at most draft_vocab_size={self.draft_vocab_size}"
+            _demand(self.selector_top_k <= (self.draft_vocab_size or 0), "selector_top_k", self.selector_top_k, wanted)
+            _demand(self.markov_rank == 0, "markov_rank", self.markov_rank, "0 beside a selector of candidates")
+        for name, least in (("output_multiplier", 1e-12), ("final_logit_softcapping", 0.0)):
+            value = getattr(self, name)
+            _demand(is_number(value) and least <= value < 1e12, name, value, f"a number of {least:g} or more")
+        scale = self.embedding_scale
+        _demand(scale is None or (is_number(scale) and 0 < scale < 1e12), "embedding_scale", scale, "a number above 0")
+
+
+class _OfAnyTarget(AnySpecialTokens):
+    """The configuration of a drafter that takes any vocabulary."""
+
+    vocab_size = ANY
+
+
+def default_tap_layers(num_target_layers: int, count: int) -> list[int]:
+    """Returns hidden states spread evenly over a target, as DFlash and DSpark choose them by default.
+
+    Args:
+        num_target_layers: number L of layers of the target.
+        count: number of hidden states; of small targets there are fewer.
+    """
+    if count == 1:
+        return [num_target_layers // 2 + 1]
+    spread = [round(1 + index * (num_target_layers - 4) / (count - 1)) + 1 for index in range(count)]
+    return sorted({min(max(tap, 1), max(num_target_layers - 1, 1)) for tap in spread})
+
+
+def _integer(config: Any, name: str) -> int | None:
+    """Returns a field where it is one number for all layers."""
+    value = getattr(config, name, None)
+    return value if is_integer(value) else None
+
+
+def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:
+    if not valid:
+        raise ValueError(f"{name}={short(value)} is invalid: expected {wanted}")

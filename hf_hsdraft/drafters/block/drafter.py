@@ -1,0 +1,176 @@
+"""The block drafter as users know it: loaded, saved, and handed to `generate()`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ...common.checks import printable
+from ...common.refusals import DraftingRefused
+from ...repository.care import care
+from ...repository.checkpoint import Checkpoint
+from ...repository.drafter_files import HUB_ARGUMENTS
+from ...target.target_limits import decoder_layers, text_config
+from ..draft_options import default_options
+from ..formats import recognise
+from ..protocol import DraftCall, Drafter
+from .block_session import BlockSession
+from .configuration import BlockConfig
+from .network import BlockNetwork, frozen_rows
+from .writing import write_drafter
+
+
+class BlockDrafter(BlockNetwork, Drafter):
+    """A drafter that drafts a whole block of tokens in one forward (DFlash, DFlash2, DSpark).
+
+    It reads hidden states of the target and borrows its embedding. If it drafts the whole vocabulary, it borrows the
+    output layer too. Drafting options are in `generation_config`, as for every drafter.
+
+    Published drafters are loaded unchanged, see `AutoDrafter`. A fresh one is made by [`BlockDrafter.for_target`].
+    Drafters are saved in the format of the package speculators, which vLLM reads too.
+
+    Args:
+        config: its configuration.
+    """
+
+    draws_nodes = True
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        self.name_or_path = ""
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def for_target(cls, target: Any, draft_vocab_ids: Sequence[int] | None = None, **overrides: Any) -> BlockDrafter:
+        """Makes an untrained drafter for a target, on the CPU and in float32.
+
+        Args:
+            target: a model of transformers that generates text.
+            draft_vocab_ids: ids of the tokens that can be drafted, ascending; all by default.
+            overrides: as `BlockConfig.for_target_config` takes them.
+
+        Raises:
+            ValueError: an override is invalid, or ids are not ascending or beyond the vocabulary.
+        """
+        if draft_vocab_ids is not None:
+            overrides["draft_vocab_size"] = len(draft_vocab_ids)
+        drafter = cls(BlockConfig.for_target(target, **overrides))
+        drafter.reset_parameters()
+        if drafter.config.has_own_head:
+            if draft_vocab_ids is None:
+                raise ValueError("draft_vocab_size is given without draft_vocab_ids: expected the ids of these tokens")
+            drafter.take_head(target.get_output_embeddings(), draft_vocab_ids)
+        return drafter
+
+    @torch.no_grad()
+    def take_head(self, output_head: Any, ids: Sequence[int]) -> None:
+        """Copies the output rows of the draft vocabulary from a target.
+
+        Args:
+            output_head: the target's output layer.
+            ids: `[V']`, their token ids, ascending.
+
+        Raises:
+            ValueError: ids are not ascending or beyond the vocabulary.
+        """
+        size = self.config.vocab_size or 0
+        found = torch.tensor(list(ids))
+        if len(found) != self.config.draft_vocab_size or bool((found.diff() <= 0).any()) or found[0] < 0:
+            raise ValueError(f"draft_vocab_ids is invalid: expected {self.config.draft_vocab_size} ascending token ids")
+        if found[-1] >= size:
+            raise ValueError(f"draft_vocab_ids holds {int(found[-1])}: expected ids below vocab_size={size}")
+        assert self.lm_head is not None
+        self.lm_head.weight.copy_(frozen_rows(output_head, ids))
+        self.d2t.copy_(found - torch.arange(len(found)))  # type: ignore[operator]
+        self.t2d.zero_()[found.to(self.device)] = True  # type: ignore[operator]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Loads a block drafter of any format that is known.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub name of the drafter.
+            kwargs: `dtype` of the weights, that of the files by default; `revision`, `subfolder` and what else the Hub
+                is asked with.
+
+        Raises:
+            OSError: there is no such folder or repository.
+            ValueError: it holds something else, or its files contradict each other.
+        """
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        name = pretrained_model_name_or_path
+        with care().loading(name, bool(hub.get("local_files_only"))):
+            checkpoint = Checkpoint.open(name, kwargs.pop("subfolder", None) or "", **hub)
+            form = recognise(checkpoint)
+            drafter = form.load(checkpoint, **kwargs)
+        if not isinstance(drafter, cls):
+            raise ValueError(f"{printable(name)} is a drafter of the format {form.name}: load it by AutoDrafter")
+        return drafter
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes configuration, weights and drafting options into a folder, in the format of speculators.
+
+        Args:
+            save_directory: created if missing.
+            kwargs: as every model of transformers takes them; they mean nothing here.
+
+        Raises:
+            ValueError: a drafting option is wrong, or the drafter computes what this format cannot say.
+        """
+        self.check_options()
+        write_drafter(self, Path(save_directory))
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return care().push(Path(folder), repo_id, **kwargs)
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        return self.config.target_tap_layers
+
+    @property
+    def num_draft_steps(self) -> int:  # type: ignore[override]
+        return self.config.num_draft_steps
+
+    def default_generation_config(self) -> GenerationConfig:
+        """Returns the drafting options of a drafter that was saved without any."""
+        steps = self.config.num_draft_steps
+        return default_options(steps, tree_size=max(24, steps), beam_width=8)
+
+    def check(self, target: Any) -> None:
+        config, wanted = text_config(target), self.config
+        layers, taps = decoder_layers(config), wanted.target_tap_layers
+        made_for = f"this drafter was made for {printable(wanted.target_name) or 'another target'}"
+        for name, found, expected in (
+            ("vocab_size", config.vocab_size, wanted.vocab_size),
+            ("hidden_size", config.hidden_size, wanted.target_hidden_size),
+            ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
+        ):
+            if expected is not None and found != expected:
+                raise DraftingRefused(
+                    f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
+                    "target, or train one."
+                )
+        if taps[-1] > layers or wanted.mask_token_id >= config.vocab_size:
+            raise DraftingRefused(
+                f"the drafter reads hidden state {taps[-1]} and token {wanted.mask_token_id} as its mask, the target "
+                f"has {layers} layers and {config.vocab_size} tokens: {made_for}. Use a drafter of this target."
+            )
+        if taps[-1] == layers and not wanted.last_tap_is_normed:
+            raise DraftingRefused(
+                f"the drafter reads the output of the last layer ({layers}) before the target's final norm, which a "
+                "model of transformers does not give. Use a drafter that reads lower layers only."
+            )
+
+    def session(self, call: DraftCall) -> BlockSession:
+        target, options = call.target, call.options
+        weights = self.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+        return BlockSession(self, weights, options, batch_size=call.rows, foresight=call.foresight)

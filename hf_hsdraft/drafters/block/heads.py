@@ -1,0 +1,198 @@
+"""Heads that tell the slots of a block which tokens stand before them.
+
+All slots of a block are drafted at once, so none knows the token that will stand before it. These heads add what that
+token says, as a bias of the logits (DSpark, DFlash2). The formulas hold for any nodes: "the token before" is a node's
+own token, and the biased logits are those of its children.
+
+Letters in the shapes: N nodes or slots, D hidden size, r rank, V vocabulary, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class TokenHead(nn.Module):
+    """What these heads share. Parameters are named as in the package speculators.
+
+    Attributes:
+        needs_hidden: whether a node's state depends on the slot that drafted its token.
+    """
+
+    needs_hidden = False
+
+    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
+        """Returns the states `[..., S]` of nodes.
+
+        Args:
+            tokens: `[...]`, int64, their tokens.
+            hidden: `[..., D]`, the slot that drafted each; `None` at the anchor.
+            states: `[..., S]`, states of their parents; `None` at the anchor.
+        """
+        raise NotImplementedError
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what is needed of slots `[..., D]` whatever the path, so that it is computed once for all nodes."""
+        raise NotImplementedError
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Returns the bias before its last product, `[..., r]`, of nodes in `states`, for the slot of their children.
+
+        Args:
+            projected: `[..., P]`, what `project` made of that slot.
+            states: `[..., S]`.
+        """
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[V', r]`, rows of the last product."""
+        raise NotImplementedError
+
+    def keep_candidates(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns logits `[..., V']` with those of tokens that this head never chooses at minus infinity."""
+        return logits
+
+    def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Returns the bias `[..., V']` of the slots `hidden` `[..., D]` after nodes in `states` `[..., S]`."""
+        return F.linear(self.code(self.project(hidden), states), self.rows)
+
+
+class MarkovHead(TokenHead):
+    """The bias W2 w(x) of the token before ("vanilla"); w(x) is a row of W1.
+
+    Args:
+        vocab_size: number V of tokens that may stand before a slot.
+        draft_vocab_size: number V' of tokens that can be drafted.
+        hidden_size: D.
+        rank: r.
+    """
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self.markov_w2.weight
+
+    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
+        return self.markov_w1(tokens)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[..., :0]
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+
+class GatedMarkovHead(MarkovHead):
+    """The bias W2 (sigmoid(Wg [h ; w(x)] + b) * w(x)), h the slot."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.gate_proj.weight[:, : hidden.shape[-1]], self.gate_proj.bias)
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        of_tokens = F.linear(states, self.gate_proj.weight[:, -states.shape[-1] :])
+        return (projected + of_tokens).sigmoid() * states
+
+
+class RecurrentMarkovHead(MarkovHead):
+    """The bias W2 tanh(out) of a recurrence over the path ("rnn").
+
+    With [gate ; candidate ; out] = W [s ; w(x) ; h] + b, the next s is a mixture of s and tanh(candidate) by
+    sigmoid(gate). `out` is made with the s before. A node's state holds s and w(x).
+    """
+
+    needs_hidden = True
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
+        row = self.markov_w1(tokens)
+        if states is None or hidden is None:
+            return torch.cat([torch.zeros_like(row), row], dim=-1)
+        gate, candidate, _ = self._joined(self.project(hidden), states)
+        return torch.cat([torch.lerp(candidate.tanh(), states.chunk(2, dim=-1)[0], gate.sigmoid()), row], dim=-1)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.joint_proj.weight[:, -hidden.shape[-1] :], self.joint_proj.bias)
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return self._joined(projected, states)[2].tanh()
+
+    def _joined(self, projected: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        of_states = F.linear(states, self.joint_proj.weight[:, : states.shape[-1]])
+        return (projected + of_states).chunk(3, dim=-1)
+
+
+class CandidateSelector(TokenHead):
+    """The choice among the best tokens of a slot, by the token before it (DFlash2).
+
+    The bias of token c is the sum of A[x] * (P h) * B[c] over the rank, x the token before and h the slot. Only the
+    `top_k` best tokens of a slot by its own logits can be chosen.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+        rank: r.
+        top_k: number of tokens of a slot that can be chosen.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self.successor_codebook
+
+    def advance(self, tokens: torch.Tensor, hidden: torch.Tensor | None, states: torch.Tensor | None) -> torch.Tensor:
+        return F.embedding(tokens, self.predecessor_codebook)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_projection(hidden)
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return projected * states
+
+    def keep_candidates(self, logits: torch.Tensor) -> torch.Tensor:
+        best = logits.topk(self.top_k, dim=-1, sorted=False)
+        return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
+
+
+class ConfidenceHead(nn.Module):
+    """The chance that the draft of a slot is accepted, given that those before it are; before the sigmoid.
+
+    Args:
+        input_size: D, or D + r with the row of the token before.
+    """
+
+    def __init__(self, input_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(input_size, 1)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Returns `[...]`, of features `[..., D]` or `[..., D + r]`."""
+        return self.proj(features).squeeze(-1)
+
+
+MARKOV_HEADS: dict[str, Callable[[int, int, int, int], MarkovHead]] = {
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RecurrentMarkovHead,
+}

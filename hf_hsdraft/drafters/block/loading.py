@@ -1,0 +1,132 @@
+"""Block drafters made of published files: checked first, then built, and filled without a second copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...common.checks import printable
+from ...repository.checkpoint import LOOSE_MASK, Checkpoint
+from ...repository.drafter_files import OPTIONS, read_json
+from ...repository.pretrained_drafter import drafting_options
+from ..draft_options import option_names
+from ..formats import Format
+from .configuration import BlockConfig
+from .drafter import BlockDrafter
+from .reading import (
+    is_deepspec,
+    is_dflash,
+    is_refused,
+    is_speculators,
+    is_transformers,
+    read_deepspec,
+    read_dflash,
+    read_speculators,
+    read_transformers,
+    refuse,
+)
+
+Reader = Callable[[Checkpoint], BlockConfig]
+
+# Names of tensors in files, by the drafter's own names, where they differ.
+_OF_TRANSFORMERS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+
+
+def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwargs: Any) -> BlockDrafter:
+    """Makes a drafter of a checkpoint.
+
+    Copies of the target's embedding and output rows are left out: the target has them. Everything is checked by the
+    headers of the files before any weight is read.
+
+    Args:
+        checkpoint: the files.
+        read: reads the configuration.
+        names: names of tensors in the files, by the drafter's own names, where they differ.
+        kwargs: `dtype` of the weights; that of the files by default.
+
+    Raises:
+        ValueError: configuration and weights do not match, or one is invalid.
+        TypeError: an argument is unknown.
+    """
+    dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
+    if kwargs:
+        raise TypeError(f"a block drafter is not loaded with {', '.join(sorted(kwargs))}: expected dtype at most")
+    config = read(checkpoint)
+    with torch.device("meta"):
+        drafter = BlockDrafter(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    shapes.pop("mask_embedding", None)
+    names = {**{name: f"{name}.weight" for name in _CODEBOOKS if f"{name}.weight" in checkpoint.shapes}, **names}
+    checkpoint.check_shapes({names.get(name, name): shape for name, shape in shapes.items()}, _of_target(config))
+    _check_vocabulary(checkpoint, config)
+    own = {names.get(name, name): name for name in shapes}
+    state = {own[name]: tensor for name, tensor in checkpoint.tensors(own.keys())}
+    if config.learned_mask:
+        state["mask_embedding"] = _mask_of(checkpoint, config)
+    drafter.load_state_dict(state, assign=True)
+    drafter.to(dtype or drafter.dtype).eval()
+    drafter.name_or_path = checkpoint.name
+    _take_options(drafter, checkpoint)
+    return drafter
+
+
+def _of_target(config: BlockConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors that files may hold although they are the target's own."""
+    width, size, drafted = config.target_hidden_size, config.vocab_size, config.draft_vocab_size
+    found: dict[str, tuple[int, ...]] = {"verifier_norm.weight": (width,)}
+    if size is not None and drafted is not None:
+        found |= {"embed_tokens.weight": (size, width), "verifier_lm_head.weight": (drafted, width)}
+        if not config.has_own_head:
+            found |= {"lm_head.weight": (size, width), "d2t": (size,), "t2d": (size,)}
+    return found
+
+
+def _check_vocabulary(checkpoint: Checkpoint, config: BlockConfig) -> None:
+    """Raises a ValueError if the maps between the draft vocabulary and the target's do not fit."""
+    if not config.has_own_head:
+        return
+    maps = dict(checkpoint.tensors(("d2t", "t2d")))
+    offsets, kept, size = maps["d2t"], maps["t2d"], config.vocab_size
+    name = printable(checkpoint.name)
+    if offsets.dtype not in (torch.int64, torch.int32) or kept.dtype != torch.bool:
+        raise ValueError(f"{name} has d2t of {offsets.dtype} and t2d of {kept.dtype}: expected int64 and bool")
+    ids = offsets + torch.arange(len(offsets))
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= (size or 0):
+        raise ValueError(f"d2t in {name} gives token ids from {least} to {most}: expected 0 to {(size or 0) - 1}")
+    if not torch.equal(ids.sort().values, kept.nonzero().flatten()):
+        raise ValueError(f"d2t and t2d in {name} name different tokens: expected each drafted token once, in both")
+
+
+def _mask_of(checkpoint: Checkpoint, config: BlockConfig) -> torch.Tensor:
+    """Returns the embedding `[D]` of masks that lies beside the weights."""
+    tensor, width = checkpoint.loose_tensor(LOOSE_MASK), config.target_hidden_size
+    if tensor.numel() != width or not tensor.is_floating_point():
+        found = f"{list(tensor.shape)} of {tensor.dtype}"
+        raise ValueError(f"{LOOSE_MASK} in {printable(checkpoint.name)} is {found}: expected {width} floating numbers")
+    return tensor.reshape(width)
+
+
+def _take_options(drafter: BlockDrafter, checkpoint: Checkpoint) -> None:
+    """Takes the drafting options that lie beside the weights; what others write there is not about drafting here."""
+    path = checkpoint.folder / OPTIONS
+    stored = drafting_options(read_json(path)) if path.is_file() else {}
+    for name, value in stored.items():
+        if name in option_names(drafter):
+            setattr(drafter.generation_config, name, value)
+
+
+def _format(name: str, rank: int, matches: Callable[[Checkpoint], bool], read: Reader, **names: str) -> Format:
+    return Format(name, rank, matches, lambda checkpoint, **kwargs: load(checkpoint, read, names, **kwargs))
+
+
+FORMATS = (
+    Format("drafters of neighbouring formats that are refused", 0, is_refused, refuse),
+    _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators),
+    _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec),
+    _format("transformers (DFlash)", 30, is_transformers, read_transformers, **_OF_TRANSFORMERS),
+    _format("z-lab (DFlash, DFlash2)", 40, is_dflash, read_dflash),
+)

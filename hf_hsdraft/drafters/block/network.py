@@ -1,0 +1,326 @@
+"""The network of a block drafter: a trunk that drafts all slots of a block in one forward, and its heads.
+
+Parameters are named as in the package speculators. Letters in the shapes: B texts or blocks, T context positions, D
+hidden size, K drafts of a block, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import ModelOutput
+
+from ...common.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ...common.norms import RMSNorm
+from ...common.target_weights import TargetWeights, borrow
+from .block_context import training_attention
+from .configuration import BlockConfig
+from .convolution import BlockConvolution
+from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
+
+# Mixes the values of what slots see. It takes the layer's index, queries `[B, slots, heads, head_dim]`, and keys and
+# values `[B, slots, kv_heads, head_dim]` of the block itself. It returns `[B, slots, heads * head_dim]`.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class BlockDrafterOutput(ModelOutput):
+    """Output of [`BlockNetwork.forward`].
+
+    Attributes:
+        loss: what the drafter's `loss_function` made of the labels, if there were any.
+        hidden_states: K tensors `[S, D]`: the drafting slots of each block. Slot d predicts the token at start + 2 + d.
+    """
+
+    loss: Any = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer whose slots also see the context.
+
+    Args:
+        config: of the drafter.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        sizes = config.sizes
+        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.self_attn = Attention(sizes)
+        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.mlp = FeedForward(sizes)
+        self.attention_conv, self.mlp_conv = (
+            BlockConvolution(sizes.hidden_size, config.conv_kernel_size, config.conv_group_size)
+            if config.conv_kernel_size
+            else None
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor, rope: Rope, index: int, attend: Attend) -> torch.Tensor:
+        """Returns the slots after this layer, `[B, slots, D]`."""
+
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            part = self.self_attn
+            return part.o_proj(attend(index, part.queries(x, rope), part.keys(x, rope), part.values(x)))
+
+        x = x + _between(self.attention_conv, self.input_layernorm(x), attention)
+        return x + _between(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+
+
+def _between(convolution: nn.Module | None, x: torch.Tensor, part: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    """Returns what a part of a layer makes of its inputs, between convolutions if there are any."""
+    if convolution is None:
+        return part(x)
+    convolution = cast(BlockConvolution, convolution)
+    x, kernels = convolution.before(x)
+    return convolution.after(part(x), kernels)
+
+
+class BlockNetwork(nn.Module):
+    """The network of a block drafter (DFlash, DFlash2, DSpark): parameters, forward, and what it borrows of its target.
+
+    Args:
+        config: its configuration.
+    """
+
+    loss_function: Any = None
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config, sizes = config, config.sizes
+        inputs = len(config.target_tap_layers) * config.target_hidden_size
+        self.fc = nn.Linear(inputs, sizes.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.rotary = rotary_of(dict(config.rope), sizes)
+        vocab_size, draft_size, width = config.vocab_size or 0, config.draft_vocab_size or 0, sizes.hidden_size
+        self.markov_head = self.candidate_selector = self.confidence_head = self.lm_head = None
+        if config.markov_rank:
+            self.markov_head = MARKOV_HEADS[config.markov_head_type](vocab_size, draft_size, width, config.markov_rank)
+        if config.selector_rank:
+            selector = CandidateSelector(vocab_size, width, config.selector_rank, config.selector_top_k)
+            self.candidate_selector = selector
+        if config.confidence_head != "none":
+            extra = config.markov_rank if config.confidence_head == "markov" else 0
+            self.confidence_head = ConfidenceHead(width + extra)
+        if config.has_own_head:
+            self.lm_head = nn.Linear(width, draft_size, bias=False)
+            self.lm_head.weight.requires_grad = False  # rows of the target
+            self.register_buffer("d2t", torch.zeros(draft_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(vocab_size, dtype=torch.bool))
+        if config.learned_mask:
+            self.mask_embedding = nn.Parameter(torch.zeros(width))
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws all weights anew, but for the rows of the target."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, nn.Linear | nn.Embedding) and module is not self.lm_head:
+                nn.init.normal_(module.weight, std=std)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+            elif isinstance(module, CandidateSelector):
+                nn.init.normal_(module.predecessor_codebook, std=std)
+                nn.init.normal_(module.successor_codebook, std=std)
+        for module in self.modules():
+            if isinstance(module, BlockConvolution):
+                module.reset_parameters()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.fc.weight.dtype
+
+    @property
+    def token_head(self) -> TokenHead | None:
+        """The head for token information, if there is one."""
+        return cast("TokenHead | None", self.markov_head or self.candidate_selector)
+
+    def read(self, taps: torch.Tensor) -> torch.Tensor:
+        """Returns context states `[T, D]` of the target's hidden states `[T, taps * D]`. All layers share them."""
+        return self.hidden_norm(self.fc(taps))
+
+    def context_keys(self, index: int, states: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's keys and values `[T, kv_heads, head_dim]` of context states `[T, D]`."""
+        attention = cast(BlockLayer, self.layers[index]).self_attn
+        return attention.keys(states, rope), attention.values(states)
+
+    def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Returns the slots of blocks after the last norm, `[B, slots, D]`.
+
+        Args:
+            embeds: `[B, slots, D]`, embeddings of the anchor and of the masks.
+            positions: `[B, slots]`, int64, positions of the slots.
+            attend: what slots see.
+        """
+        x, rope = embeds, self.rotary(positions, embeds.dtype)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rope, index, attend)
+        return self.norm(x)
+
+    def block_embeds(self, anchors: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings `[B, slots, D]` of blocks.
+
+        Args:
+            anchors: `[B, D]`, embeddings of the anchors.
+            mask: `[D]`, the target's embedding of `mask_token_id`. Not used where masks have an embedding of their own.
+        """
+        mask = self.mask_embedding.to(anchors.dtype) if self.config.learned_mask else mask
+        masks = mask.expand(len(anchors), self.config.block_size - 1, -1)
+        return torch.cat([anchors[:, None], masks], dim=1)
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_rolled: int | None = None,
+        labels: Any = None,
+        mask_embeds: torch.Tensor | None = None,
+    ) -> BlockDrafterOutput:
+        """Drafts blocks after many positions of packed texts at once (DFlash, training).
+
+        The block that starts at pair i has its anchor x_{i+1} at position i + 1, and sees the context up to i. Blocks
+        do not see each other. Every block is computed whole, as its slots see each other. Of the blocks after the first
+        `num_rolled`, only the first draft is returned.
+
+        Args:
+            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
+            embeds: `[T, D]`, embeddings of the next tokens x_{i+1}, as `borrow(...).embed` makes them.
+            position_ids: `[T]`, int64, position i of each pair.
+            starts: `[S]`, int64, the pairs at which a block starts; `None` for the last one only.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
+            num_rolled: number of blocks of which all drafts are returned, the first ones of `starts`; `None` for all.
+            labels: what `loss_function(drafter, hidden_states, labels)` compares with.
+            mask_embeds: `[D]`, what `embed` makes of `mask_token_id`. Not needed if masks have an own embedding.
+
+        Raises:
+            ValueError: `mask_embeds` is missing.
+        """
+        if mask_embeds is None and not self.config.learned_mask:
+            raise ValueError(f"mask_embeds is missing: expected the embedding of token {self.config.mask_token_id}")
+        if starts is None:
+            starts = torch.tensor([len(taps) - 1], device=taps.device)
+        states, rope = self.read(taps), self.rotary(position_ids, taps.dtype)
+        context = [self.context_keys(index, states, rope) for index in range(len(self.layers))]
+        anchors = embeds[starts]
+        blocks = self.block_embeds(anchors, anchors[0] if mask_embeds is None else mask_embeds.to(anchors))
+        slots = torch.arange(self.config.block_size, device=taps.device)
+        positions = position_ids[starts, None] + 1 + slots
+        attend = training_attention(context, self.config.sights, position_ids, document_ids, starts, positions)
+        hidden = self.run(blocks, positions, attend)[:, self.config.first_slot :]
+        rolled = len(starts) if num_rolled is None else num_rolled
+        drafts = tuple(hidden[: len(starts) if depth == 0 else rolled, depth] for depth in range(hidden.shape[1]))
+        loss = None if labels is None else self.loss_function(self, drafts, labels)
+        return BlockDrafterOutput(loss=loss, hidden_states=drafts)
+
+    def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
+        """Returns draft logits `[..., V']` of slots `[..., D]`, before any token information."""
+        head = weights.head if self.lm_head is None else self.lm_head.weight
+        assert head is not None
+        logits, cap = F.linear(hidden, head), self.config.final_logit_softcapping
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        return logits if cap == 0 else torch.tanh(logits / cap) * cap
+
+    def advance(
+        self, tokens: torch.Tensor, hidden: torch.Tensor | None = None, states: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Returns what the head for token information knows after tokens; `None` without such a head.
+
+        For training, with the tokens of the text. At depth 0 the tokens are the anchors.
+
+        Args:
+            tokens: `[N]`, int64.
+            hidden: `[N, D]`, the slots that predict these tokens; `None` for anchors.
+            states: `[N, S]`, states before these tokens; `None` for anchors.
+
+        Raises:
+            ValueError: an "rnn" head of the fill-in layout would need the anchors' own slots.
+        """
+        if self.token_head is None:
+            return None
+        if self.token_head.needs_hidden and self.config.first_slot:
+            raise ValueError("markov_head_type='rnn' with sample_from_anchor=False can draft, but not be trained here")
+        return self.token_head.advance(tokens, hidden, states)
+
+    def token_bias(self, depth: int, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the logit bias `[N, V']` of slots `[N, D]` at `depth`, after paths in `states` `[N, S]`.
+
+        `None` without a head for token information. All depths have the same formula.
+        """
+        return None if self.token_head is None or states is None else self.token_head(hidden, states)
+
+    def confidence(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Returns logits `[N]` of the chance that the drafts of slots `[N, D]` are accepted, after tokens `[N]`."""
+        if self.confidence_head is None:
+            return None
+        if self.config.confidence_head == "markov":
+            hidden = torch.cat([hidden, cast(Any, self.markov_head).markov_w1(tokens)], dim=-1)
+        return self.confidence_head(hidden)
+
+    def draft_vocab_ids(self, vocab_size: int | None = None) -> torch.Tensor:
+        """Returns `[V']`, int64: the token id behind each row of the head.
+
+        Args:
+            vocab_size: of the target, for drafters of any vocabulary.
+        """
+        ids = torch.arange(self.config.draft_vocab_size or vocab_size or 0, device=self.device)
+        return ids + cast(torch.Tensor, self.d2t) if self.config.has_own_head else ids
+
+    def borrow(self, embedding: nn.Module, output_head: nn.Module, with_head: bool = True) -> TargetWeights:
+        """Collects what this drafter uses of a target: its embedding, and its output rows if it has none of its own.
+
+        Nothing is copied where dtype and device are the same.
+
+        Args:
+            embedding: the target's input embedding.
+            output_head: the target's output layer.
+            with_head: False leaves the rows out.
+        """
+        source, scale = raw_embedding(embedding, self.config.embedding_scale)
+        head = output_head if self.lm_head is None and with_head else None
+        ids = self.draft_vocab_ids(source.num_embeddings)
+        weights = borrow(source, head, ids, self.device, self.dtype)
+        if scale == 1.0:
+            return weights
+        return replace(weights, embed=lambda tokens: weights.embed(tokens) * scale)
+
+
+def raw_embedding(embedding: nn.Module, scale: float | None) -> tuple[nn.Embedding, float]:
+    """Returns a module with the rows of a target's embedding, and their factor.
+
+    Args:
+        embedding: the target's.
+        scale: factor of the rows; `None` for what the target makes of them, but for a norm of the embeddings.
+    """
+    if scale is None and not isinstance(getattr(embedding, "embed_norm", None), nn.Module):
+        return cast(nn.Embedding, embedding), 1.0
+    if scale is None:
+        scale = float(getattr(embedding, "embed_scale", 1.0))
+    if type(embedding) is nn.Embedding:
+        return embedding, scale
+    rows = cast(torch.Tensor, embedding.weight)
+    return nn.Embedding.from_pretrained(rows.detach()), scale
+
+
+def frozen_rows(output_head: nn.Linear, ids: Sequence[int]) -> torch.Tensor:
+    """Returns a copy of some output rows of a target, `[V', D]`."""
+    rows = output_head.weight.detach()
+    return rows[torch.tensor(list(ids), device=rows.device)].clone()

@@ -1,0 +1,306 @@
+"""Configurations of published block drafters, read from the formats that others write.
+
+The formats number the target's layers differently. Here tap k is `hidden_states[k]` of transformers: 0 are the
+embeddings, k is the output of layer k. A list of layers that counts from 0 gives tap i + 1 for layer i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from ...common.checks import few, printable, short
+from ...common.decoder_layer import LayerSizes
+from ...common.fields import REQUIRED, Fields
+from ...repository.checkpoint import LOOSE_MASK, Checkpoint
+from ...repository.drafter_files import CONFIG
+from ...repository.speculators_format import check_proposals, speculators_type
+from .configuration import LIMITS, MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
+
+_SPECULATORS = ("dflash", "dflash2", "dspark")
+# Fields of transformers that say nothing about what a drafter computes.
+_MEANINGLESS = (
+    "is_decoder", "return_dict", "tie_word_embeddings", "use_cache", "use_sliding_window", "embed_requires_grad",
+)  # fmt: skip
+
+
+def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
+    """Reads a drafter as the package speculators writes it: DFlash, DFlash2 or DSpark."""
+    kind = speculators_type(checkpoint)
+    config = Fields(checkpoint.config, CONFIG)
+    check_proposals(config)
+    given = config.table("transformer_layer_config").values
+    layer = _with_defaults(given, f"{CONFIG}, transformer_layer_config")
+    causal = not config.flag("sliding_window_non_causal", kind == "dflash2")
+    sights = [_sight(window, of_anchor=True, causal=causal) for window in _windows(layer)]
+    proposals = config.table("speculators_config", None)
+    target = Fields((proposals.values.get("verifier") if proposals else None) or {}, f"{CONFIG}, verifier")
+    name, architectures = target.values.get("name_or_path"), target.values.get("architectures")
+    fields = {
+        **_trunk(layer),
+        "target_hidden_size": config.integer("target_hidden_size", None) or layer.integer("hidden_size"),
+        "target_tap_layers": tuple(config.integers("aux_hidden_state_layer_ids")),
+        "block_size": config.integer("block_size", 8, most=LIMITS["block_size"]),
+        "sample_from_anchor": config.flag("sample_from_anchor", kind == "dspark"),
+        "mask_token_id": config.integer("mask_token_id", least=0),
+        "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=LIMITS["draft_vocab_size"]),
+        "sights": tuple(sights),
+        "last_tap_is_normed": False,
+        "target_name": name if isinstance(name, str) else "",
+        "target_architectures": tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+        **(_dspark_heads(config, enabled=True) if kind == "dspark" else {}),
+        **(_dflash2_heads(config, least_known=True) if kind == "dflash2" else {}),
+    }
+    config.refuse_unread()
+    return _with_loose_mask(BlockConfig(**fields), checkpoint)
+
+
+def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
+    """Reads a DFlash or DFlash2 drafter as z-lab publishes it."""
+    config = Fields(checkpoint.config, CONFIG)
+    own = config.table("dflash_config", None) or Fields({}, f"{CONFIG}, dflash_config")
+    own.expect("projector_type", "dflash")
+    config.ignore(*_MEANINGLESS, "num_target_layers")
+    both = Fields({**config.values, **{name: value for name, value in own.values.items() if value is not None}}, CONFIG)
+    causal = _agreed(own.flag("causal", None), config.flag("is_causal", None), "causal", "is_causal")
+    windows = _windows(config)
+    if own.flag("use_swa", False):
+        window = own.integer("swa_window_size")
+        if window != config.integer("sliding_window", window):
+            raise ValueError(f"swa_window_size={window} in dflash_config is invalid: expected the same sliding_window")
+        windows = windows if "layer_types" in config else [window] * len(windows)
+    sights = [
+        _sight(None if window is None else window - 1, causal=window is not None if causal is None else causal)
+        for window in windows
+    ]
+    is_second = any(name.startswith("candidate_selector.") for name in checkpoint.shapes)
+    fields = {
+        **_trunk(config),
+        "target_hidden_size": config.integer("hidden_size"),
+        "target_tap_layers": _taps_of(both.integers("target_layer_ids"), least=0),
+        "block_size": both.integer("block_size", 16, most=LIMITS["block_size"]),
+        "sample_from_anchor": False,
+        "mask_token_id": both.integer("mask_token_id", least=0),
+        "sights": tuple(sights),
+        "embedding_scale": both.number("input_embedding_scale", 1.0),
+        "output_multiplier": both.number("output_multiplier", 1.0),
+        "final_logit_softcapping": both.number("final_logit_softcapping", 0.0, least=-1.0),
+        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
+        **(_dflash2_heads(both) if is_second else {}),
+    }
+    own.refuse_unread()
+    config.refuse_unread()
+    return _with_loose_mask(BlockConfig(**fields), checkpoint)
+
+
+def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
+    """Reads a DSpark drafter as DeepSeek's trainer DeepSpec writes it; `markov_rank` 0 is DFlash with anchor first."""
+    config = Fields(checkpoint.config, CONFIG)
+    config.expect("model_type", "qwen3")
+    config.ignore(*_MEANINGLESS, "num_anchors")
+    sights = [_sight(None if window is None else window - 1) for window in _windows(config)]
+    fields = {
+        **_trunk(config),
+        "target_hidden_size": config.integer("hidden_size"),
+        "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
+        "block_size": config.integer("block_size", most=LIMITS["block_size"]),
+        "sample_from_anchor": config.flag("sample_from_anchor", True),
+        "mask_token_id": config.integer("mask_token_id", least=0),
+        "sights": tuple(sights),
+        "last_tap_is_normed": False,
+        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
+        **_dspark_heads(config, enabled=False),
+    }
+    config.refuse_unread()
+    return _with_loose_mask(BlockConfig(**fields), checkpoint)
+
+
+def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
+    """Reads a DFlash drafter as transformers has it: a Muse Glimmer assistant."""
+    config = _with_defaults(checkpoint.config, CONFIG, "muse_glimmer_assistant")
+    config.ignore(*_MEANINGLESS)
+    fields = {
+        **_trunk(config, has_vocabulary=False),
+        "target_hidden_size": config.integer("hidden_size"),
+        "target_tap_layers": _taps_of(config.integers("target_layer_ids"), least=0),
+        "block_size": config.integer("block_size", most=LIMITS["block_size"]),
+        "sample_from_anchor": False,
+        "mask_token_id": config.integer("mask_token_id", least=0),
+        "sights": tuple(_sight(window) for window in _windows(config)),
+        "embedding_scale": None,
+    }
+    config.refuse_unread()
+    return BlockConfig(**fields)
+
+
+def _trunk(layer: Fields, has_vocabulary: bool = True) -> dict[str, Any]:
+    """Reads the sizes of the layers, which have the names of Qwen3, and that of the vocabulary if there is one."""
+    width = layer.integer("hidden_size", most=LIMITS["hidden_size"])
+    heads = layer.integer("num_attention_heads", most=LIMITS["num_attention_heads"])
+    head_dim = layer.integer("head_dim", None, most=LIMITS["head_dim"])
+    bias = layer.flag("attention_bias", False)
+    layer.expect("mlp_bias", False)
+    sizes = LayerSizes(
+        hidden_size=width,
+        intermediate_size=layer.integer("intermediate_size", most=LIMITS["intermediate_size"]),
+        num_attention_heads=heads,
+        num_key_value_heads=layer.integer("num_key_value_heads", heads, most=LIMITS["num_key_value_heads"]),
+        head_dim=width // heads if head_dim is None else head_dim,
+        rms_norm_eps=layer.number("rms_norm_eps", 1e-6, most=1.0),
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        hidden_act=layer.choice("hidden_act", ("silu", "gelu", "gelu_pytorch_tanh", "relu"), "silu"),
+    )
+    size = layer.integer("vocab_size", most=LIMITS["vocab_size"]) if has_vocabulary else None
+    return {
+        "vocab_size": size,
+        "draft_vocab_size": size,
+        "sizes": sizes,
+        "num_hidden_layers": layer.integer("num_hidden_layers", most=LIMITS["num_hidden_layers"]),
+        "rope": _rope(layer),
+    }
+
+
+def _rope(layer: Fields) -> dict[str, Any]:
+    """Reads how the layers rotate. Where kinds of layers rotate differently, it is as sliding ones do, for all."""
+    layer.expect("partial_rotary_factor", 1, 1.0)
+    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
+    rope = {name: layer.values[name] for name in names if name in layer}
+    parameters = layer.table("rope_parameters", None)
+    if parameters is not None:
+        parameters = parameters.table("sliding_attention", None) or parameters
+        parameters.expect("partial_rotary_factor", 1, 1.0)
+        rope["rope_parameters"] = dict(parameters.values)
+    return rope
+
+
+def _windows(layer: Fields) -> list[int | None]:
+    """Reads the sliding window of each layer, as it stands; `None` for layers that see everything."""
+    count = layer.integer("num_hidden_layers", most=LIMITS["num_hidden_layers"])
+    types, window = layer.values.get("layer_types"), layer.integer("sliding_window", None)
+    if types is None:
+        slides = layer.flag("use_sliding_window", False) and window is not None
+        first = layer.integer("max_window_layers", 28, least=0) if slides else count
+        types = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
+    known = {"full_attention", "sliding_attention"}
+    if not isinstance(types, list) or len(types) != count or not known.issuperset(map(str, types)):
+        wanted = f"{count} of full_attention and sliding_attention"
+        raise ValueError(f"layer_types={short(types)} in {layer.place} is invalid: expected {wanted}")
+    if window is None and "sliding_attention" in types:
+        raise ValueError(f"{layer.place} has no sliding_window: expected one, as layer_types has sliding_attention")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _sight(window: int | None, of_anchor: bool = False, causal: bool = False) -> Sight:
+    """Returns what a layer sees; a layer without a window sees all of a block, unless its format says otherwise."""
+    return Sight(None, False, causal and not of_anchor) if window is None else Sight(window, of_anchor, causal)
+
+
+def _taps_of(layers: list[int], least: int) -> tuple[int, ...]:
+    """Returns the taps of layers that count from 0; with `least` -1, layer -1 are the embeddings."""
+    if min(layers) < least:
+        raise ValueError(f"target_layer_ids={short(layers)} in {CONFIG} is invalid: expected numbers from {least}")
+    return tuple(layer + 1 for layer in layers)
+
+
+def _dspark_heads(config: Fields, enabled: bool) -> dict[str, Any]:
+    """Reads the heads of DSpark; `enabled` is what missing switches of the confidence head mean."""
+    rank = config.integer("markov_rank", 256 if enabled else REQUIRED, least=0, most=MOST_RANK)
+    confidence = "none"
+    with_markov = config.flag("confidence_head_with_markov", enabled)
+    if config.flag("enable_confidence_head", enabled):
+        confidence = "markov" if with_markov else "hidden"
+    kind = config.choice("markov_head_type", MARKOV_HEADS, "vanilla")
+    return {"markov_rank": rank, "markov_head_type": kind, "confidence_head": confidence}
+
+
+def _dflash2_heads(config: Fields, least_known: bool = False) -> dict[str, Any]:
+    """Reads convolutions and selector of DFlash2; `least_known` where missing sizes have the usual values."""
+    usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    most = {"selector_rank": MOST_RANK, **LIMITS}
+    return {
+        name: config.integer(name, value if least_known else REQUIRED, most=most[name]) for name, value in usual.items()
+    }
+
+
+def _with_defaults(values: Mapping[str, Any], place: str, model_type: str = "qwen3") -> Fields:
+    """Returns fields with the defaults of their configuration class: files leave out what does not differ from it."""
+    kind = values.get("model_type", model_type)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        known = "a model_type of transformers, such as qwen3"
+        raise ValueError(f"model_type={printable(kind)} in {place} is invalid: expected {known}")
+    defaults = CONFIG_MAPPING[kind]().to_dict()
+    derived = {"layer_types", "rope_parameters", "sliding_window"}
+    kept = {name: value for name, value in defaults.items() if name not in derived}
+    rope = {} if {"rope_parameters", "rope_theta"} & values.keys() else _default_rope(defaults)
+    window = {"sliding_window": defaults.get("sliding_window")} if "sliding_window" not in values else {}
+    return Fields({**kept, **rope, **window, **values}, place)
+
+
+def _default_rope(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": defaults["rope_parameters"]} if defaults.get("rope_parameters") else {}
+
+
+def _agreed(one: Any, other: Any, name: str, other_name: str) -> Any:
+    """Returns what two fields say, of which either may be missing."""
+    if one is not None and other is not None and one != other:
+        raise ValueError(f"{name}={one} and {other_name}={other} in {CONFIG} contradict each other")
+    return other if one is None else one
+
+
+def _with_loose_mask(config: BlockConfig, checkpoint: Checkpoint) -> BlockConfig:
+    """Returns the configuration with an own embedding of masks, if there is a file with one."""
+    return replace(config, learned_mask=True) if (checkpoint.folder / LOOSE_MASK).is_file() else config
+
+
+def refuse(checkpoint: Checkpoint, **_: Any) -> Any:
+    """Raises a ValueError that says why a drafter of a neighbouring format cannot be loaded."""
+    names = checkpoint.shapes
+    laguna = [name for name in names if "aux_hidden_norms" in name or ".g_proj." in name]
+    if any(name.startswith("mtp.") for name in names):
+        reason = "DSpark blocks inside a DeepSeek-V4 target, which keep several streams of states"
+    elif laguna:
+        reason = f"a Laguna drafter, whose {few(laguna, 2)} change what its layers compute"
+    else:
+        reason = "a Domino drafter, whose tokens pass a recurrent network before the head"
+    raise ValueError(f"{printable(checkpoint.name)} is {reason}: this is not known here; expected DFlash or DSpark")
+
+
+def is_refused(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of a neighbouring format that is not known here."""
+    own = checkpoint.config.get("dflash_config")
+    domino = checkpoint.config.get("projector_type") == "domino"
+    domino = domino or (isinstance(own, dict) and own.get("projector_type") == "domino")
+    marks = ("prefix_gru.", "aux_hidden_norms.")
+    names = [name for name in checkpoint.shapes if name.startswith(marks) or ".self_attn.g_proj." in name]
+    inside = any(name.startswith("mtp.") and ".markov_head." in name for name in checkpoint.shapes)
+    return domino or bool(names) or inside
+
+
+def is_speculators(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is a block drafter in the format of speculators."""
+    return speculators_type(checkpoint) in _SPECULATORS
+
+
+def is_deepspec(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is DSpark in DeepSpec's format."""
+    names = checkpoint.config.get("architectures")
+    by_name = isinstance(names, list) and any("DSpark" in str(name) for name in names)
+    return not speculators_type(checkpoint) and (by_name or "markov_rank" in checkpoint.config)
+
+
+def is_transformers(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is transformers' own DFlash drafter."""
+    return checkpoint.config.get("model_type") == "muse_glimmer_assistant"
+
+
+def is_dflash(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is DFlash or DFlash2 as z-lab publishes it."""
+    if speculators_type(checkpoint):
+        return False
+    known = {"fc.weight", "hidden_norm.weight"} <= checkpoint.shapes.keys()
+    return "dflash_config" in checkpoint.config or known

@@ -1,0 +1,123 @@
+"""Block drafters as files in the format of the package speculators, which vLLM reads too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ...common.checks import public_name
+from ...repository.checkpoint import LOOSE_MASK
+from ...repository.drafter_files import CONFIG, WEIGHTS
+from ...repository.publication import complete_folder
+from ...repository.speculators_format import speculators_fields
+from .configuration import BlockConfig
+from .network import BlockNetwork
+
+# Class names that engines know these drafters by.
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+
+
+def kind_of(config: BlockConfig) -> str:
+    """Returns the kind of drafter that a configuration describes: `"dflash"`, `"dflash2"` or `"dspark"`."""
+    if config.selector_rank:
+        return "dflash2"
+    heads = config.markov_rank > 0 or config.confidence_head != "none"
+    return "dspark" if heads or config.sample_from_anchor else "dflash"
+
+
+def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the config.json of a drafter. Switches are always written: readers do not agree on their defaults.
+
+    Raises:
+        ValueError: the format cannot say what the drafter computes.
+    """
+    _check_can_be_written(config)
+    kind, sizes, sights = kind_of(config), config.sizes, config.sights
+    windows = [sight.reach for sight in sights if sight.reach is not None]
+    kinds = ["full_attention" if sight.reach is None else "sliding_attention" for sight in sights]
+    layer = {
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": sizes.num_attention_heads,
+        "num_key_value_heads": sizes.num_key_value_heads,
+        "head_dim": sizes.head_dim,
+        "hidden_act": sizes.hidden_act,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "attention_bias": sizes.attention_bias,
+        "layer_types": kinds,
+        "sliding_window": windows[0] if windows else None,
+        "use_sliding_window": bool(windows),
+        "tie_word_embeddings": False,
+        **{name: value for name, value in config.rope.items() if value is not None},
+    }
+    heads: dict[str, Any] = {}
+    if kind == "dspark":
+        heads = {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type,
+            "enable_confidence_head": config.confidence_head != "none",
+            "confidence_head_with_markov": config.confidence_head == "markov",
+        }
+    if kind == "dflash2":
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        heads = {name: getattr(config, name) for name in names}
+    target = public_name(config.target_name) or None
+    return {
+        "architectures": [_ARCHITECTURES[kind]],
+        "dtype": str(dtype).removeprefix("torch."),
+        **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),  # type: ignore[arg-type]
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "aux_hidden_state_layer_ids": list(config.target_tap_layers),
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not any(sight.causal for sight in sights),
+        **heads,
+    }
+
+
+def write_drafter(drafter: BlockNetwork, folder: Path) -> None:
+    """Writes a drafter into a folder, which is created if missing.
+
+    Raises:
+        ValueError: the format cannot say what the drafter computes.
+    """
+    document = config_document(drafter.config, drafter.dtype)
+    state = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.state_dict().items()}
+    mask = state.pop("mask_embedding", None)
+    with complete_folder(folder) as partial:
+        (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
+        drafter.generation_config.save_pretrained(partial)  # type: ignore[union-attr, operator]
+        if mask is not None:
+            torch.save(mask, partial / LOOSE_MASK)
+    if mask is None:
+        (folder / LOOSE_MASK).unlink(missing_ok=True)  # that of a former drafter
+
+
+def _check_can_be_written(config: BlockConfig) -> None:
+    """Raises a ValueError for what the format has no field for."""
+    sights = [sight for sight in config.sights if sight.reach is not None or sight.causal]
+    one_rule = len({(sight.reach, sight.causal) for sight in sights}) <= 1
+    told = {
+        "a sliding window that each slot counts by itself": not all(sight.of_anchor for sight in sights),
+        "several sliding windows": not one_rule,
+        "a factor of embeddings": config.embedding_scale != 1.0,
+        "a factor or a cap of logits": config.output_multiplier != 1.0 or config.final_logit_softcapping != 0.0,
+        "any target's vocabulary": config.vocab_size is None,
+        "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
+    }
+    if found := [name for name, is_so in told.items() if is_so]:
+        raise ValueError(
+            f"this drafter has {' and '.join(found)}, which the format of speculators cannot say: keep the files that "
+            "it was loaded from"
+        )
