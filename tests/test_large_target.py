@@ -1,0 +1,26 @@
+"""What drafters take beside a large target, on a tiny one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_hsdraft.bench.large_target import TINY, at_full_depth, measure_drafter, random_target
+from hf_hsdraft.training.trainable import TRAINABLE
+
+
+@pytest.mark.parametrize("family", TRAINABLE)
+def test_own_and_borrowed_weights_are_counted(family):
+    target = random_target(TINY, 4, torch.float32)
+    taken = measure_drafter(family, target, nodes=8)
+    kind = TRAINABLE[family]
+    drafter = kind.drafter(kind.config_for(target, {"draft_vocab_size": TINY.vocab_size}))
+    assert taken.own == 4 * sum(parameter.numel() for parameter in drafter.parameters())
+    head = 4 * TINY.vocab_size * TINY.hidden_size
+    has_own_head = getattr(drafter, "lm_head", None) is not None
+    assert taken.borrowed == (0 if has_own_head else head)
+    assert taken.draft > 0.0
+
+
+def test_all_layers_follow_from_two_depths():
+    assert at_full_depth((0.5, 0.9), (2, 4), 36) == pytest.approx(0.5 + 0.2 * 34)
