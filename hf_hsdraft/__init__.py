@@ -1,7 +1,8 @@
 """Hidden-state speculative decoding for transformers: the same text, fewer target forwards.
 
 Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`], a
-[`CachebackDrafter`] or a [`CausalLMDrafter`]. `attach(model, drafter)` lets all calls of `model.generate()` draft, with nothing else changed.
+[`CachebackDrafter`] or a [`CausalLMDrafter`]. `attach(model, drafter)` lets all calls of `model.generate()` draft, with
+nothing else changed.
 """
 
 from ._version import __version__

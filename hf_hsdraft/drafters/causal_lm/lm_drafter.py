@@ -21,8 +21,8 @@ from ..draft_options import default_options, option_names
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, load_model, load_options, load_tokenizer, why_no_causal_lm
-from .lm_limits import why_it_cannot_draft
 from .lm_session import CausalLMSession
+from .lm_trial import ability_of
 from .lm_vocabulary import what_differs
 
 
@@ -64,7 +64,8 @@ class CausalLMDrafter(nn.Module, Drafter):
                 f"model={type(model).__name__} is invalid: expected a causal language model; "
                 "CausalLMDrafter.from_pretrained(name) loads one"
             )
-        self.model, self.tokenizer = model, tokenizer
+        self.model: Any = model
+        self.tokenizer = tokenizer
         self.config = CausalLMDrafterConfig()
         self.generation_config = self.default_generation_config()
 
@@ -148,7 +149,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)
 
     def check(self, target: Any) -> None:
-        reason = why_it_cannot_draft(self.model)
+        reason = ability_of(self.model).reason
         if reason:
             raise DraftingRefused(f"this model cannot draft: {reason}")
 
@@ -167,6 +168,7 @@ class CausalLMDrafter(nn.Module, Drafter):
             )
 
     def session(self, call: DraftCall) -> CausalLMSession:
-        known = (text_config(each).vocab_size for each in (self.model, call.target))
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        return CausalLMSession(self.model, call, min(*known, rows))
+        model: Any = self.model
+        known = (text_config(each).vocab_size for each in (model, call.target))
+        rows = model.get_input_embeddings().weight.shape[0]
+        return CausalLMSession(model, call, min(*known, rows), ability_of(model).kinds)

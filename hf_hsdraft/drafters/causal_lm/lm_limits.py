@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from transformers import DynamicCache
@@ -26,6 +27,8 @@ def why_it_cannot_draft(model: Any) -> str:
     cache = empty_cache(model)
     if getattr(model, "_is_stateful", False) or CacheSlots(cache).recurrent:
         return f"{name} has recurrent layers: they cannot take back the tokens that the target rejects"
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return f"{name} keeps no keys and values: it would read the whole text for every drafted token"
     reason = why_refused(model, cache)
     return f"{name}: {reason}" if reason else ""
 

@@ -12,10 +12,10 @@ from ...target.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import TreeLimits
+from ...trees.tree_masks import AttentionKind
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, DraftCall, Session
 from .lm_expansion import LMExpansion
-from .lm_limits import kinds_for_trees
 from .lm_texts import LMTexts
 
 
@@ -59,20 +59,18 @@ class CausalLMSession(Session):
         model: the language model; not changed.
         call: that it drafts for.
         vocab_size: number of tokens that both model and target know.
+        kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
     """
 
-    def __init__(self, model: Any, call: DraftCall, vocab_size: int) -> None:
+    def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
         self._model, self._options, self._vocab_size = model, call.options, vocab_size
         config = text_config(model)
         self.kind = config.model_type, sum(map(torch.Tensor.numel, model.parameters())), model.dtype, model.device
         fits = call.foresight is not None and vocab_size <= call.foresight.vocab_size
         self._foresight = call.foresight if fits and call.options.tree_builder == "beam" else None
         self._texts = [_Text() for _ in range(call.rows)]
-        try:
-            self._kinds = kinds_for_trees(model)
-        except ValueError:
-            self._kinds = []
-        groups = [range(call.rows)] if self._kinds else [[row] for row in range(call.rows)]
+        self._kinds = kinds
+        groups = [range(call.rows)] if kinds else [[row] for row in range(call.rows)]
         self._groups = [LMTexts(model, group, self._kinds, self._most_drafted) for group in groups]
         self._resumed: LMMemory | None = None
 

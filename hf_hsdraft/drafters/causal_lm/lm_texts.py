@@ -89,7 +89,7 @@ class LMTexts:
 
         Args:
             tokens: `[B, n]`, int64, nodes of one depth; a child of the root has depth 1.
-            paths: `[B, n, depth - 1]`, int64, the ancestors of each node below the root, as columns of what was drafted.
+            paths: `[B, n, depth - 1]`, int64, the ancestors of each node below the root, as columns of the draft.
 
         Returns:
             The logits `[B, n, V]` after each node, and the columns `[B, n, depth]` of the nodes' paths, their own the
@@ -141,7 +141,7 @@ class LMTexts:
         return logits
 
     def _masks(self, batch: TreeBatch, columns: int) -> Any:
-        """The masks of the last columns of a batch whose other columns are in the cache already, by kind of attention."""
+        """The masks of the last columns of a batch, whose other columns are in the cache; by kind of attention."""
         size, kept = batch.tokens.shape[1], on_device(self.kept, batch.tokens.device)
         before = self._slots.length - (size - columns)  # slots of the texts
         attention, masks = text_config(self._model)._attn_implementation, {}
@@ -153,11 +153,14 @@ class LMTexts:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int) -> torch.Tensor:
         """The logits of the last `wanted` columns; keys and values of all columns are in the cache afterwards."""
+        before = self._slots.length
         further = {"logits_to_keep": wanted, "position_ids": positions}
         further = {name: value for name, value in further.items() if name in self._takes}
         outputs = self._model(
             input_ids=ids, attention_mask=masks, past_key_values=self._slots.cache, use_cache=True, **further
         )
+        if self._slots.length != before + ids.shape[1]:
+            raise ValueError(f"its cache holds {self._slots.length} tokens where {before + ids.shape[1]} were read")
         return outputs.logits[:, -wanted:]
 
     def _compact(self, counts: Sequence[int], columns: int) -> None:

@@ -30,7 +30,9 @@ def _difference(own: dict[str, int], targets: dict[str, int]) -> str:
     other = {index: token for token, index in own.items() if by_id.get(index, token) != token}
     if not other:
         return ""
-    told = [f"{index} is {printable(other[index])!r}, the target's {printable(by_id[index])!r}" for index in sorted(other)]
+    told = [
+        f"{index} is {printable(other[index])!r}, the target's {printable(by_id[index])!r}" for index in sorted(other)
+    ]
     return f"{len(other):,} of {len(own):,} token ids stand for other tokens: {few(told, _NAMED)}"
 
 
