@@ -1,7 +1,8 @@
 """Hidden-state speculative decoding for transformers: the same text, fewer target forwards.
 
-Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`] or a
-[`CachebackDrafter`]. `attach(model, drafter)` lets all calls of `model.generate()` draft, with nothing else changed.
+Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`], a
+[`CachebackDrafter`] or a [`CausalLMDrafter`]. `attach(model, drafter)` lets all calls of `model.generate()` draft, with
+nothing else changed.
 """
 
 from ._version import __version__
@@ -10,6 +11,7 @@ from .acceleration.device_acceleration import DeviceAcceleration
 from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
 from .by_name import allow_names
 from .drafters.auto_drafter import AutoDrafter
+from .drafters.causal_lm.lm_drafter import CausalLMDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter
@@ -38,6 +40,7 @@ __all__ = [
     "AttachmentStatistics",
     "AutoDrafter",
     "CachebackDrafter",
+    "CausalLMDrafter",
     "DraftStatistics",
     "DraftTree",
     "HSCandidateGenerator",

@@ -6,7 +6,7 @@ import pytest
 from conftest import make_drafter, make_target
 from transformers import AutoModel, PreTrainedConfig
 
-from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter, register_drafter
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, HSDraftConfig, HSDrafter, register_drafter
 from hf_hsdraft.drafters.registry import FAMILIES
 
 
@@ -18,11 +18,17 @@ def test_the_family_of_a_folder_is_loaded(tmp_path):
     assert drafter.generation_config.tree_size == 9
 
 
-def test_what_is_no_drafter_is_told(tmp_path):
+def test_a_language_model_is_a_drafter_too(tmp_path):
     make_target().save_pretrained(tmp_path)
+    drafter = AutoDrafter.from_pretrained(tmp_path, tree_size=9)
+    assert type(drafter) is CausalLMDrafter and drafter.generation_config.tree_size == 9
+
+
+def test_what_is_no_drafter_is_told(tmp_path):
+    make_target().base_model.save_pretrained(tmp_path)  # without its output layer
     with pytest.raises(ValueError, match=r"is no drafter of a known format .*model_type=llama") as error:
         AutoDrafter.from_pretrained(tmp_path)
-    assert "lm_head.weight" in str(error.value)
+    assert "embed_tokens.weight" in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": ["hsdraft"]}))
     with pytest.raises(ValueError, match="no drafter of a known format"):
         AutoDrafter.from_pretrained(tmp_path)

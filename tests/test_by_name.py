@@ -76,7 +76,7 @@ def test_calls_that_come_at_once_load_it_once(target, folder, prompt, loads):
 def test_names_that_are_no_drafters(target, prompt, tmp_path):
     with pytest.raises(OSError, match="no such drafter folder"):
         target.generate(prompt, **GREEDY, assistant_model=str(tmp_path / "none"))
-    target.save_pretrained(tmp_path / "model")
+    target.base_model.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"is no drafter of a known format .*model_type=llama"):
         target.generate(prompt, **GREEDY, assistant_model=str(tmp_path / "model"))
     make_drafter(make_target(vocab_size=50), draft_vocab_size=50).save_pretrained(tmp_path / "other")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,15 @@ class Checkpoint:
         name: folder or Hub name that was asked for.
         folder: where the files are.
         config: what its config.json holds.
+        subfolder: of the repository, where the files are.
+        hub: what the Hub was asked with; empty for a folder here.
     """
 
     name: str
     folder: Path
     config: Mapping[str, Any]
+    subfolder: str = ""
+    hub: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, name: str | os.PathLike[str], subfolder: str = "", **hub: Any) -> Checkpoint:
@@ -58,7 +62,19 @@ class Checkpoint:
         has_weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
         if not has_weights and not os.path.isdir(name):
             folder = find_folder(name, (*described, _PICKLED), subfolder, **hub)
-        return cls(os.fspath(name), folder, read_json(folder / CONFIG))
+        if os.path.isdir(name):
+            return cls(os.fspath(name), folder, read_json(folder / CONFIG))
+        commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
+        hub = {**hub, "revision": commit}  # whatever is fetched later is of the same state
+        return cls(os.fspath(name), folder, read_json(folder / CONFIG), subfolder, hub)
+
+    def also(self, *names: str) -> Path:
+        """Fetches further files, as far as they are there, and returns the folder that they are in.
+
+        Raises:
+            OSError: the Hub cannot be reached.
+        """
+        return find_folder(self.name, names, self.subfolder, **self.hub) if self.hub else self.folder
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:

@@ -1,0 +1,15 @@
+"""Small language models with the target's tokenizer as drafters."""
+
+from ..formats import Format, register_format
+from .lm_drafter import CausalLMDrafter
+from .lm_files import why_no_causal_lm
+
+# Asked last: it has no mark of its own, only that of no other format.
+register_format(
+    Format(
+        name="causal language model",
+        rank=1000,
+        matches=lambda checkpoint: not why_no_causal_lm(checkpoint),
+        load=CausalLMDrafter.of_checkpoint,
+    )
+)

@@ -1,0 +1,174 @@
+"""A small language model as users know it as a drafter: made of a model, loaded, saved, and handed to `generate()`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ...common.checks import printable
+from ...common.refusals import DraftingRefused
+from ...repository.care import care, prepare_repository
+from ...repository.checkpoint import Checkpoint
+from ...repository.drafter_files import HUB_ARGUMENTS
+from ...target.target_limits import text_config
+from ..draft_options import default_options, option_names
+from ..protocol import DraftCall, Drafter
+from ..special_tokens import ANY, AnySpecialTokens
+from .lm_files import DRAFTING_OPTIONS, load_model, load_options, load_tokenizer, why_no_causal_lm
+from .lm_session import CausalLMSession
+from .lm_trial import ability_of
+from .lm_vocabulary import what_differs
+
+
+@dataclass(frozen=True)
+class CausalLMDrafterConfig:
+    """What transformers asks an assistant's configuration for."""
+
+    vocab_size: Any = ANY  # only ids that both vocabularies have are drafted, so it fits that of any target
+    is_encoder_decoder: bool = False
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        """Returns a configuration that a pipeline finds equal to any target's."""
+        return AnySpecialTokens(self)
+
+
+class CausalLMDrafter(nn.Module, Drafter):
+    """Drafting by a smaller language model with the target's tokenizer ("Fast Inference from Transformers via
+    Speculative Decoding"), as trees ("SpecInfer").
+
+        out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
+
+    The same model as a plain object, `assistant_model=small_model`, is transformers' own assisted decoding.
+
+    Args:
+        model: a causal language model; it is used as it is. It may serve as a target too.
+        tokenizer: the model's tokenizer. Where a call knows the target's, both are compared.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+
+    num_draft_steps = 32
+    draws_nodes = True
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model={type(model).__name__} is invalid: expected a causal language model; "
+                "CausalLMDrafter.from_pretrained(name) loads one"
+            )
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.config = CausalLMDrafterConfig()
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CausalLMDrafter:
+        """Loads a language model as a drafter; no code of its repository is run.
+
+        Args:
+            pretrained_model_name_or_path: Folder or Hub name of the model.
+            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; all others
+                as `AutoModelForCausalLM.from_pretrained` takes them, such as `dtype`.
+
+        Raises:
+            OSError: There is no such folder or repository, or it holds no model.
+            ValueError: It is no causal language model of transformers, or an option is wrong.
+        """
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        with care().loading(name, bool(hub.get("local_files_only"))):
+            checkpoint = Checkpoint.open(name, subfolder, **hub)
+            reason = why_no_causal_lm(checkpoint)
+        if reason:
+            raise ValueError(f"{printable(name)} holds no causal language model: {reason}")
+        return cls.of_checkpoint(checkpoint, **kwargs)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
+        """Loads a checkpoint that is known to hold a language model; see `from_pretrained`."""
+        own = {name: kwargs.pop(name) for name in option_names() & kwargs.keys()}
+        stored, tokenizer = load_options(checkpoint), load_tokenizer(checkpoint)
+        drafter = cls(load_model(checkpoint, **kwargs), tokenizer)
+        for name, value in {**stored, **own}.items():
+            setattr(drafter.generation_config, name, value)
+        drafter.check_options()
+        return drafter
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes the model as it saves itself, with its tokenizer, and the drafting options in a file of their own.
+
+        The folder is one of the language model: `AutoModelForCausalLM` loads it too.
+
+        Args:
+            save_directory: Created if missing.
+            kwargs: As the model's own `save_pretrained` takes them.
+
+        Raises:
+            ValueError: A drafting option is wrong.
+        """
+        self.check_options()
+        self.model.save_pretrained(save_directory, **kwargs)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(save_directory)
+        self.generation_config.save_pretrained(save_directory, config_file_name=DRAFTING_OPTIONS)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub, in one commit.
+
+        Args:
+            repo_id: `"user/name"`, created if there is none.
+            kwargs: `private`, `revision`, `token`, `create_pr`, `commit_message`, `commit_description`.
+
+        Raises:
+            OSError: The Hub refuses or cannot be reached.
+            ValueError: A private repository was asked for, and there is a public one.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            api, repo_id, _ = prepare_repository(repo_id, kwargs)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options of a model that was saved without any."""
+        return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)
+
+    def check(self, target: Any) -> None:
+        reason = ability_of(self.model).reason
+        if reason:
+            raise DraftingRefused(f"this model cannot draft: {reason}")
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        """Compares both tokenizers, where both are at hand.
+
+        Raises:
+            DraftingRefused: their ids stand for different tokens: what is drafted would mean something else.
+        """
+        if self.tokenizer is None or tokenizer is None:
+            return
+        reason = what_differs(self.tokenizer, tokenizer)
+        if reason:
+            raise DraftingRefused(
+                f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
+            )
+
+    def session(self, call: DraftCall) -> CausalLMSession:
+        model: Any = self.model
+        known = (text_config(each).vocab_size for each in (model, call.target))
+        rows = model.get_input_embeddings().weight.shape[0]
+        return CausalLMSession(model, call, min(*known, rows), ability_of(model).kinds)

@@ -1,0 +1,82 @@
+"""The folder of a language model that is to draft: whether it is one, and what is loaded of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...common.checks import few, printable
+from ...repository.checkpoint import Checkpoint
+from ...repository.drafter_files import read_json
+from ...repository.pretrained_drafter import drafting_options
+
+# Beside the generation_config.json of the language model itself, which is left to it.
+DRAFTING_OPTIONS = "drafting_config.json"
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of them is there
+_OF_TOKENIZERS = (*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+
+# What only drafters have that go with a certain target, whatever architecture they name: fields, and names of tensors.
+_FIELDS_OF_DRAFTERS = (
+    "speculators_model_type", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",
+    "target_hidden_size", "num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config",
+    "markov_rank", "projector_type",
+)  # fmt: skip
+_TENSORS_OF_DRAFTERS = (
+    "fc.", "d2t", "t2d", "midlayer.", "mask_hidden", "hidden_norm.", "candidate_selector.", "markov_head.",
+)  # fmt: skip
+
+
+def why_no_causal_lm(checkpoint: Checkpoint) -> str:
+    """Returns why a checkpoint is no causal language model; an empty string if it is one."""
+    config = checkpoint.config
+    model_type, named = config.get("model_type"), config.get("architectures")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    architectures = [known] if isinstance(known, str) else list(known or ())
+    if not isinstance(named, list) or not any(name in architectures for name in named):
+        return f"architectures={printable(named)} with model_type={printable(model_type)} names none of transformers"
+    marks = [name for name in _FIELDS_OF_DRAFTERS if config.get(name) is not None]
+    if config.get("block_size") is not None and config.get("mask_token_id") is not None:
+        marks += ["block_size", "mask_token_id"]
+    marks += [name for name in sorted(checkpoint.shapes) if name.startswith(_TENSORS_OF_DRAFTERS)]
+    return f"it has {few(marks)}, as drafters have that read a target's hidden states" if marks else ""
+
+
+def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    """Loads the model of a checkpoint, without code of it.
+
+    Args:
+        kwargs: as `AutoModelForCausalLM.from_pretrained` takes them.
+
+    Raises:
+        ValueError: weights are missing or unknown, so that part of the model would be random or left out.
+    """
+    for name in ("trust_remote_code", "ignore_mismatched_sizes"):
+        if kwargs.pop(name, None):
+            raise ValueError(f"{name}=True is invalid for a drafter: expected a model of transformers as it was saved")
+    model, found = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder, trust_remote_code=False, output_loading_info=True, **kwargs
+    )
+    wrong = {"missing": found["missing_keys"], "unknown": found["unexpected_keys"]}
+    if told := "; ".join(f"{kind}: {few(sorted(names))}" for kind, names in wrong.items() if names):
+        raise ValueError(
+            f"the weights of {printable(checkpoint.name)} do not match its config.json ({told}): expected all weights "
+            f"of a {type(model).__name__} and no others"
+        )
+    return model.eval()
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Loads the tokenizer of a checkpoint; `None` if it has none."""
+    folder = checkpoint.also(*_OF_TOKENIZERS)
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return None
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def load_options(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the drafting options that were saved with a model."""
+    path = checkpoint.also(DRAFTING_OPTIONS) / DRAFTING_OPTIONS
+    return drafting_options(read_json(path)) if path.is_file() else {}

@@ -1,0 +1,427 @@
+"""A small language model as a drafter: it drafts what a plain forward of it says, and the target decides."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from transformers import AutoModelForCausalLM, BartForConditionalGeneration, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, attach
+from hf_hsdraft.bench.tiny import VOCABULARY, tiny_config, tiny_model
+from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.drafters.protocol import Accepted, Ask, DraftCall
+from hf_hsdraft.trees.draft_tree import DraftTree
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(seed=3)
+
+
+def drafter_of(model, tokenizer=None, **options) -> CausalLMDrafter:
+    """A drafter whose trees have the same size on every machine."""
+    drafter = CausalLMDrafter(model, tokenizer)
+    for name, value in {"tree_sizing": "fixed", "ngram_length": 0, **options}.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
+
+
+def near(target, seed: int = 1, noise: float = 0.02):
+    """A model whose drafts are often right and often wrong: the target with noise on its weights."""
+    model, generator = copy.deepcopy(target), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def padded(rows: int, side: str = "left") -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        columns = slice(None, 2 * row) if side == "left" else slice(11 - 2 * row, None)
+        mask[row, columns], ids[row, columns] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def tiny(model_type: str, seed: int = 0, **fields):
+    """A tiny random model of a type, with small windows."""
+    config = tiny_config(CONFIG_MAPPING[model_type])
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, seed)
+
+
+class Texts:
+    """Texts that go on as chance has it, for a session that drafts for them: what the engine would tell it."""
+
+    def __init__(self, drafter, target, rows: int, seed: int = 0, **options) -> None:
+        for name, value in options.items():
+            setattr(drafter.generation_config, name, value)
+        self.options = DraftOptions.of(drafter)
+        self.chance, self.vocab_size = random.Random(seed), target.config.get_text_config().vocab_size
+        self.texts = [self.tokens(5 + 4 * row) for row in range(rows)]
+        self.session = drafter.session(DraftCall(target, rows, self.options))
+        self.observe(dict(enumerate(self.texts)), prompts=True)
+        self.growing = list(range(rows))
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.chance.randrange(2, self.vocab_size) for _ in range(count)]
+
+    def observe(self, new: dict[int, list[int]], prompts: bool = False) -> None:
+        news = []
+        for row, tokens in new.items():
+            known, last = (tokens[:-1], tokens[-1:]) if prompts else ([], tokens)
+            places = torch.arange(len(last))
+            news.append(Accepted(row, last, torch.zeros(len(last), 0), places, torch.tensor(last), known))
+        self.session.observe(news)
+
+    def draft(self, depth: int, rows: list[int] | None = None):
+        rows = self.growing if rows is None else rows
+        options, sharing = self.options, len(self.texts)
+        size = options.shared_by(sharing).tree_size
+        asks = [
+            Ask(row, self.texts[row][-1], depth, size, sharing, options.beam_width == 1, reach=depth) for row in rows
+        ]
+        return dict(zip(rows, self.session.draft(asks), strict=True))
+
+    def accept(self, trees) -> None:
+        """Accepts a random path of each tree and another token."""
+        new = {}
+        for row, tree in trees.items():
+            path = tree.path(self.chance.randrange(len(tree)))
+            new[row] = [tree.tokens[node] for node in path] + self.tokens(1)
+            self.texts[row] = self.texts[row] + new[row]
+        self.observe(new)
+
+
+@torch.no_grad()
+def assert_plain(model, text: list[int], tree, vocab_size: int) -> None:
+    """The score of each node is the log-probability of its path by plain forwards of the model."""
+    for node in range(1, len(tree)):
+        path = [tree.tokens[each] for each in tree.path(node)]
+        ids = torch.tensor([[*text, *path]])
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(text) - 1 : -1, :vocab_size].float()
+        expected = logits.log_softmax(-1)[range(len(path)), path].sum().item()
+        assert tree.scores[node] == pytest.approx(expected, abs=2e-3), (node, path)
+
+
+KINDS = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
+    "gpt2": {},
+    "gpt_oss": {"sliding_window": 8},
+    "cohere2": {"sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_has_the_probability_of_a_plain_forward(kind, rows):
+    """Over rounds with accepted and rejected drafts, texts of different lengths, pauses, and texts that end."""
+    model = tiny(kind, **KINDS[kind])
+    texts = Texts(drafter_of(model, tree_builder="stochastic_beam", tree_size=18 * rows, beam_width=3), model, rows)
+    for number in range(7):
+        if number == 5 and rows > 1:
+            texts.growing = [0, 2]
+            texts.session.keep(texts.growing)
+        pausing = [row for row in texts.growing if rows > 1 and number % 3 == row]
+        trees = texts.draft(4, [row for row in texts.growing if row not in pausing])
+        for row, tree in trees.items():
+            assert max(tree.depths) == 4 < len(tree) - 1 and not tree.fault(VOCABULARY)
+            assert_plain(model, texts.texts[row], tree, VOCABULARY)
+        texts.accept({**trees, **{row: DraftTree.root(texts.texts[row][-1]) for row in pausing}})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["bloom", "falcon"])
+def test_models_that_read_no_trees_draft_chains(kind, rows):
+    model = tiny(kind, **({"alibi": True} if kind == "falcon" else {}))
+    texts = Texts(drafter_of(model), model, rows)
+    for _ in range(4):
+        trees = texts.draft(4)
+        for row, tree in trees.items():
+            assert max(tree.depths) == len(tree) - 1 > 1
+            assert_plain(model, texts.texts[row], tree, VOCABULARY)
+        texts.accept(trees)
+
+
+def test_texts_may_be_longer_than_one_mask_and_slots_do_not_run_away(tuned):
+    tuned(mask_rows=3)
+    model = tiny("mistral", sliding_window=8)
+    texts = Texts(drafter_of(model, tree_builder="stochastic_beam", tree_size=36, beam_width=2), model, 3)
+    for _ in range(6):
+        for row, tree in texts.draft(3).items():
+            assert_plain(model, texts.texts[row], tree, VOCABULARY)
+        [group] = texts.session._groups
+        assert group.kept == [len(text) for text in texts.texts] and group._slots.length == max(group.kept)
+        texts.accept({row: DraftTree.root(text[-1]) for row, text in enumerate(texts.texts)})
+
+
+def test_only_roots_and_expanded_nodes_are_multiplied_by_the_head():
+    model, rows = tiny("llama"), []
+    texts = Texts(drafter_of(model, tree_size=12, beam_width=3), model, 1)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[1]))
+    texts.draft(4)
+    assert rows == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_greedy_texts_are_those_of_plain_decoding(target, rows, side, noise):
+    drafter, inputs = drafter_of(near(target, noise=noise), tree_size=24), padded(rows, side)
+    plain = target.generate(**inputs, **GREEDY)
+    output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
+    assert output.sequences.tolist() == plain.sequences.tolist()
+    assert output.statistics.draft_kind == "tree" and sum(output.statistics.accepted_lengths) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_target_itself_drafts_what_it_accepts(target, rows):
+    """All drafted tokens of a chain are right: a round emits its depth and one token more."""
+    drafter = drafter_of(target, beam_width=1, tree_size=15)
+    depth = DraftOptions.of(drafter).shared_by(rows).depth
+    call = {**GREEDY, "max_new_tokens": 1 + 4 * (depth + 1)}
+    output = target.generate(**padded(rows), **call, assistant_model=drafter)
+    assert output.sequences.tolist() == target.generate(**padded(rows), **call).sequences.tolist()
+    assert output.statistics.accepted_lengths == [depth] * 4 * rows
+    assert output.statistics.target_forwards == 1 + 4
+
+
+@pytest.mark.parametrize("builder", ["beam", "stochastic_beam", "gumbel"])
+def test_sampled_texts_are_those_of_plain_decoding(target, builder):
+    call = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
+    torch.manual_seed(5)
+    plain = target.generate(**padded(1), **call)
+    torch.manual_seed(5)
+    drafter = drafter_of(near(target), tree_builder=builder)
+    output = target.generate(**padded(1), **call, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.statistics.exact and sum(output.statistics.accepted_lengths) > 0
+    if builder == "beam":  # the others draw further random numbers
+        assert output.sequences.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("builder", ["stochastic_beam", "gumbel"])
+def test_rejection_keeps_the_targets_distribution(builder):
+    """Of the first three tokens, over all texts of them: by a chi-square test against products of plain forwards."""
+    size, rows, calls = 4, 64, 24
+    target = make_target(seed=1, vocab_size=size, pad_token_id=None)
+    drafter = drafter_of(
+        make_target(seed=2, vocab_size=size, pad_token_id=None),
+        tree_builder=builder, verification="rejection", tree_size=128 * rows, beam_width=3,
+    )  # fmt: skip
+    drafter.generation_config.tree_size = 4096
+    ids = torch.tensor([[2, 3, 1]])
+    texts = torch.cartesian_prod(*[torch.arange(size)] * 3)
+    with torch.no_grad():
+        logits = target(torch.cat([ids.expand(len(texts), -1), texts], dim=1)).logits[:, 2:-1]
+    expected = logits.log_softmax(-1).gather(-1, texts[..., None])[..., 0].sum(-1).exp() * rows * calls
+    torch.manual_seed(0)
+    counts, accepted = torch.zeros(len(texts)), 0
+    for _ in range(calls):
+        output = target.generate(
+            ids.expand(rows, -1), do_sample=True, top_k=0, max_new_tokens=5, assistant_model=drafter,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        new = output.sequences[:, 3:6]
+        counts += torch.bincount((new * torch.tensor([size**2, size, 1])).sum(-1), minlength=len(texts))
+        accepted += sum(output.statistics.accepted_lengths)
+    assert accepted > rows * calls / 2
+    many = expected >= 5
+    rest = torch.tensor([(counts[~many].sum() - expected[~many].sum()) ** 2 / expected[~many].sum().clamp(min=1.0)])
+    statistic = ((counts - expected) ** 2 / expected)[many].sum() + rest.sum()
+    p = torch.special.gammaincc(torch.tensor(float(many.sum())) / 2, statistic / 2)
+    assert p > 1e-4, float(statistic)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "qwen3_next"])
+def test_models_that_cannot_take_tokens_back_are_refused(target, kind):
+    with pytest.raises(ValueError, match="recurrent layers: they cannot take back"):
+        target.generate(**padded(1), **GREEDY, assistant_model=CausalLMDrafter(tiny(kind)))
+
+
+def test_models_that_keep_no_keys_and_values_are_refused(target):
+    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel keeps no keys and values"):
+        target.generate(**padded(1), **GREEDY, assistant_model=CausalLMDrafter(tiny("openai-gpt")))
+
+
+def test_a_model_that_is_deaf_to_masks_drafts_chains(target):
+    """It is tried once: its class and its configuration tell nothing of it."""
+    model, forwards = near(target), []
+    forward = model.forward
+
+    def deaf(input_ids, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        forwards.append(len(input_ids))
+        return forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+
+    model.forward = deaf
+    drafter, inputs = drafter_of(model), padded(2)
+    output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
+    assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
+    assert sum(output.statistics.accepted_lengths) > 0
+    assert set(forwards[-10:]) == {1}
+    texts = Texts(drafter, target, 2)
+    for row, tree in texts.draft(3).items():
+        assert_plain(near(target), texts.texts[row], tree, VOCAB)
+
+
+def test_an_encoder_decoder_is_refused(target):
+    with pytest.raises(ValueError, match="BartForConditionalGeneration is an encoder-decoder"):
+        config = tiny_config(CONFIG_MAPPING["bart"])
+        CausalLMDrafter(tiny_model(BartForConditionalGeneration, config)).check(target)
+    with pytest.raises(TypeError, match="model=str is invalid: expected a causal language model"):
+        CausalLMDrafter("name")
+
+
+@pytest.mark.parametrize("size", [VOCAB - 40, VOCAB + 30])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_only_tokens_that_both_know_are_drafted(target, size, rows):
+    """A text with a token that the drafter does not know goes on without drafts."""
+    drafter, inputs = drafter_of(make_target(seed=3, vocab_size=size)), padded(rows)
+    if size < VOCAB:
+        inputs["input_ids"] %= size
+        inputs["input_ids"][-1, -1] = VOCAB - 1
+    seen, session = [], drafter.session
+
+    def watched(call):
+        made = session(call)
+        draft = made.draft
+        made.draft = lambda asks: seen.extend(trees := draft(asks)) or trees
+        return made
+
+    drafter.session = watched
+    output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
+    assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
+    drafted = [token for tree in seen for token in tree.tokens[1:]]
+    assert all(token < min(size, VOCAB) for token in drafted)
+    assert bool(drafted) is (size > VOCAB or rows > 1)
+
+
+def test_nothing_is_drafted_beyond_the_models_positions():
+    model, target = tiny("gpt2", n_positions=20), make_target(vocab_size=VOCABULARY)
+    drafter = drafter_of(model)
+    for inputs in (padded(1), padded(3)):
+        output = target.generate(**inputs, **GREEDY, assistant_model=drafter)
+        assert output.sequences.tolist() == target.generate(**inputs, **GREEDY).sequences.tolist()
+        assert output.statistics.drafted_nodes[0] > 0 == output.statistics.drafted_nodes[-1]
+
+
+def other_words(tokenizer, word: str, other: str):
+    made = copy.deepcopy(tokenizer)
+    vocabulary = json.loads(made.backend_tokenizer.to_str())
+    vocabulary["model"]["vocab"][other] = vocabulary["model"]["vocab"].pop(word)
+    made._tokenizer = made.backend_tokenizer.from_str(json.dumps(vocabulary))
+    return made
+
+
+def test_a_drafter_with_another_tokenizer_is_refused(target, tokenizer):
+    inputs, other = padded(1), other_words(tokenizer, "w7", "seven")
+    with pytest.raises(ValueError, match=r"tokenizer is not the target's: 1 of 97 token ids .* is 'seven', .* 'w7'"):
+        target.generate(**inputs, **GREEDY, assistant_model=drafter_of(target, other), tokenizer=tokenizer)
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<further>"])
+    for own in (more, None, tokenizer):
+        target.generate(**inputs, **GREEDY, assistant_model=drafter_of(target, own), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_chat_goes_on_without_reading_anything_twice(kind):
+    target, read = tiny(kind, **KINDS[kind]), []
+    model = tiny(kind, seed=1, **KINDS[kind])
+    drafter = drafter_of(model)
+    model.register_forward_pre_hook(lambda m, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    cache, ids = DynamicCache(config=target.config), padded(1)["input_ids"]
+    cache.activate_past_recording()
+    call = {**GREEDY, "assistant_model": drafter}
+    first = target.generate(ids, **call, past_key_values=cache).sequences
+    further = torch.cat([first, ids[:, :6]], dim=1)
+    copies = [copy.deepcopy(cache) for _ in range(2)]
+    stored = pickle.loads(pickle.dumps(copies[0]))
+    plain = target.generate(further, **GREEDY).sequences.tolist()
+    for each, at_most in ((copies[0], 12), (copies[1], 12), (stored, 1000)):
+        read.clear()
+        output = target.generate(further, **call, past_key_values=each)
+        assert output.sequences.tolist() == plain
+        assert read[0] <= at_most if at_most == 12 else read[0] == further.shape[1] + 1
+    read.clear()  # of another text the cache holds nothing
+    other = torch.cat([ids, first[:, 11:] % 50 + 5], dim=1)
+    assert target.generate(other, **call).sequences.tolist() == target.generate(other, **GREEDY).sequences.tolist()
+    assert read[0] >= other.shape[1]
+
+
+def test_a_folder_of_a_language_model_is_a_drafter(target, tokenizer, tmp_path, prompt):
+    model = near(target)
+    model.generation_config.temperature = 0.5
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    drafter = AutoDrafter.from_pretrained(tmp_path / "model", dtype=torch.float64, tree_size=9)
+    assert (
+        type(drafter) is CausalLMDrafter and drafter.dtype == torch.float64 and drafter.generation_config.tree_size == 9
+    )
+    assert (
+        drafter.tokenizer.get_vocab() == tokenizer.get_vocab() and drafter.generation_config.num_assistant_tokens == 5
+    )
+    drafter.generation_config.num_assistant_tokens = 3
+    drafter.save_pretrained(tmp_path / "again")
+    again = CausalLMDrafter.from_pretrained(str(tmp_path / "again"))
+    assert (again.generation_config.num_assistant_tokens, again.generation_config.tree_size) == (3, 9)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert plain.generation_config.temperature == 0.5 and not hasattr(plain.generation_config, "tree_size")
+    for name in (str(tmp_path / "model"), tmp_path / "again"):
+        output = target.generate(prompt, **GREEDY, assistant_model=name)
+        assert output.sequences.tolist() == target.generate(prompt, **GREEDY).sequences.tolist()
+        assert output.statistics.rounds > 0
+    with attach(target, str(tmp_path / "again")) as attachment:
+        assert target.generate(prompt, **GREEDY).sequences.tolist() == output.sequences.tolist()
+    assert attachment.statistics.calls == 1
+
+
+def test_a_plain_model_object_is_transformers_own_assistant(target, prompt):
+    model = near(target)
+    output = target.generate(prompt, **GREEDY, assistant_model=model)
+    assert not hasattr(output, "statistics")
+    assert hasattr(target.generate(prompt, **GREEDY, assistant_model=CausalLMDrafter(model)), "statistics")
+
+
+MARKS = {
+    "draft_vocab_size": 50, "eagle_config": {}, "dflash_config": {"mask_token_id": 4}, "markov_rank": 8,
+    "speculators_model_type": "eagle3", "target_layer_ids": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_drafter_of_another_format_is_no_language_model(target, tmp_path, mark):
+    target.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, mark: MARKS[mark]}))
+    with pytest.raises(ValueError, match=mark):
+        CausalLMDrafter.from_pretrained(tmp_path)
+
+
+def test_what_is_no_language_model_or_not_a_whole_one_is_told(target, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path / "drafter")
+    with pytest.raises(ValueError, match=r"holds no causal language model: architectures=.*HSDrafter"):
+        CausalLMDrafter.from_pretrained(tmp_path / "drafter")
+    state = target.state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    target.save_pretrained(tmp_path / "part", state_dict=state)
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        AutoDrafter.from_pretrained(tmp_path / "part")
+    target.save_pretrained(tmp_path / "more", state_dict={**target.state_dict(), "further.weight": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"unknown: further\.weight"):
+        AutoDrafter.from_pretrained(tmp_path / "more")
+    with pytest.raises(ValueError, match="trust_remote_code=True is invalid"):
+        AutoDrafter.from_pretrained(tmp_path / "more", trust_remote_code=True)
