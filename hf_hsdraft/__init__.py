@@ -10,6 +10,8 @@ from .acceleration.device_acceleration import DeviceAcceleration
 from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
 from .by_name import allow_names
 from .drafters.auto_drafter import AutoDrafter
+from .drafters.eagle.configuration_eagle import EagleConfig
+from .drafters.eagle.modeling_eagle import EagleDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter
@@ -40,6 +42,8 @@ __all__ = [
     "CachebackDrafter",
     "DraftStatistics",
     "DraftTree",
+    "EagleConfig",
+    "EagleDrafter",
     "HSCandidateGenerator",
     "HSDraftConfig",
     "HSDraftEncoderDecoderOutput",

@@ -129,8 +129,10 @@ class RowContext:
 
     def seen(
         self, rows: Sequence[int], last: torch.Tensor, window: int | torch.Tensor | None = None, drafted: int = 0
-    ) -> torch.Tensor:
-        """Returns `[B, n, P]`, True where a query may look at a slot of `view`; drafted ones are False.
+    ) -> torch.Tensor | None:
+        """Returns `[B, n, P]`, True where a query may look at a slot of `view`; `None` for everywhere.
+
+        Drafted slots have no positions, so they are False here.
 
         Args:
             rows: the texts.
@@ -142,7 +144,7 @@ class RowContext:
         mask = positions <= last[..., None]
         if window is not None:
             mask &= positions > (last - window)[..., None]
-        return mask
+        return None if not drafted and bool(mask.all()) else mask
 
     def _longest(self, rows: Sequence[int]) -> int:
         return max(self.lengths[row] for row in rows)

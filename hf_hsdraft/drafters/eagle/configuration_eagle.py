@@ -121,6 +121,8 @@ class EagleConfig:
             valid = len(ids) == size == len(set(ids)) and min(ids) >= 0 and max(ids) < self.vocab_size
             wanted = f"expected draft_vocab_size={size} distinct token ids from 0 to {self.vocab_size - 1}"
             _demand(valid, "draft_vocab_ids", ids, wanted)
+            wanted = "of a whole vocabulary the rows stand in the order of the tokens"
+            _demand(size < self.vocab_size or list(ids) == list(range(size)), "draft_vocab_ids", ids, wanted)
         if self.mask_token_id is not None:
             valid = is_integer(self.mask_token_id) and 0 <= self.mask_token_id < self.vocab_size
             _demand(valid, "mask_token_id", self.mask_token_id, f"expected a token id below {self.vocab_size}")

@@ -9,7 +9,7 @@ Letters in the shapes: T accepted pairs, S chains, K draft steps, D hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -192,8 +192,8 @@ class EagleNetwork(nn.Module):
             document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
             num_draft_steps: K of this call, the configuration's by default.
             num_rolled: number of chains that go beyond the first depth, the first ones of `starts`; `None` for all.
-            path_embeds: `[S, K - 1, D]` or more steps, embeddings of x_{i+2}, x_{i+3}, ... of each chain; for a
-                parallel drafter, of the mask token.
+            path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth of a chain; for a
+                parallel drafter, of the mask token. The first depth has them from `embeds`, and looks at none here.
             labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with.
 
         Raises:
@@ -209,7 +209,7 @@ class EagleNetwork(nn.Module):
         mask = None if self.mask_hidden is None else self.mask_states().expand_as(y)
         for step in range(1, steps):
             inputs = self.fed_back(y) if mask is None else mask
-            path = cast(torch.Tensor, path_embeds)[: len(y), step - 1]
+            path = cast(torch.Tensor, path_embeds)[: len(y), step]
             y = self.through(inputs, path, at + step, _of_packed(texts.rolling(step, len(y))))
             states.append(y)
         loss = None
@@ -241,8 +241,3 @@ def initialise(network: EagleNetwork, std: float = 0.02) -> None:
                 nn.init.zeros_(module.bias)
     if network.mask_hidden is not None:
         nn.init.normal_(network.mask_hidden)
-
-
-def tensors_by_name(network: nn.Module) -> Sequence[str]:
-    """Returns the names of a network's parameters."""
-    return [name for name, _ in network.named_parameters()]
