@@ -12,7 +12,7 @@ import torch
 from conftest import make_target
 from safetensors.torch import load_file, save_file
 
-from hf_hsdraft.drafters.eagle import eagle_expansion
+from hf_hsdraft.drafters.eagle import eagle_expansion, eagle_session
 from hf_hsdraft.drafters.eagle.eagle_session import EagleSession
 
 WIDTH, TOKENS, DRAFTED, LAYERS = 32, 40, 26, 8
@@ -68,12 +68,12 @@ def speculators_model(kind: str = "eagle3", layer: str = "llama", seed: int = 3,
 
 @torch.no_grad()
 def fill(model: torch.nn.Module) -> None:
-    """Random weights large enough to matter, norms that are no ones, and a map to tokens that are not the first ones."""
+    """Random weights large enough to matter, norms that are no ones, and a map to tokens beyond the first."""
     for name, parameter in model.named_parameters():
         if "norm" in name and parameter.dim() == 1:
             parameter.uniform_(0.5, 1.5)
         elif parameter.dim() > 1:
-            parameter.normal_(std=1.0 if "embed" in name or "mask" in name else 0.3)
+            parameter.normal_(std=1.0 if "embed" in name or "mask" in name else 0.2)
         else:
             parameter.normal_(std=0.3)
     if getattr(model, "d2t", None) is not None:
@@ -185,9 +185,6 @@ class _Watched:
             self._paths: dict[int, list[int]] = {0: []}
             self.rounds[-1].nodes.append(([], logits[0, 0]))
             return
-        if numbers is None:  # a parallel drafter knows no paths
-            self.rounds[-1].nodes.append(([0] * (level - 1), logits[0, 0]))
-            return
         for place, token in enumerate(tokens[0].tolist()):
             path = [*self._paths[int(states[0, place, 0])], token]
             self._paths[int(numbers[0, place, 0])] = path
@@ -200,8 +197,9 @@ def compare(
     """Drafts in a real `generate()`, and compares the logits of every node with the reference's on the same text."""
     prompt = torch.randint(2, TOKENS, (1, 9), generator=torch.Generator().manual_seed(5))
     watched = _Watched(prompt[0].tolist())
-    for kind in (eagle_expansion.EagleExpansion, eagle_expansion.ParallelExpansion):
-        monkeypatch.setattr(kind, "logits", _noting(kind.logits, watched))
+    expansion = eagle_expansion.EagleExpansion
+    monkeypatch.setattr(expansion, "logits", _noting(expansion.logits, watched))
+    monkeypatch.setattr(eagle_session, "parallel_logits", _noting_parallel(eagle_session.parallel_logits, watched))
     observe = EagleSession.observe
 
     def observing(session, news):
@@ -235,3 +233,47 @@ def _noting(original: Any, watched: _Watched) -> Any:
         return found, numbers
 
     return logits
+
+
+def _noting_parallel(original: Any, watched: _Watched) -> Any:
+    def logits(*args):
+        found = original(*args)
+        nodes = [([0] * depth, row) for depth, row in enumerate(found[0])]  # these rows know no path
+        watched.rounds.append(_Round(list(watched.text), nodes))
+        return found
+
+    return logits
+
+
+def of_economize(state: dict[str, torch.Tensor], embedding: torch.Tensor, theta: float = 10000.0) -> Reference:
+    """The same by economize's layer, on the tensors of the authors' files."""
+    from economize.modules import RotaryTable
+    from economize.techniques.eagle3.layer import Eagle3Layer
+
+    layer = Eagle3Layer(WIDTH, 48, 4, 2, 8, 1e-6)
+    own = {name.removeprefix("midlayer."): each for name, each in state.items() if name.startswith("midlayer.")}
+    layer.load_state_dict(own)
+    table = RotaryTable(8, theta)
+
+    def row(source, token, position):
+        rotary = tuple(part[None] if part.dim() == 2 else part for part in table(torch.tensor([position])))
+        return layer.project(source[None, None], embedding[token][None, None], rotary)
+
+    def reference(taps: torch.Tensor, tokens: list[int], path: list[int]) -> torch.Tensor:
+        keys, values = [], []
+        with torch.no_grad():
+            sources = list(taps @ state["fc.weight"].T)
+            for position, token in enumerate([*tokens, *path]):
+                residual, query, key, value = row(sources[position], token, position)
+                keys.append(key)
+                values.append(value)
+                if position < len(tokens) - 1:  # of these nothing but keys and values is needed
+                    continue
+                seen = torch.ones(1, 1, 1, len(keys), dtype=torch.bool)
+                mixed = layer.attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), seen)
+                y = layer.finish(residual, mixed)[0, 0]
+                sources.append(y)
+        normed = torch.nn.functional.rms_norm(y, (WIDTH,), state["norm.weight"], 1e-6)
+        return state["lm_head.weight"] @ normed
+
+    return reference

@@ -10,12 +10,13 @@ import torch
 from ...common.target_weights import TargetWeights
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree
-from ...trees.tree_builders import TreeLimits
+from ...trees.tree_builders import Expansion, TreeLimits
 from ...verifiers.foresight import Foresight
 from ..draft_memory import DraftMemory
 from ..draft_options import DraftOptions
+from ..parallel_expansion import ParallelExpansion
 from ..protocol import Accepted, Ask, Session
-from .eagle_expansion import EagleExpansion, LogitsExpansion, Odds, ParallelExpansion
+from .eagle_expansion import EagleExpansion, parallel_logits
 from .eagle_network import EagleNetwork
 from .eagle_texts import DraftedRows, EagleTexts
 
@@ -65,17 +66,20 @@ class EagleSession(Session):
         rows = [ask.row for ask in asks]
         self._texts.read(rows)
         ids = self._weights.vocab_ids
-        race = None if self._foresight is None else self._foresight.race(rows, depth, ids)
-        odds = Odds(1.0 if options.tree_builder == "beam" else options.temperature, race)
-        kind: type[EagleExpansion | ParallelExpansion] = EagleExpansion
-        if self._network.config.mask_token_id is not None:
-            kind = ParallelExpansion
-        drafted = DraftedRows(self._network, self._texts, rows)
-        expansion: LogitsExpansion = kind(self._network, self._weights, drafted, depth, odds)
+        expansion = self._expansion(rows, depth, 1.0 if options.tree_builder == "beam" else options.temperature)
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
         return TREE_BUILDERS[options.tree_builder](expansion, roots, ids, limits)
+
+    def _expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
+        network, weights, mask = self._network, self._weights, self._network.config.mask_token_id
+        race = None if self._foresight is None else self._foresight.race(rows, depth, weights.vocab_ids)
+        drafted = DraftedRows(network, self._texts, rows)
+        if mask is None:
+            return EagleExpansion(network, weights, drafted, depth, temperature, race)
+        logits = parallel_logits(network, weights, drafted, mask, depth)
+        return ParallelExpansion(logits, temperature=temperature, race=race)
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:

@@ -138,7 +138,12 @@ class DraftedRows:
         return self._states
 
     def extend(
-        self, states: torch.Tensor, embeds: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, causal: bool
+        self,
+        states: torch.Tensor,
+        embeds: torch.Tensor,
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        causal: bool = False,
     ) -> torch.Tensor:
         """Drafts further rows; each sees the accepted text, its ancestors and itself.
 
