@@ -11,7 +11,11 @@ from .acceleration.device_acceleration import DeviceAcceleration
 from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
 from .by_name import allow_names
 from .drafters.auto_drafter import AutoDrafter
+from .drafters.block.configuration import BlockConfig
+from .drafters.block.drafter import BlockDrafter
 from .drafters.causal_lm.lm_drafter import CausalLMDrafter
+from .drafters.eagle.configuration_eagle import EagleConfig
+from .drafters.eagle.modeling_eagle import EagleDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter
@@ -39,10 +43,14 @@ __all__ = [
     "Attachment",
     "AttachmentStatistics",
     "AutoDrafter",
+    "BlockConfig",
+    "BlockDrafter",
     "CachebackDrafter",
     "CausalLMDrafter",
     "DraftStatistics",
     "DraftTree",
+    "EagleConfig",
+    "EagleDrafter",
     "HSCandidateGenerator",
     "HSDraftConfig",
     "HSDraftEncoderDecoderOutput",

@@ -7,7 +7,7 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_hsdraft.drafters.hidden_state import contexts
+from hf_hsdraft.drafters import packed_texts
 from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 
@@ -32,13 +32,13 @@ def test_blocks_of_rows_give_what_all_rows_give(monkeypatch, window, tuned):
     drafter = make_drafter(make_target(), num_hidden_layers=2, sliding_window=window)
     first, context = read(drafter, [20, 20, 20])
     expected, _ = read(drafter, [5, 1, 9], context)
-    sizes, attention = [], contexts.shared_attention
+    sizes, attention = [], packed_texts.shared_attention
 
     def noting(queries, keys, values, seen):
         sizes.append(seen.numel())
         return attention(queries, keys, values, seen)
 
-    monkeypatch.setattr(contexts, "shared_attention", noting)
+    monkeypatch.setattr(packed_texts, "shared_attention", noting)
     tuned(large_mask=0, mask_rows=4)
     torch.testing.assert_close(read(drafter, [20, 20, 20])[0], first, rtol=1e-4, atol=1e-3)
     assert max(sizes) <= 4 * 20, "four rows of one text and what they see"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -23,7 +24,7 @@ class WrappedDrafter(Drafter):
 
     def __init__(self, drafter: Any) -> None:
         self.config, self.device = drafter.config, getattr(drafter, "device", None)
-        self.taps, self.num_draft_steps = drafter.taps, drafter.num_draft_steps
+        self.num_draft_steps = drafter.num_draft_steps
         self.draws_nodes, self.own_options = drafter.draws_nodes, drafter.own_options
         self.generation_config = copy.deepcopy(drafter.generation_config)
         self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
@@ -34,6 +35,13 @@ class WrappedDrafter(Drafter):
 
     def check_together(self, options: DraftOptions) -> None:
         self._drafter.check_together(options)
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        return self._drafter.taps
+
+    def taps_of(self, target: Any) -> Sequence[int]:
+        return self._drafter.taps_of(target)
 
     def check(self, target: Any) -> None:
         self._drafter.check(target)

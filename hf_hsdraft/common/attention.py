@@ -47,3 +47,32 @@ def batched_attention(
     mask = None if seen is None else seen.repeat(1, groups, 1)[:, None]
     mixed = F.scaled_dot_product_attention(grouped, keys, values, mask)
     return mixed.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)
+
+
+def attention_of_chains(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+) -> torch.Tensor:
+    """What chains take of a context that they share, and of their own positions: `[S, heads * head_dim]`.
+
+    Args:
+        queries: `[S, heads, head_dim]`.
+        keys, values: `[kv_heads, P, head_dim]`.
+        mask: `[S, P]`, True where a chain may look.
+        own_keys, own_values: `[kv_heads, S, steps, head_dim]`.
+    """
+    kv_heads, length, head_dim = keys.shape
+    rows = len(queries)
+    queries = queries.view(rows, kv_heads, -1, head_dim).permute(1, 0, 2, 3) * head_dim**-0.5
+    flat = queries.reshape(kv_heads, -1, head_dim)
+    scores = (flat @ keys.transpose(1, 2)).view(kv_heads, rows, -1, length)
+    scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
+    scores = torch.cat([scores, queries @ own_keys.transpose(2, 3)], dim=-1)
+    weights = scores.float().softmax(dim=-1).to(values.dtype)
+    shared = weights[..., :length].reshape(kv_heads, -1, length) @ values
+    mixed = shared.view(queries.shape) + weights[..., length:] @ own_values
+    return mixed.permute(1, 0, 2, 3).reshape(rows, -1)

@@ -182,6 +182,13 @@ class Drafter:
     def check_together(self, options: DraftOptions) -> None:
         """Raises a ValueError for options that are right one by one, but exclude each other in this family."""
 
+    def taps_of(self, target: Any) -> Sequence[int]:
+        """Returns the hidden states that it reads of a target: its `taps`, unless they depend on the target.
+
+        It is asked after `check`.
+        """
+        return self.taps
+
     def check(self, target: Any) -> None:
         """Raises a DraftingRefused that names the field if this drafter was made for another target."""
 

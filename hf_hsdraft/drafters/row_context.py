@@ -1,4 +1,8 @@
-"""Keys and values of the accepted positions of each text of a batch, in rooms that grow with the texts."""
+"""Keys and values of the accepted positions of each text of a batch, in rooms that grow with the texts.
+
+Behind the accepted positions of a text is room for what is drafted after them: it is written, looked at, and written
+over by what is accepted next.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +63,7 @@ class RowContext:
             counts: number of positions of each text; the texts stand one after the other.
             positions: `[n]`, int64, all of them.
         """
-        needed = max(self.lengths[row] + count for row, count in counts.items())
-        if needed > self.capacity:
-            self._grow(needed + TUNING.spare_tokens + needed // TUNING.spare_part)
+        self._make_room(max(self.lengths[row] + count for row, count in counts.items()))
         device = self._positions.device
         rows = on_device([row for row, count in counts.items() for _ in range(count)], device)
         begins = self.lengths
@@ -71,6 +73,32 @@ class RowContext:
         for row, count in counts.items():
             self.lengths[row] += count
         return slots
+
+    def drafted(self, rows: Sequence[int], begin: int, count: int) -> Slots:
+        """Makes room for drafted positions behind the accepted ones; they are not counted, and have no positions.
+
+        Args:
+            rows: the texts.
+            begin: number of drafted positions of each text before these.
+            count: number of positions of each text.
+
+        Returns:
+            the slots of these positions, text by text.
+        """
+        self._make_room(self._longest(rows) + begin + count)
+        device = self._positions.device
+        texts = on_device(list(rows), device).repeat_interleave(count)
+        return Slots(texts, self.drafted_slots(rows, begin, count).flatten())
+
+    def drafted_slots(self, rows: Sequence[int], begin: int, count: int) -> torch.Tensor:
+        """Returns the slots `[B, count]` of drafted positions, given as in `drafted`."""
+        device = self._positions.device
+        ends = on_device([self.lengths[row] for row in rows], device)
+        return ends[:, None] + torch.arange(begin, begin + count, device=device)
+
+    def _make_room(self, needed: int) -> None:
+        if needed > self.capacity:
+            self._grow(needed + TUNING.spare_tokens + needed // TUNING.spare_part)
 
     def _grow(self, capacity: int) -> None:
         more = capacity - self.capacity
@@ -89,25 +117,34 @@ class RowContext:
         for room, states in zip(self._layers[layer], (keys, values), strict=True):
             room[slots.rows, :, slots.slots] = states.to(room.dtype)
 
-    def view(self, layer: int, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values `[B, kv_heads, P, head_dim]` of some texts, up to the longest of them."""
-        keys, values = (self._picked(room[:, :, : self._longest(rows)], rows) for room in self._layers[layer])
+    def view(self, layer: int, rows: Sequence[int], drafted: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values `[B, kv_heads, P, head_dim]` of some texts.
+
+        Args:
+            drafted: number of drafted positions behind the accepted ones of the longest text that are included.
+        """
+        end = self._longest(rows) + drafted
+        keys, values = (self._picked(room[:, :, :end], rows) for room in self._layers[layer])
         return keys, values
 
-    def seen(self, rows: Sequence[int], last: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+    def seen(
+        self, rows: Sequence[int], last: torch.Tensor, window: int | torch.Tensor | None = None, drafted: int = 0
+    ) -> torch.Tensor | None:
         """Returns `[B, n, P]`, True where a query may look at a slot of `view`; `None` for everywhere.
+
+        Drafted slots have no positions, so they are False here.
 
         Args:
             rows: the texts.
             last: `[B, n]`, int64, the last position that each query may see.
-            window: number of positions up to `last` that it sees; `None` for all.
+            window: number of positions up to `last` that it sees, for all or `[B, n]`; `None` for all positions.
+            drafted: as in `view`.
         """
-        longest = self._longest(rows)
-        positions = self._picked(self._positions[:, :longest], rows)[:, None]
+        positions = self._picked(self._positions[:, : self._longest(rows) + drafted], rows)[:, None]
         mask = positions <= last[..., None]
         if window is not None:
-            mask &= positions > last[..., None] - window
-        return None if bool(mask.all()) else mask
+            mask &= positions > (last - window)[..., None]
+        return None if not drafted and bool(mask.all()) else mask
 
     def _longest(self, rows: Sequence[int]) -> int:
         return max(self.lengths[row] for row in rows)

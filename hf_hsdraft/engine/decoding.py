@@ -58,7 +58,7 @@ def speculative_decoding(
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
-    runtime = TargetRuntime(target, sorted({*drafter.taps, *verifier.taps}), model_kwargs)
+    runtime = TargetRuntime(target, sorted({*drafter.taps_of(target), *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate
     statistics = DraftStatistics() if statistics is None else statistics

@@ -85,7 +85,8 @@ class Rounds:
         positions = TextPositions.of(runtime, output.taps.shape[1], rows)
         self._limits = DraftLimits(runtime, texts, positions, call.options, call.synced_gpus, call.refused)
         self._limits.find(output.logits[:, -1])
-        self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, call.drafter.taps)
+        taps = call.drafter.taps_of(call.target)
+        self._target = LocalTarget(runtime, texts, self._limits, positions, call.recorder, taps)
         options, acceleration = self._limits.options, runtime.acceleration
         self.drafting = Drafting(
             call.drafter,

@@ -37,7 +37,7 @@ def speculators_fields(
     Args:
         kind: kind of drafter, `"eagle3"` or `"dspark"`.
         num_draft_steps: number of tokens of a drafted chain.
-        target_name: name of the target.
+        target_name: name of the target; empty if it has none, which is written as null.
         architectures: class names of the target.
     """
     proposal = {
@@ -53,6 +53,6 @@ def speculators_fields(
             "algorithm": kind,
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target_name, "architectures": list(architectures)},
+            "verifier": {"name_or_path": target_name or None, "architectures": list(architectures)},
         },
     }

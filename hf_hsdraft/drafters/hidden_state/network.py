@@ -23,10 +23,10 @@ from ...common.norms import RMSNorm
 from ...common.target_weights import TargetWeights, borrow
 from ...common.tensors import Transform, side_by_side
 from ...repository.pretrained_drafter import PretrainedDrafter
+from ..packed_texts import Attend, DraftContext, PackedTexts
 from .configuration_hsdraft import HSDraftConfig
-from .contexts import DraftContext, PackedTexts
 from .injectors import INJECTORS
-from .trunk import Attend, LayerProducts, Rope, Trunk, read, roll, rotary_frequencies
+from .trunk import LayerProducts, Rope, Trunk, read, roll, rotary_frequencies
 
 
 @dataclass

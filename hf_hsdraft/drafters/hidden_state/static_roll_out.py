@@ -19,8 +19,8 @@ from ...acceleration.gpu.compiled_calls import compiled
 from ...acceleration.gpu.static_text import StaticText, keep_in_place
 from ...common.package_tuning import TUNING
 from ...common.tensors import on_device
+from ..packed_texts import DraftContext
 from .configuration_hsdraft import HSDraftConfig
-from .contexts import DraftContext
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights
 from .roll_out import RollOut

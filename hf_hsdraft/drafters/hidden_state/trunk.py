@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from ...common.tensors import Transform
+from ..packed_texts import Attend
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [n, 1, head_dim]
-# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
-# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
-Attend = Callable[..., torch.Tensor]
 
 
 class Context(Protocol):

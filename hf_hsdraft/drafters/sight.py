@@ -1,4 +1,4 @@
-"""What the rows of a drafter's trunk may look at, and the masks of it: of many rows, a block of one text at a time.
+"""What the rows of a drafter's layers may look at, and the masks of it: of many rows, a block of one text at a time.
 
 A mask over all the tokens of a batch grows with their square, while a token sees those of its own text alone.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...common.tuning import TUNING
+from ..common.tuning import TUNING
 
 SEEN_BY_ALL = -1  # in place of a text's number
 

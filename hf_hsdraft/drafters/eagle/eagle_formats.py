@@ -1,0 +1,327 @@
+"""The formats in which EAGLE-3 drafters are published, each read into one configuration.
+
+| format | written by | hidden states it names |
+|---|---|---|
+| speculators `eagle3`, `peagle` | vLLM's package speculators | `eagle_aux_hidden_state_layer_ids`, as written |
+| EAGLE-3 | its authors | none: 2, L // 2 and L - 3 |
+| EAGLE-3 | SpecForge, AngelSlim | `eagle_config.eagle_aux_hidden_state_layer_ids`, plus one |
+| EAGLE-3 | DeepSpec | `target_layer_ids`, plus one |
+
+Tensors have the names of the network's parameters, but that the first layer may be called `midlayer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, Qwen3Config
+
+from ...common.checks import few, printable, public_name
+from ...common.decoder_layer import LayerSizes
+from ...common.fields import Fields
+from ...repository.checkpoint import Checkpoint
+from ...repository.speculators_format import check_proposals, speculators_type
+from .configuration_eagle import DRAFT_STEPS, EagleConfig
+
+KINDS = ("eagle3", "peagle")  # of speculators
+_LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_MAPS = ("d2t", "t2d")
+_IDS = "eagle_aux_hidden_state_layer_ids"
+# Switches that change nothing here: about training, caches, and which class of transformers saved the file.
+_HARMLESS = ("use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "has_no_defaults_at_init")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a drafter's configuration, and where its tensors are.
+
+    Attributes:
+        checkpoint: the files.
+        config: without the ids of the draft vocabulary, which are a tensor.
+        first_layer: how the files call the first layer.
+    """
+
+    checkpoint: Checkpoint
+    config: EagleConfig
+    first_layer: str = "layers.0"
+
+    def check(self, drafter: nn.Module) -> None:
+        """Compares the tensors with the configuration.
+
+        Args:
+            drafter: made of the configuration; on the meta device, so that nothing is allocated before.
+
+        Raises:
+            ValueError: names or shapes are not those of the configuration.
+        """
+        wanted = {self._in_files(name): tuple(each.shape) for name, each in drafter.named_parameters()}
+        size, vocabulary = self.config.draft_vocab_size, self.config.vocab_size
+        maps = {"d2t": (size,), "t2d": (vocabulary,)}
+        needed = {"d2t": (size,)} if size < vocabulary else {}
+        self.checkpoint.check_shapes({**wanted, **needed}, maps)
+
+    def state(self, drafter: nn.Module, dtype: torch.dtype | str | None) -> dict[str, torch.Tensor]:
+        """Returns the parameters of a drafter by name, out of the files.
+
+        Args:
+            drafter: made of the configuration.
+            dtype: of the parameters; that of the files for `None` and `"auto"`.
+
+        Raises:
+            ValueError: `dtype` is none.
+        """
+        kind = _dtype_of(dtype)
+        tensors = {name: each for name, each in self.checkpoint.tensors() if name not in _MAPS}
+        kind = tensors["fc.weight"].dtype if kind is None else kind
+        return {name: tensors[self._in_files(name)].to(kind) for name, _ in drafter.named_parameters()}
+
+    def complete_config(self) -> EagleConfig:
+        """Returns the configuration with the ids of the draft vocabulary.
+
+        Raises:
+            ValueError: they are no distinct tokens of the target.
+        """
+        config = self.config
+        if config.draft_vocab_size == config.vocab_size:  # maps say nothing then
+            return config
+        offsets = next(tensor for name, tensor in self.checkpoint.tensors() if name == "d2t")
+        if offsets.is_floating_point():
+            raise ValueError(f"d2t of {printable(self.checkpoint.name)} has dtype {offsets.dtype}: expected integers")
+        ids = torch.arange(len(offsets)) + offsets.long()
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"d2t of {printable(self.checkpoint.name)} leads to tokens {int(ids.min())} to {int(ids.max())}, "
+                f"{len(ids) - len(ids.unique())} of them twice: expected distinct ids below "
+                f"vocab_size={config.vocab_size}, each the number of its row plus d2t"
+            )
+        return replace(config, draft_vocab_ids=tuple(ids.tolist()))
+
+    def _in_files(self, name: str) -> str:
+        return name.replace("layers.0.", f"{self.first_layer}.") if name.startswith("layers.0.") else name
+
+
+def is_speculators(checkpoint: Checkpoint) -> bool:
+    """Whether these are files of speculators' EAGLE family; those that cannot be read are refused by name."""
+    return speculators_type(checkpoint) in (*KINDS, "eagle", "mtp")
+
+
+def is_eagle(checkpoint: Checkpoint) -> bool:
+    """Whether these are files of an EAGLE drafter of another project, or of a prediction head inside a target."""
+    names = checkpoint.shapes
+    return _has_eagle3_layer(names) or _is_older(names) or _is_inside_target(names)
+
+
+def read(checkpoint: Checkpoint) -> Reading:
+    """Reads the configuration of a drafter in any format of the family.
+
+    Raises:
+        ValueError: a field is missing, wrong or unknown, or the drafter is of a kind that is refused.
+    """
+    return _read_speculators(checkpoint) if speculators_type(checkpoint) else _read_eagle(checkpoint)
+
+
+def _read_speculators(checkpoint: Checkpoint) -> Reading:
+    kind, fields = speculators_type(checkpoint), Fields(checkpoint.config, "config.json")
+    if kind not in KINDS:
+        raise ValueError(
+            f"{printable(checkpoint.name)} has speculators_model_type={printable(kind)}: expected one of "
+            f"{', '.join(KINDS)}; EAGLE-1, EAGLE-2 and MTP heads are not drafted with here"
+        )
+    check_proposals(fields)
+    given = fields.table("transformer_layer_config")
+    layer = Fields(_with_defaults(given), given.place)
+    sizes = _layer_sizes(layer, checkpoint, "layers.0")
+    layers = layer.integer("num_hidden_layers", most=64)
+    target = fields.table("speculators_config", Fields({}, "")).table("verifier", Fields({}, ""))
+    name, architectures = target.values.get("name_or_path"), target.values.get("architectures")
+    parallel = kind == "peagle"
+    steps = _proposed(fields)
+    config = EagleConfig(
+        layer=sizes,
+        vocab_size=layer.integer("vocab_size"),
+        target_hidden_size=fields.integer("target_hidden_size", sizes.hidden_size),
+        draft_vocab_size=fields.integer("draft_vocab_size", 32000),
+        target_tap_layers=_ascending(fields, _IDS, 0),
+        num_hidden_layers=layers,
+        windows=_windows(layer, layers),
+        rope=_rope(layer),
+        norm_before_residual=fields.flag("norm_before_residual", False),
+        norm_before_fc=fields.flag("norm_before_fc", False),
+        fc_norm=fields.flag("fc_norm", False),
+        norm_output=fields.flag("norm_output", False),
+        own_embedding="embed_tokens.weight" in checkpoint.shapes,
+        mask_token_id=fields.integer("mask_token_id", least=0) if parallel else None,
+        num_draft_steps=steps if parallel else max(steps, DRAFT_STEPS),
+        target_name=public_name(name) if isinstance(name, str) else "",
+        target_architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+    )
+    for each in (fields, layer):
+        each.ignore(*_HARMLESS)
+        each.refuse_unread()
+    return Reading(checkpoint, config)
+
+
+def _read_eagle(checkpoint: Checkpoint) -> Reading:
+    shapes, fields = checkpoint.shapes, Fields(checkpoint.config, "config.json")
+    _refuse_others(checkpoint)
+    first = "midlayer" if "midlayer.hidden_norm.weight" in shapes else "layers.0"
+    sizes = _layer_sizes(fields, checkpoint, first)
+    layers = 1 + max((int(name.split(".")[1]) for name in shapes if _is_of_layer(name)), default=0)
+    vocabulary = fields.integer("vocab_size")
+    # There it says whether states are normed before the head, which they always are.
+    fields.expect("norm_output", True)
+    config = EagleConfig(
+        layer=sizes,
+        vocab_size=vocabulary,
+        target_hidden_size=fields.integer("target_hidden_size", sizes.hidden_size),
+        draft_vocab_size=fields.integer("draft_vocab_size", vocabulary),
+        target_tap_layers=_named_taps(fields),
+        num_hidden_layers=layers,
+        windows=_windows(fields, layers),
+        rope=_rope(fields),
+        norm_before_residual=fields.flag("norm_before_residual", False),
+        norm_before_fc="input_norm.weight" in shapes,
+        fc_norm="fc_norm.0.weight" in shapes,
+        own_embedding="embed_tokens.weight" in shapes,
+    )
+    fields.ignore(*_HARMLESS, "fc_norm", "norm_before_fc")  # seen by the tensors
+    fields.refuse_unread()
+    return Reading(checkpoint, config, first)
+
+
+def _refuse_others(checkpoint: Checkpoint) -> None:
+    name, shapes = printable(checkpoint.name), checkpoint.shapes
+    if _is_inside_target(shapes) and not _has_eagle3_layer(shapes):
+        heads = [each for each in shapes if "eh_proj" in each or each.startswith("mtp")]
+        raise ValueError(
+            f"{name} holds a target's own prediction heads ({few(heads)}): those are not drafted with here; expected "
+            "an EAGLE-3 drafter in files of its own"
+        )
+    if not _has_eagle3_layer(shapes):
+        raise ValueError(
+            f"{name} is an EAGLE-1 or EAGLE-2 drafter: it reads one hidden state, and has no hidden_norm. Only EAGLE-3 "
+            "is drafted with here; expected a drafter with hidden_norm and the hidden states of several layers"
+        )
+
+
+def _has_eagle3_layer(names: Mapping[str, Any]) -> bool:
+    layer = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
+    return "fc.weight" in names and any(name in names for name in layer)
+
+
+def _is_older(names: Mapping[str, Any]) -> bool:
+    own = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
+    return own <= names.keys() and not any("hidden_norm" in name for name in names)
+
+
+def _is_inside_target(names: Mapping[str, Any]) -> bool:
+    return any("eh_proj" in name or name.startswith(("mtp.", "mtp_layers.")) for name in names)
+
+
+def _is_of_layer(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] == "layers" and len(parts) > 2 and parts[1].isdigit() and len(parts[1]) < 4
+
+
+def _layer_sizes(fields: Fields, checkpoint: Checkpoint, first: str) -> LayerSizes:
+    """Sizes of the layers. Whether they have biases and norms of queries and keys is seen by the tensors."""
+    names = checkpoint.shapes
+    fields.expect("mlp_bias", False)
+    fields.ignore("attention_bias", "qkv_bias")
+    size, heads = fields.integer("hidden_size", most=2**17), fields.integer("num_attention_heads", most=2**12)
+    return LayerSizes(
+        hidden_size=size,
+        intermediate_size=fields.integer("intermediate_size", most=2**20),
+        num_attention_heads=heads,
+        num_key_value_heads=fields.integer("num_key_value_heads", heads, most=2**12),
+        head_dim=fields.integer("head_dim", size // heads, most=2**13),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        attention_bias=f"{first}.self_attn.q_proj.bias" in names,
+        output_bias=f"{first}.self_attn.o_proj.bias" in names,
+        qk_norm=f"{first}.self_attn.q_norm.weight" in names,
+        hidden_act=fields.choice("hidden_act", ("silu", "gelu", "relu", "gelu_pytorch_tanh"), "silu"),
+    )
+
+
+def _with_defaults(layer: Fields) -> dict[str, Any]:
+    """All fields of a layer's configuration: speculators leaves out what is as transformers' class has it."""
+    kind = _LAYER_CONFIGS[layer.choice("model_type", tuple(_LAYER_CONFIGS), "qwen3")]
+    given = {name: value for name, value in layer.values.items() if name != "model_type"}
+    try:
+        return kind(**given).to_dict()
+    except Exception as error:  # transformers raises what it likes for a wrong value
+        expected = f"expected fields of a {kind.__name__}"
+        raise ValueError(f"{layer.place} is invalid ({printable(error)}): {expected}") from error
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; only layers that are called sliding have one."""
+    kinds = fields.values.get("layer_types")
+    fields.ignore("use_sliding_window")
+    if not isinstance(kinds, list) or "sliding_attention" not in kinds:
+        return (None,) * layers
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"layer_types={kinds} in {fields.place} is invalid: expected full_attention or sliding_attention for each "
+            f"of {layers} layers"
+        )
+    window = fields.integer("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(fields: Fields) -> dict[str, Any]:
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
+    fields.expect("partial_rotary_factor", 1, 1.0)
+    parameters = fields.table("rope_parameters", None)
+    if parameters is not None:
+        parameters.expect("partial_rotary_factor", 1, 1.0)
+    return {name: fields.values[name] for name in names if fields.values.get(name) is not None}
+
+
+def _named_taps(fields: Fields) -> tuple[int, ...] | None:
+    """The hidden states that files name in one of three ways; `None` if in none."""
+    of_authors = _ascending(fields, _IDS, 0)
+    of_specforge = _ascending(fields.table("eagle_config", Fields({}, "config.json, eagle_config")), _IDS, 1)
+    of_deepspec = _ascending(fields, "target_layer_ids", 1, least=-1)
+    found = {taps for taps in (of_authors, of_specforge, of_deepspec) if taps is not None}
+    if len(found) > 1:
+        raise ValueError(
+            f"config.json names different hidden states ({' and '.join(map(str, sorted(found)))}): expected one of "
+            f"{_IDS}, eagle_config.{_IDS} and target_layer_ids"
+        )
+    return found.pop() if found else None
+
+
+def _ascending(fields: Fields, name: str, offset: int, least: int = 0) -> tuple[int, ...] | None:
+    """Numbers of hidden states, by numbers of layers that differ from them by `offset`."""
+    ids: Sequence[int] | None = fields.integers(name, None, least=least, most=4096)
+    if ids is None:
+        return None
+    if any(low >= high for low, high in pairwise(ids)):
+        raise ValueError(
+            f"{name}={ids} in {fields.place} is invalid: expected ascending numbers, each once; other readers sort "
+            "them, and then the hidden states would stand in another order than the columns of fc"
+        )
+    return tuple(number + offset for number in ids)
+
+
+def _proposed(fields: Fields) -> int:
+    """Number of tokens that a file proposes at once."""
+    proposals = fields.table("speculators_config", Fields({}, "")).values.get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else {}
+    place = "config.json, speculators_config.proposal_methods"
+    return Fields(first if isinstance(first, dict) else {}, place).integer("speculative_tokens", DRAFT_STEPS, most=64)
+
+
+def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is invalid: expected one such as torch.bfloat16, or 'auto'")
+    return found

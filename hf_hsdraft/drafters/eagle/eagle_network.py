@@ -1,0 +1,243 @@
+"""The network of an EAGLE-3 drafter: parameters by the names of published files, and what they compute.
+
+With i a position of the text, e the embedding and h_i the target's hidden states: a row of an accepted position reads
+e(x_{i+1}) and the fused h_i, and gives y_i, by which x_{i+2} is drafted. A row of a drafted token reads its embedding
+and the y of the row that drafted it, one position later ("EAGLE-3", section 3.1).
+
+Letters in the shapes: T accepted pairs, S chains, K draft steps, D hidden size, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from ...common.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ...common.norms import RMSNorm
+from ...common.target_weights import TargetWeights
+from ..packed_texts import Attend, DraftContext, PackedTexts
+from .configuration_eagle import EagleConfig
+
+# Of a layer's number, queries `[..., n, heads, head_dim]`, and keys and values `[..., n, kv_heads, head_dim]` to be
+# kept; with `rows`, the queries are of these rows alone. Returns `[..., n, heads * head_dim]`.
+AttendRows = Callable[..., torch.Tensor]
+
+
+@dataclass
+class EagleOutput(ModelOutput):
+    """Output of [`EagleNetwork.forward`].
+
+    Attributes:
+        loss: what the drafter's `loss_function` made of the labels, if there were any.
+        hidden_states: K tensors, `[S, D]` and then `[num_rolled, D]`: y_0 .. y_{K-1} of each chain. y_d predicts the
+            token at start + 2 + d.
+    """
+
+    loss: Any = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer. The first one reads an embedding beside each state.
+
+    Args:
+        config: of the drafter.
+        first: whether it is the first layer.
+    """
+
+    def __init__(self, config: EagleConfig, first: bool) -> None:
+        super().__init__()
+        sizes = config.layer
+        size, eps = sizes.hidden_size, sizes.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps)  # of the embedding in the first layer, of the state in others
+        self.hidden_norm = RMSNorm(size, eps) if first else None
+        self.self_attn = Attention(sizes, 2 * size if first else size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = FeedForward(sizes)
+
+    def forward(
+        self, x: torch.Tensor, embeds: torch.Tensor, rope: Rope, attend: AttendRows, rows: Any = None
+    ) -> torch.Tensor:
+        """Returns the outputs `[..., n, D]` of states `x` and embeddings `[..., n, D]`, or those at `rows` alone."""
+        if self.hidden_norm is None:
+            residual, inputs = x, self.input_layernorm(x)
+        else:
+            normed = self.hidden_norm(x)
+            residual = normed if self.norm_before_residual else x
+            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        keys, values = self.self_attn.keys(inputs, rope), self.self_attn.values(inputs)
+        if rows is not None:
+            residual, inputs, rope = residual[rows], inputs[rows], (rope[0][rows], rope[1][rows])
+        mixed = attend(self.self_attn.queries(inputs, rope), keys, values, rows)
+        x = residual + self.self_attn.o_proj(mixed)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class EagleNetwork(nn.Module):
+    """Parameters and forward of an EAGLE-3 drafter, or of a parallel one (P-EAGLE).
+
+    Args:
+        config: of the drafter.
+
+    Raises:
+        ValueError: the rotary embedding is of no kind that transformers has.
+    """
+
+    loss_function: Callable[..., Any] | None = None
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        inputs = config.num_taps * config.target_hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
+        self.input_norm = RMSNorm(inputs, eps) if config.norm_before_fc else None
+        tap_norms = (RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_taps))
+        self.fc_norm = nn.ModuleList(tap_norms) if config.fc_norm else None
+        self.fc = nn.Linear(inputs, size, bias=False)
+        self.layers = nn.ModuleList(EagleLayer(config, index == 0) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, inputs)) if config.mask_token_id is not None else None
+        try:
+            self.rotary = rotary_of(dict(config.rope), config.layer)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"rope={dict(config.rope)!r} is invalid ({error}): expected rope_parameters as transformers has them"
+            ) from error
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.fc.weight.dtype
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        """Returns the states `[..., D]` that the first layer reads in place of taps `[..., taps * target's D]`."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(taps)
+
+    def through(
+        self, states: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendRows, rows: Any = None
+    ) -> torch.Tensor:
+        """Returns y of rows `[..., n, D]`.
+
+        Args:
+            states: `[..., n, D]`, fused hidden states of the target, or what `fed_back` gives.
+            embeds: `[..., n, D]`, embeddings of the tokens.
+            positions: `[..., n]`, int64.
+            attend: keeps keys and values, and mixes what the rows see.
+            rows: the rows whose y is wanted; `None` for all.
+        """
+        rope = self.rotary(positions, states.dtype)
+        last, x = len(self.layers) - 1, states
+        for index, layer in enumerate(self.layers):
+            x = layer(x, embeds, rope, partial(attend, index), rows if index == last else None)
+        return x
+
+    def fed_back(self, y: torch.Tensor) -> torch.Tensor:
+        """Returns the state that the row of a drafted token reads, of the y `[..., D]` that drafted it."""
+        return self.norm(y) if self.config.norm_output else y
+
+    def logits(self, hidden: torch.Tensor, weights: TargetWeights | None = None) -> torch.Tensor:
+        """Returns draft logits `[..., V']` of states y `[..., D]`. Nothing of the target is needed for it."""
+        return self.lm_head(self.norm(hidden))
+
+    def draft_vocab_ids(self) -> torch.Tensor:
+        """Returns `[V']`, int64: the token id behind each row of the head."""
+        ids = self.config.draft_vocab_ids
+        return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
+
+    def mask_states(self) -> torch.Tensor:
+        """Returns the state `[D]` of the deeper rows of a parallel drafter."""
+        return self.fuse(cast(torch.Tensor, self.mask_hidden)).flatten()
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_draft_steps: int | None = None,
+        num_rolled: int | None = None,
+        path_embeds: torch.Tensor | None = None,
+        labels: Any = None,
+    ) -> EagleOutput:
+        """Reads texts, then unrolls drafts from some of their positions (EAGLE-3's training-time test).
+
+        A row of step s at start i has read the text up to i by the target's hidden states, and the s steps of its own
+        chain by its own.
+
+        Args:
+            taps: `[T, taps * D]`, the target's hidden states h_i, side by side.
+            embeds: `[T, D]`, embeddings of the next tokens x_{i+1}.
+            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
+            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together.
+            num_draft_steps: K of this call, the configuration's by default.
+            num_rolled: number of chains that go beyond the first depth, the first ones of `starts`; `None` for all.
+            path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth of a chain; for a
+                parallel drafter, of the mask token. The first depth has them from `embeds`, and looks at none here.
+            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with.
+
+        Raises:
+            ValueError: `path_embeds` is missing, or the layers have different windows.
+        """
+        steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
+        if steps > 1 and path_embeds is None:
+            raise ValueError(f"path_embeds=None is invalid with {steps} draft steps: expected the chains' embeddings")
+        texts = PackedTexts(DraftContext(), position_ids, document_ids, starts, self.config.window, steps)
+        y = self.through(self.fuse(taps), embeds, position_ids, _of_packed(texts.reading()), texts.starts)
+        states, at = [y], position_ids[texts.starts][:num_rolled]
+        y = y[:num_rolled]
+        mask = None if self.mask_hidden is None else self.mask_states().expand_as(y)
+        for step in range(1, steps):
+            inputs = self.fed_back(y) if mask is None else mask
+            path = cast(torch.Tensor, path_embeds)[: len(y), step]
+            y = self.through(inputs, path, at + step, _of_packed(texts.rolling(step, len(y))))
+            states.append(y)
+        loss = None
+        if labels is not None:
+            loss = cast(Callable[..., Any], self.loss_function)(self, states, labels)
+        return EagleOutput(loss=loss, hidden_states=tuple(states))
+
+
+def _of_packed(attend: Attend) -> AttendRows:
+    """The attention of packed texts, for keys and values that stand row by row."""
+
+    def attend_rows(
+        layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
+    ) -> torch.Tensor:
+        return attend(layer, queries, keys.transpose(0, 1), values.transpose(0, 1), rows)
+
+    return attend_rows
+
+
+@torch.no_grad()
+def initialise(network: EagleNetwork, std: float = 0.02) -> None:
+    """Draws the weights of a new drafter: products and embeddings from a normal distribution, norms as ones."""
+    for module in network.modules():
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+    if network.mask_hidden is not None:
+        nn.init.normal_(network.mask_hidden)

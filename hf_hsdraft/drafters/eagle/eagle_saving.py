@@ -1,0 +1,110 @@
+"""A drafter as files: those of the package speculators, which vLLM loads too, and its drafting options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ...common.checks import public_name
+from ...repository.care import care
+from ...repository.drafter_files import CONFIG, OPTIONS, WEIGHTS, read_json
+from ...repository.pretrained_drafter import drafting_options
+from ...repository.publication import complete_folder
+from ...repository.speculators_format import speculators_fields
+from ..draft_options import option_names
+from .configuration_eagle import EagleConfig
+
+_CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
+
+
+def save(drafter: Any, folder: Path) -> None:
+    """Writes a drafter into a folder; its files replace those of before when all are written.
+
+    Raises:
+        ValueError: a drafting option is wrong.
+    """
+    drafter.check_options()
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.named_parameters()}
+    tensors |= vocabulary_maps(drafter.config)
+    with complete_folder(folder) as partial:
+        document = json.dumps(fields_of(drafter.config, drafter.dtype), indent=2)
+        (partial / CONFIG).write_text(f"{document}\n", encoding="utf-8")
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        drafter.generation_config.save_pretrained(partial)
+        care().write_card(partial, folder.resolve().name)
+
+
+def vocabulary_maps(config: EagleConfig) -> dict[str, torch.Tensor]:
+    """Returns `d2t` `[V']`, int64, from a row to its token, and `t2d` `[V]`, bool, the tokens with rows.
+
+    They are not written for a whole vocabulary.
+    """
+    if config.draft_vocab_size == config.vocab_size:
+        return {}
+    size = config.draft_vocab_size
+    ids = torch.arange(size) if config.draft_vocab_ids is None else torch.tensor(config.draft_vocab_ids)
+    rows = torch.zeros(config.vocab_size, dtype=torch.bool)
+    rows[ids] = True
+    return {"d2t": ids - torch.arange(size), "t2d": rows}
+
+
+def fields_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns config.json of a drafter. Every switch is written: readers differ in what a missing one means."""
+    kind, layer = "eagle3" if config.mask_token_id is None else "peagle", config.layer
+    described = {
+        "model_type": "qwen3" if layer.qk_norm else "llama",
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": layer.num_attention_heads,
+        "num_key_value_heads": layer.num_key_value_heads,
+        "head_dim": layer.head_dim,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "hidden_act": layer.hidden_act,
+        "attention_bias": layer.attention_bias,
+        "mlp_bias": False,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        **config.rope,
+    }
+    window = next((window for window in config.windows if window is not None), None)
+    if window is not None:
+        kinds = ["full_attention" if each is None else "sliding_attention" for each in config.windows]
+        described |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
+    taps = None if config.target_tap_layers is None else list(config.target_tap_layers)
+    fields = {
+        **speculators_fields(
+            kind, config.num_draft_steps, public_name(config.target_name), config.target_architectures
+        ),
+        "architectures": [_CLASSES[kind]],
+        "model_type": "speculator_model",
+        "transformer_layer_config": described,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "embed_requires_grad": config.own_embedding,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    return fields if config.mask_token_id is None else {**fields, "mask_token_id": config.mask_token_id}
+
+
+def take_options(drafter: Any, folder: Path, given: dict[str, Any]) -> None:
+    """Gives a drafter the drafting options of its folder, and those of a call to load it.
+
+    Raises:
+        TypeError: there is no such option.
+    """
+    if unknown := sorted(given.keys() - option_names(drafter)):
+        raise TypeError(f"a drafter is loaded without {', '.join(unknown)}: expected drafting options, or dtype")
+    stored = drafting_options(read_json(folder / OPTIONS)) if (folder / OPTIONS).is_file() else {}
+    for name, value in {**stored, **given}.items():
+        setattr(drafter.generation_config, name, value)

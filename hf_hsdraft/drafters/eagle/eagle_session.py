@@ -1,0 +1,112 @@
+"""The session of an EAGLE-3 drafter: what it has read of the texts of a call, and the trees that it drafts next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...common.target_weights import TargetWeights
+from ...trees.builder_registry import TREE_BUILDERS
+from ...trees.draft_tree import DraftTree
+from ...trees.tree_builders import Expansion, TreeLimits
+from ...verifiers.foresight import Foresight
+from ..draft_memory import DraftMemory
+from ..draft_options import DraftOptions
+from ..parallel_expansion import ParallelExpansion
+from ..protocol import Accepted, Ask, Session
+from .eagle_expansion import EagleExpansion, parallel_logits
+from .eagle_network import EagleNetwork
+from .eagle_texts import DraftedRows, EagleTexts
+
+
+class EagleSession(Session):
+    """Drafts trees (or chains) for the texts of a batch.
+
+    Args:
+        network: weights and configuration; not changed.
+        weights: what the drafter borrows of the target.
+        options: of the call.
+        count: number of texts.
+        foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
+    """
+
+    def __init__(
+        self,
+        network: EagleNetwork,
+        weights: TargetWeights,
+        options: DraftOptions,
+        count: int = 1,
+        foresight: Foresight | None = None,
+    ) -> None:
+        config = network.config
+        self.kind = (
+            config.layer.hidden_size, config.num_hidden_layers, config.draft_vocab_size, network.dtype, network.device
+        )  # fmt: skip
+        self._network, self._weights, self._options = network, weights, options
+        beam = options.tree_builder == "beam"
+        fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
+        self._foresight = foresight if beam and fits else None
+        self._texts = EagleTexts(network, count)
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
+        wanted = [ask for ask in asks if ask.depth > 0]
+        if wanted:
+            trees.update(zip((ask.row for ask in wanted), self._trees(wanted), strict=True))
+        return list(trees.values())
+
+    def _trees(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        options = self._options
+        if asks[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
+            options = options.as_chain()
+        options = options.shared_by(asks[0].sharing)
+        depth = min(max(ask.depth for ask in asks), options.depth)
+        rows = [ask.row for ask in asks]
+        self._texts.read(rows)
+        ids = self._weights.vocab_ids
+        expansion = self._expansion(rows, depth, 1.0 if options.tree_builder == "beam" else options.temperature)
+        roots = torch.tensor([ask.root for ask in asks], device=ids.device)
+        depths = [min(ask.depth, depth) for ask in asks]
+        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
+        return TREE_BUILDERS[options.tree_builder](expansion, roots, ids, limits)
+
+    def _expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
+        network, weights, mask = self._network, self._weights, self._network.config.mask_token_id
+        race = None if self._foresight is None else self._foresight.race(rows, depth, weights.vocab_ids)
+        drafted = DraftedRows(network, self._texts, rows)
+        if mask is None:
+            return EagleExpansion(network, weights, drafted, depth, temperature, race)
+        logits = parallel_logits(network, weights, drafted, mask, depth)
+        return ParallelExpansion(logits, temperature=temperature, race=race)
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            self._add(each)
+
+    def _add(self, news: Accepted) -> None:
+        last = self._weights.embed(news.following[-1:])
+        if news.embeds is None:
+            embeds, count = self._weights.embed(news.following), len(news.positions)
+        elif news.embeds.shape[-1] == last.shape[-1]:
+            embeds, count = torch.cat([news.embeds.to(last.device, last.dtype), last]), len(news.positions)
+        else:  # the drafter's embedding has another width, and which tokens these are is not known
+            embeds, count = last, 1
+        self._texts.add(news.row, news.taps[-count:], embeds, news.positions[-count:])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._texts.texts))).difference(rows):
+            self._texts.forget(row)
+
+    def memory(self, length: int) -> DraftMemory | None:
+        if len(self._texts.texts) > 1:
+            return None
+        text = self._texts.texts[0]
+        return DraftMemory.of(self._network, length, self._texts.context.copy_of(0), text.pending)
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
+        if isinstance(memory, DraftMemory) and memory.fits(self._network, cached + 1):
+            self._texts.context = memory.context.copy_of(0)
+            self._texts.texts[0].pending.extend(memory.pending)

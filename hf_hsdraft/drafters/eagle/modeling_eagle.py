@@ -1,0 +1,180 @@
+"""The EAGLE-3 drafter as users know it: loaded, saved, and handed to `generate()`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ...common.checks import few
+from ...common.refusals import DraftingRefused
+from ...common.target_weights import TargetWeights, borrow
+from ...repository.care import care
+from ...repository.checkpoint import Checkpoint
+from ...repository.drafter_files import HUB_ARGUMENTS
+from ...target.target_limits import text_config
+from ..draft_options import default_options
+from ..protocol import DraftCall, Drafter
+from .configuration_eagle import EagleConfig
+from .eagle_formats import read
+from .eagle_network import EagleNetwork, initialise
+from .eagle_saving import save, take_options
+from .eagle_session import EagleSession
+
+
+class EagleDrafter(EagleNetwork, Drafter):
+    """An EAGLE-3 drafter, or a parallel one (P-EAGLE), of any project that publishes them.
+
+    Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one
+    drafter may serve several threads. The options are those that all drafters have. A new drafter is untrained.
+
+        drafter = AutoDrafter.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+        out = model.generate(**inputs, assistant_model=drafter)
+
+    Args:
+        config: what it is made of.
+
+    Raises:
+        ValueError: the rotary embedding is of no kind that transformers has.
+    """
+
+    draws_nodes = True
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        if self.device.type != "meta":
+            initialise(self)
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """Loads a drafter, checked before anything large is allocated. `AutoDrafter` loads it too.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub name of a drafter in a format that is known.
+            kwargs: `revision`, `subfolder` and what else the Hub is asked with; `dtype` of the weights, that of the
+                files by default; drafting options.
+
+        Raises:
+            OSError: there is no such folder or repository.
+            ValueError: it holds something else, or its files contradict each other.
+        """
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        with care().loading(name, bool(hub.get("local_files_only"))):
+            return cls.from_checkpoint(Checkpoint.open(name, subfolder, **hub), **kwargs)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, **options: Any) -> Any:
+        """Loads a drafter out of files that were found; see `from_pretrained`."""
+        reading = read(checkpoint)
+        with torch.device("meta"):
+            drafter = cls(reading.config)
+        reading.check(drafter)
+        drafter.config = reading.complete_config()
+        drafter.load_state_dict(reading.state(drafter, dtype), assign=True)
+        take_options(drafter, checkpoint.folder, options)
+        return drafter.eval()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes the drafter in the format of the package speculators, with its drafting options and a card.
+
+        Args:
+            save_directory: created if missing.
+            kwargs: as every model of transformers takes them; they mean nothing here.
+
+        Raises:
+            ValueError: a drafting option is wrong.
+        """
+        save(self, Path(save_directory))
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return care().push(Path(folder), repo_id, **kwargs)
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        """The hidden states that it reads.
+
+        Raises:
+            ValueError: they depend on the target; `taps_of` tells them.
+        """
+        if self.config.target_tap_layers is None:
+            raise ValueError("which hidden states this drafter reads depends on its target: ask drafter.taps_of(model)")
+        return tuple(self.config.target_tap_layers)
+
+    def taps_of(self, target: Any) -> Sequence[int]:
+        return self.config.taps_of(text_config(target).num_hidden_layers)
+
+    @property
+    def num_draft_steps(self) -> int:  # type: ignore[override]
+        return self.config.num_draft_steps
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options of a drafter that was saved without any."""
+        return default_options(self.config.num_draft_steps, tree_size=24, beam_width=8)
+
+    def check(self, target: Any) -> None:
+        config, wanted = text_config(target), self.config
+        made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
+        for name, found, expected in (
+            ("vocab_size", config.vocab_size, wanted.vocab_size),
+            ("hidden_size", config.hidden_size, wanted.target_hidden_size),
+        ):
+            if found != expected:
+                raise DraftingRefused(
+                    f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
+                    "target."
+                )
+        layers, taps = config.num_hidden_layers, self.taps_of(target)
+        if taps[0] < 0 or taps[-1] > layers or any(low >= high for low, high in pairwise(taps)):
+            raise DraftingRefused(
+                f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}: "
+                f"{made_for}. Use a drafter of this target."
+            )
+
+    def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
+        """Collects what this drafter uses of a target: its embedding, unless the drafter has its own."""
+        ids = self.draft_vocab_ids()
+        if self.embed_tokens is None:
+            return borrow(embedding, None, ids, self.device, self.dtype)
+        table = self.embed_tokens
+        return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids.to(self.device))
+
+    def session(self, call: DraftCall) -> EagleSession:
+        weights = self.borrow(call.target.get_input_embeddings())
+        return EagleSession(self, weights, call.options, call.rows, call.foresight)
+
+    @torch.no_grad()
+    def limit_vocabulary(self, ids: Sequence[int]) -> None:
+        """Keeps the head's rows of some tokens only: drafts are quicker, and hold no other tokens.
+
+        Args:
+            ids: token ids that the drafter can propose, distinct.
+
+        Raises:
+            ValueError: the drafter cannot propose some of them now.
+        """
+        places = {token: place for place, token in enumerate(self.draft_vocab_ids().tolist())}
+        wanted = [int(token) for token in ids]
+        if missing := [str(token) for token in wanted if token not in places]:
+            raise ValueError(f"ids holds {few(missing)}: expected tokens of the drafter's vocabulary")
+        config = replace(self.config, draft_vocab_size=len(wanted), draft_vocab_ids=tuple(wanted))
+        rows = torch.tensor([places[token] for token in wanted], device=self.device)
+        head = self.lm_head.weight
+        self.lm_head = nn.Linear(head.shape[1], len(wanted), bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(head[rows], requires_grad=head.requires_grad)
+        self.config = config
+
+
+__all__ = ["EagleDrafter"]
