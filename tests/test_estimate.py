@@ -9,9 +9,11 @@ import torch
 from conftest import make_target
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
+from typer.testing import CliRunner
 
-from hf_hsdraft import CachebackDrafter, HSDraftConfig, HSDrafter
+from hf_hsdraft import BlockDrafter, CachebackDrafter, EagleConfig, EagleDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.decoding_estimate import Device, Drafting, estimate_decoding
+from hf_hsdraft.cli import app
 from hf_hsdraft.training.estimate import estimate, explain
 
 LLAMA_1B = {
@@ -275,3 +277,24 @@ def test_an_estimate_of_decoding_is_the_longer_of_reading_and_multiplying():
 def test_an_estimate_of_decoding_names_a_number_that_cannot_be():
     with pytest.raises(ValueError, match="tau=0 is invalid"):
         estimate_decoding(make_target().config, CachebackDrafter(), Drafting(1, 1, 1, 0), Device(1, 1))
+
+
+def test_the_command_estimates_decoding_of_a_fresh_drafter(tmp_path):
+    make_target().config.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tau", "2.5", "--num-draft-steps", "4"])
+    assert result.exit_code == 0, result.output
+    assert "draft: trunk layers" in result.output and "speed-up, at most: plain steps / round" in result.output
+
+
+@pytest.mark.parametrize(
+    "drafter", [BlockDrafter.for_target, lambda target: EagleDrafter(EagleConfig.for_target(target))]
+)
+def test_the_weights_that_a_draft_reads_are_those_of_the_drafter(drafter):
+    """Every matrix of a drafter is among the parts, but for the rows that are looked up and those of the target."""
+    target = make_target()
+    made = drafter(target)
+    parts = {read.part: read for read in made.reads(3, 4)}
+    assert parts["fusion"].weights == made.fc.weight.numel()
+    assert parts["layers"].weights == sum(p.numel() for p in made.layers.parameters())
+    assert parts["head"].weights == 97 * 32
+    assert parts["head"].borrowed == (made.lm_head is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from ._shared import console
 app = typer.Typer()
 
 
-@app.command(short_help="Say what training a drafter would take.")
+@app.command(short_help="Say what training a drafter would take, or what drafting would bring.")
 def estimate(
     target: Annotated[str, typer.Argument(help="Hub name or folder of the target, or a config.json.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the training conversations.")] = 1_000_000,
@@ -24,8 +24,22 @@ def estimate(
     world_size: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
     sharded: Annotated[bool, typer.Option(help="Target sharded over the devices (FSDP, ZeRO 3).")] = False,
     num_draft_steps: Annotated[int, typer.Option(min=1, help="K.")] = 6,
+    tau: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Tokens per target forward, as measured: estimates decoding instead of training."),
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="With --tau: folder or Hub name of the drafter.")] = None,
+    family: Annotated[str, typer.Option(help="With --tau and no --drafter: a fresh drafter of this family.")] = (
+        "hidden-state"
+    ),
+    bytes_per_second: Annotated[float, typer.Option(min=1.0, help="With --tau: of the device's memory.")] = 3.35e12,
+    nodes: Annotated[int, typer.Option(min=1, help="With --tau: verified nodes besides the root.")] = 24,
+    length: Annotated[int, typer.Option(min=1, help="With --tau: tokens that the target's cache holds.")] = 1024,
 ) -> None:
-    """Says what training a drafter for a target would take, with the arithmetic; runs nothing."""
+    """Says what training a drafter for a target would take, with the arithmetic; runs nothing.
+
+    With --tau it says what memory and time decoding with a drafter would take. The defaults are those of an H100.
+    """
     from transformers import AutoConfig
 
     from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
@@ -33,18 +47,44 @@ def estimate(
     from ..training.estimate import explain
 
     config = AutoConfig.from_pretrained(target)
-    figures = run(
-        config,
-        HSDraftConfig.for_target_config(config, num_draft_steps=num_draft_steps),
-        tokens=tokens,
-        epochs=epochs,
-        flops_per_second=flops_per_second,
-        chains_per_token=chains_per_token,
-        rolled_fraction=rolled_fraction,
-        conversations_tokens_per_step=tokens_per_step,
-        cached=cache_taps,
-        world_size=world_size,
-        sharded=sharded,
-    )
-    for line in explain(figures):
+    if tau is not None:
+        from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
+
+        made = _drafter(config, drafter, family)
+        depth = min(num_draft_steps, made.num_draft_steps)
+        plan = Drafting(depth, made.generation_config.beam_width, nodes, tau, length)
+        device = Device(bytes_per_second, flops_per_second or 9.9e14)
+        lines = list(estimate_decoding(config, made, plan, device).lines)
+    else:
+        figures = run(
+            config,
+            HSDraftConfig.for_target_config(config, num_draft_steps=num_draft_steps),
+            tokens=tokens,
+            epochs=epochs,
+            flops_per_second=flops_per_second,
+            chains_per_token=chains_per_token,
+            rolled_fraction=rolled_fraction,
+            conversations_tokens_per_step=tokens_per_step,
+            cached=cache_taps,
+            world_size=world_size,
+            sharded=sharded,
+        )
+        lines = explain(figures)
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _drafter(config: Any, name: str | None, family: str) -> Any:
+    """The drafter that was named, or a fresh one without storage."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..by_name import load_drafter
+    from ..training.trainable import trainable
+
+    if name is not None:
+        return load_drafter(name)
+    kind = trainable(family, {})
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+        return kind.drafter(kind.config_for(target, {}))

@@ -13,11 +13,13 @@ from transformers import GenerationConfig
 
 from ...common.checks import printable
 from ...common.refusals import DraftingRefused
+from ...common.tuning import TUNING
 from ...repository.care import care
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
+from ..draft_reads import Read, weights_of
 from ..formats import recognise
 from ..protocol import DraftCall, Drafter
 from .block_session import BlockSession
@@ -169,6 +171,19 @@ class BlockDrafter(BlockNetwork, Drafter):
                 f"the drafter reads the output of the last layer ({layers}) before the target's final norm, which a "
                 "model of transformers does not give. Use a drafter that reads lower layers only."
             )
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        config = self.config
+        columns = config.draft_vocab_size or 0
+        found = (
+            Read("fusion", weights_of(self.fc), 1, 1),
+            Read("layers", weights_of(self.layers), 1, config.block_size),
+            Read("head", columns * config.sizes.hidden_size, 1, config.num_draft_steps, borrowed=self.lm_head is None),
+        )
+        if not config.markov_rank:
+            return found
+        likely = min(columns, TUNING.likely_columns)  # a tree looks at these only
+        return (*found, Read("token bias", likely * config.markov_rank, depth, width))
 
     def session(self, call: DraftCall) -> BlockSession:
         target, options = call.target, call.options

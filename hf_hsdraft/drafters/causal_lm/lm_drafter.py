@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import text_config
 from ..draft_options import default_options, option_names
+from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, load_model, load_options, load_tokenizer, why_no_causal_lm
@@ -166,6 +168,13 @@ class CausalLMDrafter(nn.Module, Drafter):
             raise DraftingRefused(
                 f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
             )
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        model: Any = self.model
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()
+        outside = {id(module.weight): module.weight.numel() for module in (head, table)}  # one table if they are tied
+        layers = weights_of(model) - sum(outside.values())
+        return Read("layers", layers, depth, width), Read("head", head.weight.numel(), depth, width)
 
     def session(self, call: DraftCall) -> CausalLMSession:
         model: Any = self.model

@@ -22,6 +22,7 @@ from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import text_config
 from ..draft_options import default_options
+from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
 from .configuration_eagle import EagleConfig
 from .eagle_formats import read
@@ -154,6 +155,15 @@ class EagleDrafter(EagleNetwork, Drafter):
     def session(self, call: DraftCall) -> EagleSession:
         weights = self.borrow(call.target.get_input_embeddings())
         return EagleSession(self, weights, call.options, call.rows, call.foresight)
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        parallel = self.config.mask_token_id is not None
+        times, rows = (1, depth) if parallel else (depth, width)
+        return (
+            Read("fusion", weights_of(self.fc), 1, 1),
+            Read("layers", weights_of(self.layers), times, rows),
+            Read("head", weights_of(self.lm_head), times, rows),
+        )
 
     @torch.no_grad()
     def limit_vocabulary(self, ids: Sequence[int]) -> None:
