@@ -132,7 +132,7 @@ def parity(case: Case) -> Parity:
         plain, told = reference.slots(taps_of(target, longer, reference.taps), longer, anchor)
         ours = drafter.logits(noted.hidden[0, first:], weights)
         worst, states = float((ours - plain[first:]).abs().max()), None
-        for level in range(1, noted.expansion.depth + 1):
+        for level in range(1, min(noted.expansion.depth, len(told) - first) + 1):
             tokens = torch.tensor([[longer[anchor + level - 1]]])
             found, states = noted.expansion(level, tokens, states)
             wanted = told[first + level - 1].log_softmax(dim=-1)
@@ -347,7 +347,7 @@ def of_zlab(target: Any) -> Reference:
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-DFLASH2 = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 12}
+DFLASH2: dict[str, Any] = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 12}
 HEAD = {"markov_rank": 8}
 
 CASES = tuple(

@@ -1,0 +1,379 @@
+"""Published block drafters: read unchanged, drafting what the implementations that they come from draft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.bench import block_parity, parity_formats
+from hf_hsdraft.bench.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, Case, Reference, parity
+from hf_hsdraft.bench.format_parity import tiny_target
+from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.drafters.block.configuration import Sight, default_tap_layers
+from hf_hsdraft.drafters.block.drafter import BlockDrafter
+from hf_hsdraft.drafters.block.network import BlockNetwork
+
+CLOSE = 1e-4
+BY_NAME = {case.name: case for case in CASES}
+WITHOUT_SPECULATORS = ("z-lab DFlash", "transformers DFlash", "transformers DFlash, sliding")
+
+
+def needs(case: Case) -> None:
+    if case.name not in WITHOUT_SPECULATORS:
+        pytest.importorskip("speculators")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_drafts_are_those_of_the_reference(case):
+    needs(case)
+    found = parity(case)
+    assert found.difference < CLOSE
+    assert found.rounds > 20 and found.rejected > 0
+
+
+def test_the_command_prints_a_line_for_a_format():
+    header, line = parity_formats.table(["z-lab DFlash"]).splitlines()
+    assert header.startswith("format") and line.startswith("z-lab DFlash ") and "MuseGlimmerAssistantModel" in line
+
+
+def changed(case: Case, change) -> Case:
+    """The same case with its config.json changed after the reference has written it."""
+
+    def make(target) -> Reference:
+        reference = case.make(target)
+
+        def save(folder: Path) -> None:
+            reference.save(folder)
+            config = json.loads((folder / "config.json").read_text())
+            change(config)
+            (folder / "config.json").write_text(json.dumps(config))
+
+        return replace(reference, save=save)
+
+    return Case(case.name, make, case.target)
+
+
+def in_layers(**fields):
+    return lambda config: config["transformer_layer_config"].update(fields)
+
+
+def at_top(**fields):
+    return lambda config: config.update(fields)
+
+
+def in_dflash(**fields):
+    return lambda config: config["dflash_config"].update(fields)
+
+
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 400.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("speculators dflash", at_top(aux_hidden_state_layer_ids=[tap - 1 for tap in TAPS])),
+        ("speculators dflash", at_top(aux_hidden_state_layer_ids=[2, 4, 5])),
+        ("speculators dflash", at_top(mask_token_id=MASK + 1)),
+        ("speculators dflash", at_top(sample_from_anchor=True)),
+        ("speculators dflash, anchor first, biases", at_top(sample_from_anchor=False)),
+        ("speculators dflash, anchor first, biases", in_layers(**THETA)),
+        ("speculators dflash, sliding", in_layers(sliding_window=SLIDING["sliding_window"] + 1)),
+        ("speculators dflash, sliding", at_top(sliding_window_non_causal=True)),
+        ("speculators dspark, gated", at_top(sample_from_anchor=False)),
+        ("speculators dspark, rnn, fill-in", at_top(sample_from_anchor=True)),
+        ("DeepSpec, vanilla", at_top(target_layer_ids=[1, 3, 4])),
+        ("z-lab DFlash", in_dflash(target_layer_ids=list(TAPS))),
+        ("z-lab DFlash", in_dflash(mask_token_id=MASK - 1)),
+        ("z-lab DFlash", at_top(rope_theta=7001.0 * 2)),
+        ("z-lab DFlash", in_dflash(causal=True)),
+        ("transformers DFlash, sliding", at_top(sliding_window=5)),
+    ],
+)  # fmt: skip
+def test_a_format_that_is_read_wrongly_by_one_drafts_something_else(name, change):
+    """So the comparison sees such a mistake; without it, a drafter only accepts less."""
+    needs(BY_NAME[name])
+    assert parity(changed(BY_NAME[name], change)).difference > 10 * CLOSE
+
+
+def test_positions_one_off_are_seen(monkeypatch):
+    run = BlockNetwork.run
+    monkeypatch.setattr(BlockNetwork, "run", lambda self, x, positions, attend: run(self, x, positions + 1, attend))
+    assert parity(BY_NAME["z-lab DFlash"]).difference > 10 * CLOSE
+
+
+def test_the_anchors_own_hidden_state_is_not_read(monkeypatch):
+    """The reference has none at the anchor. Ours would be that of the position before it, moved by one."""
+    read = BlockNetwork.read
+    monkeypatch.setattr(BlockNetwork, "read", lambda self, taps: read(self, taps.roll(1, dims=0)))
+    assert parity(BY_NAME["z-lab DFlash"]).difference > 10 * CLOSE
+
+
+@pytest.fixture
+def saved(tmp_path, target):
+    """A function that writes a case's drafter and returns its folder."""
+
+    def write(name: str, change=None, tensors=None) -> Path:
+        needs(BY_NAME[name])
+        changed(BY_NAME[name], change or (lambda config: None)).make(target).save(tmp_path)
+        if tensors is not None:
+            kept = load_file(tmp_path / "model.safetensors")
+            tensors(kept)
+            save_file(kept, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+def test_d2t_gives_the_token_of_each_column(saved, target):
+    drafter = AutoDrafter.from_pretrained(saved("speculators dspark, vanilla"))
+    assert drafter.draft_vocab_ids().tolist() == list(DRAFTED)
+    head = target.get_output_embeddings().weight
+    assert torch.equal(drafter.lm_head.weight, head[list(DRAFTED)])
+    inputs = torch.tensor([[5, 6, 7]])
+    drafter.generation_config.tree_sizing, drafter.generation_config.ngram_length = "fixed", 0
+    drafted = tokens_drafted(target, drafter, inputs)
+    assert drafted and drafted <= set(DRAFTED)
+
+
+def tokens_drafted(target, drafter, inputs) -> set[int]:
+    """The tokens of all nodes that are drafted in a call, but for the roots."""
+    noting = block_parity.NotingDrafter(drafter)
+    found: set[int] = set()
+    session_of = noting.session
+
+    def session(call):
+        inner = session_of(call)
+        draft = inner.draft
+
+        def noted(asks):
+            trees = draft(asks)
+            found.update(token for tree in trees for token in tree.tokens[1:])
+            return trees
+
+        inner.draft = noted
+        return inner
+
+    noting.session = session
+    target.generate(inputs, assistant_model=noting, max_new_tokens=6, do_sample=False)
+    return found
+
+
+def test_nothing_of_the_target_is_kept(saved, target):
+    """DeepSpec's files bring copies of its embedding and head."""
+    folder = saved("DeepSpec, vanilla")
+    assert "lm_head.weight" in load_file(folder / "model.safetensors")
+    drafter = AutoDrafter.from_pretrained(folder)
+    assert not any("embed_tokens" in name or "lm_head" in name for name in drafter.state_dict())
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    weights = drafter.borrow(embedding, head)
+    assert weights.head.data_ptr() == head.weight.data_ptr()
+    assert torch.equal(weights.embed(torch.tensor([3])), embedding.weight[[3]])
+
+
+@pytest.mark.parametrize("fields", [
+    {"num_hidden_layers": 2, "markov_rank": 8},
+    {"num_hidden_layers": 1, "markov_rank": 8, "markov_head_type": "rnn", "confidence_head": "markov"},
+    {"num_hidden_layers": 2, "markov_rank": 0},
+    {"num_hidden_layers": 2, "markov_rank": 0, "sample_from_anchor": False},
+    {"num_hidden_layers": 2, "markov_rank": 8, "draft_vocab_ids": DRAFTED},
+    {"num_hidden_layers": 2, "markov_rank": 8, "sights": (Sight(6, True, True), Sight())},
+    {"num_hidden_layers": 1, "markov_rank": 0, "sample_from_anchor": False, **DFLASH2},
+])  # fmt: skip
+def test_what_is_saved_here_is_what_the_package_speculators_loads(fields, target, tmp_path):
+    package = pytest.importorskip("speculators")
+    drafter = BlockDrafter.for_target(
+        target, num_draft_steps=block_parity.SLOTS, target_tap_layers=TAPS, mask_token_id=MASK, **fields
+    )
+    block_parity.randomise(drafter)
+    if drafter.config.has_own_head:
+        drafter.take_head(target.get_output_embeddings(), DRAFTED)
+    drafter.generation_config.tree_size = 11
+    drafter.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    assert document["sample_from_anchor"] is drafter.config.sample_from_anchor
+
+    def make(target) -> Reference:
+        kind = document["speculators_model_type"]
+        name = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind]
+        layer = package.SpeculatorModelConfig.from_pretrained(tmp_path)
+        layer.transformer_layer_config._attn_implementation = "eager"
+        model, info = getattr(package, f"{name}DraftModel").from_pretrained(
+            tmp_path, config=layer, output_loading_info=True
+        )
+        assert not info["unexpected_keys"] and not info["mismatched_keys"]
+        with torch.no_grad():
+            model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+            if not drafter.config.has_own_head:
+                model.lm_head.weight.copy_(target.get_output_embeddings().weight)
+        slots = partial(block_parity.speculators_slots, model.eval())
+        return Reference(name, drafter.save_pretrained, slots, first_slot=drafter.config.first_slot)
+
+    assert parity(Case("saved here", make)).difference < CLOSE
+    again = AutoDrafter.from_pretrained(tmp_path)
+    assert again.generation_config.tree_size == 11
+    assert replace(again.config, target_num_hidden_layers=6) == drafter.config
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_loose_embedding_of_masks_is_applied(saved, target):
+    folder = saved("z-lab DFlash")
+    row = target.get_input_embeddings().weight[MASK + 1].detach().clone()
+    torch.save(row[None], folder / "mask_embedding.pt")
+    other = AutoDrafter.from_pretrained(folder)
+    assert torch.equal(other.mask_embedding, row)
+    (folder / "mask_embedding.pt").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = MASK + 1
+    (folder / "config.json").write_text(json.dumps(config))
+    same = AutoDrafter.from_pretrained(folder)
+    weights = same.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    anchors, mask = torch.randn(2, 32), weights.embed(torch.tensor(MASK + 1))
+    assert torch.equal(other.block_embeds(anchors, torch.zeros(32)), same.block_embeds(anchors, mask))
+    torch.save(row[:5].clone(), folder / "mask_embedding.pt")
+    with pytest.raises(ValueError, match=r"mask_embedding.pt .* expected 32 floating numbers"):
+        AutoDrafter.from_pretrained(folder)
+
+
+def test_windows_of_zlab_are_causal_unless_it_says_otherwise(saved):
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    folder = saved("z-lab DFlash", at_top(**sliding))
+    assert AutoDrafter.from_pretrained(folder).config.sights == (Sight(5, False, True), Sight())
+    saved("z-lab DFlash", lambda config: (config.update(sliding), config["dflash_config"].update(causal=False)))
+    drafter = AutoDrafter.from_pretrained(folder)
+    assert drafter.config.sights == (Sight(5), Sight())
+    with pytest.raises(ValueError, match="each slot counts by itself"):
+        drafter.save_pretrained(folder / "other")
+
+
+def test_embeddings_and_logits_are_scaled_as_zlab_says(saved, target):
+    scales = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+    drafter = AutoDrafter.from_pretrained(saved("z-lab DFlash", in_dflash(**scales)))
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    weights = drafter.borrow(embedding, head)
+    assert torch.allclose(weights.embed(torch.tensor([4])), 2.0 * embedding.weight[[4]])
+    hidden = torch.randn(3, 32)
+    wanted = 3.0 * torch.tanh(0.5 * (hidden @ head.weight.T) / 3.0)
+    assert torch.allclose(drafter.logits(hidden, weights), wanted, atol=1e-5)
+
+
+def test_default_layers_are_those_of_the_formats():
+    """As ids that count from 0: 1, 14, 27 and 1, 8, 14, 20, 27 of 30 layers; DSpark's 1, 9, 17, 25, 33 of 36."""
+    assert [tap - 1 for tap in default_tap_layers(30, 3)] == [1, 14, 27]
+    assert [tap - 1 for tap in default_tap_layers(30, 5)] == [1, 8, 14, 20, 27]
+    assert [tap - 1 for tap in default_tap_layers(36, 5)] == [1, 9, 17, 25, 33]
+    assert default_tap_layers(30, 1) == [16]
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def rename(name, other):
+    return lambda tensors: tensors.update({other: tensors.pop(name)})
+
+
+def reshape(name):
+    return lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "tensors", "message"),
+    [
+        ("z-lab DFlash", None, drop("layers.1.self_attn.q_norm.weight"), "missing: layers.1.self_attn.q_norm.weight"),
+        ("z-lab DFlash", None, rename("norm.weight", "final.weight"), "missing: norm.weight; unknown: final.weight"),
+        ("z-lab DFlash", None, reshape("fc.weight"), r"fc.weight \[31, 96\] instead of \[32, 96\]"),
+        ("z-lab DFlash", in_dflash(target_layer_ids=[0, 2]), None, r"fc.weight \[32, 96\] instead of \[32, 64\]"),
+        ("z-lab DFlash", in_dflash(target_layer_ids=[2, 0, 4]), None, r"target_tap_layers=\[3, 1, 5\].*ascending"),
+        ("z-lab DFlash", in_dflash(target_layer_ids=None), None, "no target_layer_ids"),
+        ("z-lab DFlash", in_dflash(mask_token_id=97), None, "mask_token_id=97 is invalid.*below vocab_size=97"),
+        ("z-lab DFlash", in_dflash(embed_norm=True), None, "embed_norm=true"),
+        ("z-lab DFlash", in_dflash(projector_type="domino"), None, "Domino"),
+        ("z-lab DFlash", at_top(hidden_size=2**40), None, "hidden_size=1099511627776"),
+        ("z-lab DFlash", at_top(num_attention_heads=3), None, "num_key_value_heads=2 is invalid"),
+        ("z-lab DFlash", at_top(head_dim=7), None, "head_dim=7 is invalid"),
+        ("z-lab DFlash", at_top(partial_rotary_factor=0.25), None, "partial_rotary_factor=0.25"),
+        ("z-lab DFlash", at_top(block_size=1), None, "block_size=1 is invalid"),
+        ("z-lab DFlash", at_top(is_causal=True, dflash_config={
+            "causal": False, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]}), None, "contradict"),
+        ("z-lab DFlash", None, lambda tensors: tensors.update({"aux_hidden_norms.0.weight": torch.ones(32)}), "Laguna"),
+        ("z-lab DFlash", None, lambda tensors: tensors.update({"prefix_gru.w": torch.ones(2)}), "Domino"),
+        ("z-lab DFlash", None, lambda tensors: tensors.update({"mtp.0.markov_head.w": torch.ones(2)}), "DeepSeek-V4"),
+        ("DeepSpec, vanilla", at_top(model_type="gemma4_text"), None, "model_type='gemma4_text'"),
+        ("DeepSpec, vanilla", at_top(markov_head_type="lstm"), None, "markov_head_type='lstm'.*vanilla, gated, rnn"),
+        ("DeepSpec, vanilla", at_top(markov_rank=9), None, r"markov_w1.weight \[97, 8\] instead of \[97, 9\]"),
+        ("speculators dspark, vanilla", None, lambda tensors: tensors["d2t"].add_(50), "d2t.*expected 0 to 96"),
+        ("speculators dspark, vanilla", None, lambda tensors: tensors["d2t"].sub_(1), "d2t and t2d.*different tokens"),
+        ("speculators dspark, vanilla", at_top(speculators_config={"proposal_methods": [
+            {"proposal_type": "greedy", "verifier_accept_k": 3}]}), None, "verifier_accept_k=3"),
+        ("speculators dspark, vanilla", at_top(some_new_switch=True), None, "some_new_switch=true"),
+        ("speculators dspark, vanilla", in_layers(layer_types=["linear_attention"] * 2), None, "layer_types"),
+        ("speculators dspark, vanilla", in_layers(model_type="nothing"), None, "model_type=nothing"),
+        ("speculators dspark, vanilla", at_top(draft_vocab_size=98), None, "draft_vocab_size=98 is invalid"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_errors_that_say_what_is_wrong(name, change, tensors, message, saved):
+    with pytest.raises(ValueError, match=message):
+        AutoDrafter.from_pretrained(saved(name, change, tensors))
+
+
+def test_a_truncated_file_is_an_error(saved):
+    path = saved("z-lab DFlash") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged.*copy it again"):
+        AutoDrafter.from_pretrained(path.parent)
+
+
+def test_large_sizes_are_refused_before_anything_is_allocated(saved):
+    """Each layer would have 2**35 weights; the files hold none of that size."""
+    huge = at_top(hidden_size=2**17, intermediate_size=2**18, num_hidden_layers=64, head_dim=2**13)
+    with pytest.raises(ValueError, match="do not match its config.json"):
+        AutoDrafter.from_pretrained(saved("z-lab DFlash", huge))
+
+
+def test_another_target_is_refused(saved):
+    drafter = AutoDrafter.from_pretrained(saved("z-lab DFlash"))
+    inputs = torch.tensor([[5, 6, 7]])
+    for fields, message in (
+        ({"num_hidden_layers": 5}, "num_hidden_layers=5, the drafter expects 6"),
+        ({"hidden_size": 64}, "hidden_size=64, the drafter expects 32"),
+    ):
+        with pytest.raises(DraftingRefused, match=message):
+            tiny_target(**fields).generate(inputs, assistant_model=drafter, max_new_tokens=4)
+    with pytest.raises(DraftingRefused, match="vocab_size=98"):
+        drafter.check(tiny_target(vocab_size=98))
+
+
+def test_the_last_layer_before_the_norm_cannot_be_read(saved, target):
+    drafter = AutoDrafter.from_pretrained(saved("DeepSpec, vanilla", at_top(target_layer_ids=[0, 2, 5])))
+    with pytest.raises(DraftingRefused, match="before the target's final norm"):
+        drafter.check(target)
+    AutoDrafter.from_pretrained(saved("z-lab DFlash", in_dflash(target_layer_ids=[0, 2, 5]))).check(target)
+
+
+def test_a_drafter_of_any_vocabulary_takes_that_of_its_target(saved):
+    drafter = AutoDrafter.from_pretrained(saved("transformers DFlash"))
+    assert drafter.config.vocab_size is None
+    small = tiny_target(vocab_size=MASK)
+    with pytest.raises(DraftingRefused, match=f"token {MASK} as its mask"):
+        drafter.check(small)
+
+
+def test_dtype_and_arguments(saved):
+    folder = saved("z-lab DFlash")
+    assert AutoDrafter.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert isinstance(BlockDrafter.from_pretrained(folder), BlockDrafter)
+    with pytest.raises(TypeError, match="variant"):
+        AutoDrafter.from_pretrained(folder, variant="fp16")
