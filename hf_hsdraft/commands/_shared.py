@@ -69,23 +69,6 @@ def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
     return drafter
 
 
-def trainable_drafter(name: str, needed_by: str, **loading: Any) -> Any:
-    """Loads a drafter for a command that only those of a family that can be trained can have.
-
-    Raises:
-        ValueError: it is of another family.
-    """
-    from ..by_name import load_drafter
-    from ..training.trainable import family_of
-
-    drafter = load_drafter(name, **loading)
-    try:
-        family_of(drafter)
-    except ValueError as error:
-        raise ValueError(f"{needed_by} compares training with decoding, and {name} has no training: {error}") from None
-    return drafter
-
-
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter, in one dtype on one device; the drafter first, as it may not be there."""
     from ..by_name import load_drafter
