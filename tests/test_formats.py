@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -83,6 +84,19 @@ def test_several_drafters_of_different_kinds_are_compared(folders):
     said = run("bench", "--variants", "tree24x6", "--max-new-tokens", "4", "--limit", "1", "--target",
                folders["target"], *names)  # fmt: skip
     assert "tree24x4" in said or ("tree24x3" in said and "tree24x6" in said)
+
+
+def test_commands_refuse_a_language_model_with_another_tokenizer(folders, tokenizer, tmp_path):
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<one>"])
+    vocabulary = json.loads(other.backend_tokenizer.to_str())
+    vocabulary["model"]["vocab"]["seven"] = vocabulary["model"]["vocab"].pop("w7")
+    CausalLMDrafter(make_target(seed=1), tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    pair = "--target", folders["target"], "--drafter", str(tmp_path)
+    for command in (["demo", "w1 w2"], ["bench", "--limit", "1"]):
+        result = CliRunner().invoke(app, [*command, *pair])
+        assert "tokenizer is not the target's: 1 of 98 token ids" in str(result.exception)
 
 
 @pytest.mark.parametrize("kind", KINDS)

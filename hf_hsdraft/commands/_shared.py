@@ -70,7 +70,7 @@ def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
 
 
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter, in one dtype on one device; the drafter first, as it may not be there."""
+    """Target, tokenizer and drafter, checked to fit, in one dtype on one device; the drafter first: it may be missing."""
     from ..by_name import load_drafter
     from ..target.target_loading import DEFAULT_TARGET, load_target
 
@@ -81,19 +81,24 @@ def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str
     except OSError as error:  # its message does not always say what was looked for
         missing = f"there is no folder {target}, and " if target and not Path(target).exists() else ""
         raise OSError(f"{missing}the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
+    check_fit(loaded, model, tokenizer)
     return model, tokenizer, loaded
+
+
+def check_fit(drafter: Any, target: Any, tokenizer: Any) -> None:
+    """Raises a DraftingRefused if a drafter was made for another target, or for another tokenizer."""
+    drafter.check(target)
+    drafter.warn_of_misfit(target, tokenizer, all_processes=False)
 
 
 def load_plain_or_pair(
     target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool
 ) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter, checked to fit; `None` in the drafter's place for plain decoding."""
+    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding."""
     from ..target.target_loading import load_target
 
     if not plain:
-        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-        loaded.check(model)
-        return model, tokenizer, loaded
+        return load_pair(target, drafter, dtype, device)
     if drafter is not None:
         raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
     return *load_target(target, dtype.torch, device), None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, console
+from ._shared import DeviceOption, Dtype, DtypeOption, check_fit, console
 
 app = typer.Typer()
 
@@ -99,11 +99,11 @@ def check(
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
     loaded = load_drafter(drafter, dtype.torch, device)
     model, tokenizer = load_target(target, dtype.torch, device)
+    check_fit(loaded, model, tokenizer)
     inputs = [encode_prompt(tokenizer, text, device) for text in texts[:limit]]
     if can_be_trained(loaded):
         _check_training(loaded, model, inputs, max_new_tokens, tolerance)
     else:
-        loaded.warn_of_misfit(model, tokenizer, all_processes=False)
         _check_decoding(loaded, model, inputs, max_new_tokens)
 
 
