@@ -70,7 +70,7 @@ def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
 
 
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter, checked to fit, in one dtype on one device; the drafter first: it may be missing."""
+    """Target, tokenizer and drafter, in one dtype on one device, checked to fit. The drafter is looked for first."""
     from ..by_name import load_drafter
     from ..target.target_loading import DEFAULT_TARGET, load_target
 

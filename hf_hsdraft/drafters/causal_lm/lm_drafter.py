@@ -154,6 +154,11 @@ class CausalLMDrafter(nn.Module, Drafter):
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)
 
     def check(self, target: Any) -> None:
+        if self.model.training:
+            raise DraftingRefused(
+                "this model is in training mode, where dropout changes its drafts and takes random numbers of the call: "
+                "call drafter.eval()"
+            )
         reason = ability_of(self.model).reason
         if reason:
             raise DraftingRefused(f"this model cannot draft: {reason}")
