@@ -13,7 +13,7 @@ import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
 from typer.testing import CliRunner
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import CausalLMDrafter, HSDrafter
 from hf_hsdraft.acceleration.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
@@ -428,3 +428,15 @@ def test_first_calls_are_made_in_processes_of_their_own(saved):
         run_first_calls(None, "none", torch.float32, "cpu", "a prompt", [8, 0], 1)
     outcome = CliRunner().invoke(app, ["first-calls", "--lengths", "one", "--drafter", "none"])
     assert outcome.exit_code == 2 and "1,2,4" in outcome.output
+
+
+def test_variants_fit_drafters_of_any_depth(target, drafter):
+    """Where a drafter drafts less deep, the row says how deep it was."""
+    language_model = CausalLMDrafter(target)
+    two = make_systems(parse_variants("chain,chain9,tree24x6+ngrams"), target, {"a": drafter, "lm": language_model})
+    assert [system.name for system in two] == [
+        "a: chain", "lm: chain", "a: chain4", "lm: chain9", "a: tree24x4+ngrams", "lm: tree24x6+ngrams",
+    ]  # fmt: skip
+    assert [system.options["num_assistant_tokens"] for system in two] == [4, 5, 4, 9, 4, 6]
+    with pytest.raises(ValueError, match="two variants come to the same row of the table: chain4"):
+        make_systems(parse_variants("chain4,chain9"), target, {"a": drafter})

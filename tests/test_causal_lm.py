@@ -277,6 +277,11 @@ def test_a_model_that_is_deaf_to_masks_drafts_chains(target):
         assert_plain(near(target), texts.texts[row], tree, VOCAB)
 
 
+def test_a_model_in_training_mode_is_refused(target):
+    with pytest.raises(ValueError, match=r"training mode.*call drafter.eval\(\)"):
+        CausalLMDrafter(near(target).train()).check(target)
+
+
 def test_an_encoder_decoder_is_refused(target):
     with pytest.raises(ValueError, match="BartForConditionalGeneration is an encoder-decoder"):
         config = tiny_config(CONFIG_MAPPING["bart"])

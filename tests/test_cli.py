@@ -9,7 +9,7 @@ from hf_hsdraft import cli, commands
 from hf_hsdraft._version import __version__
 
 NAMES = ["average", "bench", "card", "check", "concurrent", "demo", "estimate", "exactness", "first-calls", "info"]
-NAMES += ["list", "lm-eval", "pull", "push", "support", "throughput", "train"]
+NAMES += ["export", "list", "lm-eval", "pull", "push", "support", "throughput", "train"]
 
 
 @pytest.mark.parametrize("name", NAMES)

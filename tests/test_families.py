@@ -214,9 +214,22 @@ def test_commands_for_hidden_states_say_so(cacheback):
     assert "needs a hidden-state drafter" in str(error) and "is a CachebackDrafter" in str(error)
 
 
-def test_only_drafters_of_families_that_can_be_trained_are_checked(cacheback):
-    error, _ = run("check", cacheback)
-    assert "a CachebackDrafter cannot be trained: expected" in str(error) and "hidden-state" in str(error)
+def test_drafters_that_cannot_be_trained_are_checked_by_decoding(cacheback, saved):
+    error, said = run("check", cacheback, saved, "--max-new-tokens", "8")
+    assert error is None and "same texts: 3 of 3; tau" in said
+
+
+@pytest.mark.parametrize("kind", ["cacheback", "hidden states", "language model"])
+def test_what_no_other_format_holds_is_not_exported(kind, cacheback, target, saved, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path / "drafter")
+    name, reason = {
+        "cacheback": (cacheback, "it has no weights"),
+        "hidden states": (str(tmp_path / "drafter"), "states roll on"),
+        "language model": (saved, "take as their draft model as it is"),
+    }[kind]
+    error, _ = run("export", name, "--to", "speculators", "--out", str(tmp_path / "out"))
+    assert "cannot be written in the format 'speculators'" in str(error) and reason in str(error)
+    assert not (tmp_path / "out").exists()
 
 
 def test_variants_of_bench_go_by_the_options_of_a_drafter(target):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,18 @@ class Variant:
             return [self]
         longest = min(LONGEST_CHAIN, drafter.num_draft_steps)
         return [Variant(f"chain{length}", "chain", length) for length in range(1, longest + 1)]
+
+    def for_depth(self, most: int) -> Variant:
+        """Returns the variant for a drafter of some greatest depth: one that is deeper is cut, and named by what it is.
+
+        So one list of variants fits drafters of different depths.
+        """
+        if self.kind == "chain" and (self.size or 0) > most:
+            return replace(self, text=self.text.replace(f"chain{self.size}", f"chain{most}", 1), size=most)
+        if self.kind == "tree" and (self.depth or 0) > most:
+            old, new = (f"tree{self.size}x{depth}" for depth in (self.depth, most))
+            return replace(self, text=self.text.replace(old, new, 1), depth=most)
+        return self
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -191,13 +203,13 @@ def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> Syste
     Raises:
         ValueError: the drafter has no such option, or the option cannot have that value.
     """
-    options: dict[str, Any] = {}
+    variant, options = variant.for_depth(drafter.num_draft_steps), {}
     names = option_names(drafter)
     if variant.kind == "untrained":
         drafter = _untrained(drafter)
     elif variant.kind != "default":
         config = drafter.default_generation_config()
-        depth = variant.depth or (variant.size if variant.kind == "chain" else None) or drafter.num_draft_steps
+        depth = variant.depth or (variant.size if variant.kind == "chain" else None) or config.num_assistant_tokens
         options = {
             **({"reuse": "none"} if "reuse" in names else {}),
             "ngram_length": drafter.least_ngram_length,

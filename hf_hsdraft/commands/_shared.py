@@ -69,25 +69,8 @@ def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
     return drafter
 
 
-def trainable_drafter(name: str, needed_by: str, **loading: Any) -> Any:
-    """Loads a drafter for a command that only those of a family that can be trained can have.
-
-    Raises:
-        ValueError: it is of another family.
-    """
-    from ..by_name import load_drafter
-    from ..training.trainable import family_of
-
-    drafter = load_drafter(name, **loading)
-    try:
-        family_of(drafter)
-    except ValueError as error:
-        raise ValueError(f"{needed_by} compares training with decoding, and {name} has no training: {error}") from None
-    return drafter
-
-
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter, in one dtype on one device; the drafter first, as it may not be there."""
+    """Target, tokenizer and drafter, in one dtype on one device, checked to fit. The drafter is looked for first."""
     from ..by_name import load_drafter
     from ..target.target_loading import DEFAULT_TARGET, load_target
 
@@ -98,19 +81,24 @@ def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str
     except OSError as error:  # its message does not always say what was looked for
         missing = f"there is no folder {target}, and " if target and not Path(target).exists() else ""
         raise OSError(f"{missing}the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
+    check_fit(loaded, model, tokenizer)
     return model, tokenizer, loaded
+
+
+def check_fit(drafter: Any, target: Any, tokenizer: Any) -> None:
+    """Raises a DraftingRefused if a drafter was made for another target, or for another tokenizer."""
+    drafter.check(target)
+    drafter.warn_of_misfit(target, tokenizer, all_processes=False)
 
 
 def load_plain_or_pair(
     target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool
 ) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter, checked to fit; `None` in the drafter's place for plain decoding."""
+    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding."""
     from ..target.target_loading import load_target
 
     if not plain:
-        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-        loaded.check(model)
-        return model, tokenizer, loaded
+        return load_pair(target, drafter, dtype, device)
     if drafter is not None:
         raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
     return *load_target(target, dtype.torch, device), None

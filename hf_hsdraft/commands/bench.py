@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, drafter_of, load_pair
+from ._shared import (
+    DeviceOption,
+    DrafterOption,
+    Dtype,
+    DtypeOption,
+    TargetOption,
+    check_fit,
+    console,
+    drafter_of,
+    load_pair,
+)
 
 app = typer.Typer()
 
@@ -95,6 +105,7 @@ def bench(
         model, tokenizer, loaded[given[0]] = load_pair(target, drafter[0] if drafter else None, dtype, device)
         for name in given[1:]:
             loaded[name] = load_drafter(name, dtype.torch, device)
+            check_fit(loaded[name], model, tokenizer)
     else:
         model, tokenizer = load_target(target, dtype.torch, device)
     result = run_plan(plan, model, tokenizer, loaded, console)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, console, trainable_drafter
+from ._shared import DeviceOption, Dtype, DtypeOption, check_fit, console
 
 app = typer.Typer()
 
@@ -70,7 +70,7 @@ def exactness(
         sys.exit(1)
 
 
-@app.command(short_help="Check that training and decoding compute the same.")
+@app.command(short_help="Check that a drafter does what it should.")
 def check(
     drafter: Annotated[str, typer.Argument(help="Hub name or folder of the drafter.")],
     target: Annotated[
@@ -85,18 +85,48 @@ def check(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Checks that training computes what decoding uses, depth by depth; exits with 1 if not."""
+    """Checks that training computes what decoding uses, depth by depth; exits with 1 if not.
+
+    Drafters that cannot be trained here only decode: it says whether their texts are those of plain decoding.
+    """
     from ..bench.measure import encode_prompt
+    from ..by_name import load_drafter
     from ..target.target_loading import load_target
     from ..training.conversations import read_prompts
-    from ..training.parity import PROMPTS, ParityError, parity
+    from ..training.parity import PROMPTS
+    from ..training.trainable import can_be_trained
 
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
-    loaded = trainable_drafter(drafter, "`hsdraft check`", dtype=dtype.torch, device=device)
+    loaded = load_drafter(drafter, dtype.torch, device)
     model, tokenizer = load_target(target, dtype.torch, device)
-    inputs = [encode_prompt(tokenizer, text, device)["input_ids"] for text in texts[:limit]]
-    report = parity(loaded, model, inputs, max_new_tokens, tolerance)
+    check_fit(loaded, model, tokenizer)
+    inputs = [encode_prompt(tokenizer, text, device) for text in texts[:limit]]
+    if can_be_trained(loaded):
+        _check_training(loaded, model, inputs, max_new_tokens, tolerance)
+    else:
+        _check_decoding(loaded, model, inputs, max_new_tokens)
+
+
+def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int, tolerance: float) -> None:
+    from ..training.parity import ParityError, parity
+
+    report = parity(drafter, target, [each["input_ids"] for each in inputs], max_new_tokens, tolerance)
     for line in report.lines():
         console.print(line, highlight=False, soft_wrap=True)
     if not report.passed:
         raise ParityError(report.explain())
+
+
+def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
+    from ..bench.decoding_check import check_texts
+    from ..bench.measure import pooled_tau
+
+    checked = []
+    for found in check_texts(drafter, target, inputs, max_new_tokens):
+        checked.append(found)
+        console.print(str(found), highlight=False, soft_wrap=True)
+    same = sum(found.divergence is None for found in checked)
+    tau = pooled_tau([found.statistics for found in checked])
+    console.print(f"same texts: {same} of {len(checked)}; tau {tau:.2f}", highlight=False, soft_wrap=True)
+    if same < len(checked) and target.dtype.itemsize >= 4:  # half precision rounds differently
+        sys.exit(1)

@@ -6,12 +6,34 @@ with marks of its own is asked before one that is recognised by less.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..common.checks import few, printable
 from ..repository.checkpoint import Checkpoint
+
+# Fields that tell how large a drafter and its target are and what it reads, whatever table of config.json they are in.
+_TOLD = (
+    "name_or_path", "model_type", "hidden_size", "target_hidden_size", "num_hidden_layers", "num_target_layers",
+    "vocab_size", "draft_vocab_size", "block_size", "markov_rank", "selector_rank", "mask_token_id",
+)  # fmt: skip
+_TOLD_ENDS = ("layer_ids", "algorithm")
+
+
+def fields_told(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns the fields of a config.json that say what a drafter is, as they are written there."""
+    found: dict[str, str] = {}
+
+    def look(table: Mapping[str, Any], place: str) -> None:
+        for name, value in table.items():
+            if isinstance(value, Mapping):
+                look(value, f"{place}{name}.")
+            elif value is not None and (name in _TOLD or name.endswith(_TOLD_ENDS)):
+                found[printable(place + name)] = printable(value)
+
+    look(checkpoint.config, "")
+    return found
 
 
 @dataclass(frozen=True)
@@ -23,12 +45,14 @@ class Format:
         rank: order of asking.
         matches: whether a checkpoint is of this format, by its configuration and by the names of its tensors.
         load: makes a drafter of a checkpoint; keyword arguments are those of `from_pretrained`.
+        describe: what `hsdraft info` tells of a checkpoint, as titles and lines; nothing is loaded for it.
     """
 
     name: str
     rank: int
     matches: Callable[[Checkpoint], bool]
     load: Callable[..., Any]
+    describe: Callable[[Checkpoint], Mapping[str, str]] = fields_told
 
 
 _formats: dict[str, Format] = {}

@@ -7,6 +7,7 @@ the drafting of one call remembers).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,6 +157,8 @@ class Drafter:
         draws_nodes: whether its sessions can draw their nodes, as a `tree_builder` other than `"beam"` asks for.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
         own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
+        saved_as: formats of other projects that `save_pretrained` writes.
+        why_not_exported: why there are no others.
         generation_config: the drafting options.
     """
 
@@ -164,6 +167,8 @@ class Drafter:
     draws_nodes: bool = False
     least_ngram_length: int = 0
     own_options: Sequence[Option] = ()
+    saved_as: Sequence[str] = ()
+    why_not_exported: str = "no other program is known to read it"
     generation_config: GenerationConfig
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -212,6 +217,22 @@ class Drafter:
             width: number of nodes that are expanded at each depth.
         """
         return ()
+
+    def export(self, form: str, folder: str | os.PathLike[str]) -> None:
+        """Writes the drafter in a format of another project, for programs that read it.
+
+        Args:
+            form: name of the format.
+            folder: created if missing.
+
+        Raises:
+            ValueError: the drafter cannot be written so; the message says why.
+        """
+        if form not in self.saved_as:
+            raise ValueError(
+                f"a {type(self).__name__} cannot be written in the format {form!r}: {self.why_not_exported}"
+            )
+        self.save_pretrained(folder)  # type: ignore[attr-defined]
 
     def verifier(self, options: DraftOptions) -> Verifier:
         """The rule that accepts its drafts."""

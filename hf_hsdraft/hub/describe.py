@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from typing import Any
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from ..common.checks import printable
+from ..drafters import families  # noqa: F401  # they register themselves
+from ..drafters.formats import recognise
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.registry import FAMILIES
 from ..repository.card_figures import GAP, is_chain
 from ..repository.care import care
+from ..repository.checkpoint import Checkpoint
 from ..repository.drafter_files import (
     CONFIG,
     DESCRIBED,
@@ -81,7 +85,8 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
 
     Args:
         name: Folder or Hub name.
-        with_weights: Whether to fetch the weights too, and compare them with their digests.
+        with_weights: Whether to fetch the weights too, and compare them with their digests. Those of other projects'
+            formats are always fetched: the names of their tensors tell which format it is.
         hub: What to ask the Hub with, see `find_folder`.
 
     Raises:
@@ -91,8 +96,9 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
     with care().loading(name, bool(hub.get("local_files_only"))):
         folder = find_folder(name, DESCRIBED, **hub)
         family = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
-        family = family if family in FAMILIES else HSDraftConfig.model_type
-        check_is_drafter(folder, family)
+        if family and family not in FAMILIES:
+            return _of_format(Checkpoint.open(name, **hub))
+        check_is_drafter(folder, family or HSDraftConfig.model_type)
         if with_weights and family == HSDraftConfig.model_type:
             folder = fetch(name, family, **hub)
     if family != HSDraftConfig.model_type:
@@ -137,6 +143,20 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
         taus = [entry["eval_tau"] for entry in figures["training"]["history"] if "eval_tau" in entry]
         found["figures"]["tau on held-out conversations"] = printable(taus[-1]) if taus else GAP
     return found
+
+
+def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """What is known of a drafter in a format of another project."""
+    form = recognise(checkpoint)
+    parameters = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    return {
+        "drafter": {
+            "name": checkpoint.name,
+            "format": form.name,
+            "weights": f"{parameters / 1e6:.1f}M numbers, {checkpoint.bytes / 1e6:.1f} MB",
+            **form.describe(checkpoint),
+        }
+    }
 
 
 def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:

@@ -96,6 +96,16 @@ class Checkpoint:
                 raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
         return found
 
+    @property
+    def bytes(self) -> int:
+        """Size of the files of weights.
+
+        Raises:
+            OSError: there are no weights.
+        """
+        files = [self.folder / _PICKLED] if self._is_pickled else weight_files(self.folder)
+        return sum(path.stat().st_size for path in files)
+
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights by name, one after the other.
 

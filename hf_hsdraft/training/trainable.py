@@ -35,6 +35,11 @@ def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
     return family
 
 
+def can_be_trained(drafter: Any) -> bool:
+    """Whether a drafter is of a family that can be trained."""
+    return any(isinstance(drafter, family.drafter) for family in TRAINABLE.values())
+
+
 def family_of(drafter: Any) -> TrainableFamily:
     """Returns the family of a drafter.
 

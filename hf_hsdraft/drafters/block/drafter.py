@@ -42,6 +42,8 @@ class BlockDrafter(BlockNetwork, Drafter):
     """
 
     draws_nodes = True
+    saved_as = ("speculators",)
+    why_not_exported = "drafters that draft a block are written in the format of speculators only"
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)

@@ -2,7 +2,7 @@
 
 from ..formats import Format, register_format
 from .lm_drafter import CausalLMDrafter
-from .lm_files import why_no_causal_lm
+from .lm_files import describe, why_no_causal_lm
 
 # Asked last: it has no mark of its own, only that of no other format.
 register_format(
@@ -11,5 +11,6 @@ register_format(
         rank=1000,
         matches=lambda checkpoint: not why_no_causal_lm(checkpoint),
         load=CausalLMDrafter.of_checkpoint,
+        describe=describe,
     )
 )

@@ -58,6 +58,9 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     num_draft_steps = 32
     draws_nodes = True
+    why_not_exported = (
+        "its folder is that of the language model itself, which other programs take as their draft model as it is"
+    )
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         super().__init__()
@@ -151,6 +154,11 @@ class CausalLMDrafter(nn.Module, Drafter):
         return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)
 
     def check(self, target: Any) -> None:
+        if self.model.training:
+            raise DraftingRefused(
+                "this model is in training mode, where dropout changes its drafts and takes random numbers of the call: "
+                "call drafter.eval()"
+            )
         reason = ability_of(self.model).reason
         if reason:
             raise DraftingRefused(f"this model cannot draft: {reason}")
@@ -181,3 +189,10 @@ class CausalLMDrafter(nn.Module, Drafter):
         known = (text_config(each).vocab_size for each in (model, call.target))
         rows = model.get_input_embeddings().weight.shape[0]
         return CausalLMSession(model, call, min(*known, rows), ability_of(model).kinds)
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        model: Any = self.model
+        head, embedding = weights_of(model.get_output_embeddings()), weights_of(model.get_input_embeddings())
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        layers = weights_of(model) - embedding - (0 if tied else head)
+        return Read("layers of the language model", layers, depth, width), Read("head", head, depth, width)

@@ -44,6 +44,15 @@ def why_no_causal_lm(checkpoint: Checkpoint) -> str:
     return f"it has {few(marks)}, as drafters have that read a target's hidden states" if marks else ""
 
 
+def describe(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns what is known of a language model as a drafter."""
+    config, options = checkpoint.config, load_options(checkpoint)
+    told = {"architecture": printable(config["architectures"]), "reads": "the text alone, no hidden states"}
+    sizes = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "vocab_size", "dtype", "torch_dtype")
+    told |= {name: printable(config[name]) for name in sizes if config.get(name) is not None}
+    return told | {printable(name): printable(value) for name, value in options.items() if value is not None}
+
+
 def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     """Loads the model of a checkpoint, without code of it.
 

@@ -42,6 +42,10 @@ class HSDrafter(HSDraftNetwork, Drafter):
 
     draws_nodes = True
     own_options = REUSE_OPTIONS
+    why_not_exported = (
+        "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
+        "that does so"
+    )
 
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__(config)
