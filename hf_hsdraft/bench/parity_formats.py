@@ -13,9 +13,14 @@ from functools import partial
 
 from .block_parity import CASES as BLOCKS
 from .block_parity import parity as of_block
+from .eagle_parity import CASES as EAGLES
+from .eagle_parity import parity as of_eagle
 from .format_parity import Parity
 
-CASES: dict[str, Callable[[], Parity]] = {case.name: partial(of_block, case) for case in BLOCKS}
+CASES: dict[str, Callable[[], Parity]] = {
+    **{case.name: partial(of_block, case) for case in BLOCKS},
+    **{case.name: partial(of_eagle, case) for case in EAGLES},
+}
 
 
 def table(names: list[str]) -> str:

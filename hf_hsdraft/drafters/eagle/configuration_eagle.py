@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ...common.checks import is_integer, public_name, short
 from ...common.decoder_layer import LayerSizes
-from ...target.target_limits import text_config
+from ...target.target_limits import decoder_layers, text_config
 from ..special_tokens import AnySpecialTokens
 
 _LIMITS = {
@@ -164,7 +164,7 @@ class EagleConfig:
         )
         if draft_vocab_size is None:
             draft_vocab_size = config.vocab_size if draft_vocab_ids is None else len(draft_vocab_ids)
-        taps = default_taps(config.num_hidden_layers) if target_tap_layers is None else tuple(target_tap_layers)
+        taps = default_taps(decoder_layers(config)) if target_tap_layers is None else tuple(target_tap_layers)
         known = {
             "layer": layer,
             "rope": {
@@ -212,9 +212,9 @@ class EagleConfig:
 
 
 def default_taps(num_hidden_layers: int) -> tuple[int, ...]:
-    """Returns 2, L // 2 and L - 3 as the authors read them; of a target too small for that, numbers that it has."""
+    """Returns 2, L // 2 and L - 3 as the authors read them; of a small target the next numbers below its last layer."""
     wanted = (2, num_hidden_layers // 2, num_hidden_layers - 3)
-    return tuple(sorted({min(max(tap, 1), num_hidden_layers) for tap in wanted}))
+    return tuple(sorted({max(min(tap, num_hidden_layers - 1), 0) for tap in wanted}))
 
 
 def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:

@@ -30,7 +30,6 @@ from .configuration_eagle import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # of speculators
 _LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-_MAPS = ("d2t", "t2d")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 # Switches that change nothing here: about training, caches, and which class of transformers saved the file.
 _HARMLESS = ("use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "has_no_defaults_at_init")
@@ -76,9 +75,10 @@ class Reading:
             ValueError: `dtype` is none.
         """
         kind = _dtype_of(dtype)
-        tensors = {name: each for name, each in self.checkpoint.tensors() if name not in _MAPS}
-        kind = tensors["fc.weight"].dtype if kind is None else kind
-        return {name: tensors[self._in_files(name)].to(kind) for name, _ in drafter.named_parameters()}
+        names = {self._in_files(name): name for name, _ in drafter.named_parameters()}
+        state = {names[name]: tensor for name, tensor in self.checkpoint.tensors(names.keys())}
+        kind = state["fc.weight"].dtype if kind is None else kind
+        return {name: tensor.to(kind) for name, tensor in state.items()}
 
     def complete_config(self) -> EagleConfig:
         """Returns the configuration with the ids of the draft vocabulary.
@@ -89,7 +89,7 @@ class Reading:
         config = self.config
         if config.draft_vocab_size == config.vocab_size:  # maps say nothing then
             return config
-        offsets = next(tensor for name, tensor in self.checkpoint.tensors() if name == "d2t")
+        [(_, offsets)] = self.checkpoint.tensors(["d2t"])
         if offsets.is_floating_point():
             raise ValueError(f"d2t of {printable(self.checkpoint.name)} has dtype {offsets.dtype}: expected integers")
         ids = torch.arange(len(offsets)) + offsets.long()

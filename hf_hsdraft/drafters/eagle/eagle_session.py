@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...common.target_weights import TargetWeights
+from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import Expansion, TreeLimits
@@ -30,7 +31,13 @@ class EagleSession(Session):
         options: of the call.
         count: number of texts.
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
+
+    Attributes:
+        texts: what has been read.
+        expansion_class: what runs the drafter on nodes.
     """
+
+    expansion_class: type[EagleExpansion] = EagleExpansion
 
     def __init__(
         self,
@@ -48,7 +55,7 @@ class EagleSession(Session):
         beam = options.tree_builder == "beam"
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
         self._foresight = foresight if beam and fits else None
-        self._texts = EagleTexts(network, count)
+        self.texts = EagleTexts(network, count)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
@@ -64,20 +71,30 @@ class EagleSession(Session):
         options = options.shared_by(asks[0].sharing)
         depth = min(max(ask.depth for ask in asks), options.depth)
         rows = [ask.row for ask in asks]
-        self._texts.read(rows)
+        self.texts.read(rows)
         ids = self._weights.vocab_ids
-        expansion = self._expansion(rows, depth, 1.0 if options.tree_builder == "beam" else options.temperature)
+        expansion = self.expansion(rows, depth, 1.0 if options.tree_builder == "beam" else options.temperature)
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        return TREE_BUILDERS[options.tree_builder](expansion, roots, ids, limits)
+        build = TREE_BUILDERS[options.tree_builder]
+        if options.tree_builder == "beam" and options.beam_width > 1 and isinstance(expansion, ParallelExpansion):
+            build = best_first_trees  # no node knows its path, so the best tree is found exactly
+        return build(expansion, roots, ids, limits)
 
-    def _expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
+    def expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
+        """Returns the children of the nodes of some texts' trees.
+
+        Args:
+            rows: the texts.
+            depth: greatest depth.
+            temperature: of the distributions.
+        """
         network, weights, mask = self._network, self._weights, self._network.config.mask_token_id
         race = None if self._foresight is None else self._foresight.race(rows, depth, weights.vocab_ids)
-        drafted = DraftedRows(network, self._texts, rows)
+        drafted = DraftedRows(network, self.texts, rows)
         if mask is None:
-            return EagleExpansion(network, weights, drafted, depth, temperature, race)
+            return self.expansion_class(network, weights, drafted, depth, temperature, race)
         logits = parallel_logits(network, weights, drafted, mask, depth)
         return ParallelExpansion(logits, temperature=temperature, race=race)
 
@@ -93,20 +110,20 @@ class EagleSession(Session):
             embeds, count = torch.cat([news.embeds.to(last.device, last.dtype), last]), len(news.positions)
         else:  # the drafter's embedding has another width, and which tokens these are is not known
             embeds, count = last, 1
-        self._texts.add(news.row, news.taps[-count:], embeds, news.positions[-count:])
+        self.texts.add(news.row, news.taps[-count:], embeds, news.positions[-count:])
 
     def keep(self, rows: Sequence[int]) -> None:
-        for row in set(range(len(self._texts.texts))).difference(rows):
-            self._texts.forget(row)
+        for row in set(range(len(self.texts.texts))).difference(rows):
+            self.texts.forget(row)
 
     def memory(self, length: int) -> DraftMemory | None:
-        if len(self._texts.texts) > 1:
+        if len(self.texts.texts) > 1:
             return None
-        text = self._texts.texts[0]
-        return DraftMemory.of(self._network, length, self._texts.context.copy_of(0), text.pending)
+        text = self.texts.texts[0]
+        return DraftMemory.of(self._network, length, self.texts.context.copy_of(0), text.pending)
 
     def resume(self, memory: Any, cached: int) -> None:
         """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
         if isinstance(memory, DraftMemory) and memory.fits(self._network, cached + 1):
-            self._texts.context = memory.context.copy_of(0)
-            self._texts.texts[0].pending.extend(memory.pending)
+            self.texts.context = memory.context.copy_of(0)
+            self.texts.texts[0].pending.extend(memory.pending)

@@ -20,7 +20,7 @@ from ...common.target_weights import TargetWeights, borrow
 from ...repository.care import care
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
-from ...target.target_limits import text_config
+from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
 from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
@@ -115,7 +115,7 @@ class EagleDrafter(EagleNetwork, Drafter):
         return tuple(self.config.target_tap_layers)
 
     def taps_of(self, target: Any) -> Sequence[int]:
-        return self.config.taps_of(text_config(target).num_hidden_layers)
+        return self.config.taps_of(decoder_layers(text_config(target)))
 
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
@@ -137,11 +137,16 @@ class EagleDrafter(EagleNetwork, Drafter):
                     f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
                     "target."
                 )
-        layers, taps = config.num_hidden_layers, self.taps_of(target)
+        layers, taps = decoder_layers(config), self.taps_of(target)
         if taps[0] < 0 or taps[-1] > layers or any(low >= high for low, high in pairwise(taps)):
             raise DraftingRefused(
                 f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}: "
                 f"{made_for}. Use a drafter of this target."
+            )
+        if taps[-1] == layers:
+            raise DraftingRefused(
+                f"the drafter reads the output of the last layer ({layers}) before the target's final norm, which a "
+                "model of transformers does not give. Use a drafter that reads lower layers only."
             )
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
@@ -157,13 +162,11 @@ class EagleDrafter(EagleNetwork, Drafter):
         return EagleSession(self, weights, call.options, call.rows, call.foresight)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
-        parallel = self.config.mask_token_id is not None
-        times, rows = (1, depth) if parallel else (depth, width)
-        return (
-            Read("fusion", weights_of(self.fc), 1, 1),
-            Read("layers", weights_of(self.layers), times, rows),
-            Read("head", weights_of(self.lm_head), times, rows),
-        )
+        layers, head = weights_of(self.layers), weights_of(self.lm_head)
+        fusion = Read("fusion", weights_of(self.fc), 1, 1)
+        if self.mask_hidden is not None:  # all depths at once
+            return fusion, Read("layers", layers, 2, depth), Read("head", head, 1, depth)
+        return fusion, Read("layers", layers, depth, width), Read("head", head, depth, width)
 
     @torch.no_grad()
     def limit_vocabulary(self, ids: Sequence[int]) -> None:
