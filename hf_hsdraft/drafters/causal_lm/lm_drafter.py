@@ -156,7 +156,7 @@ class CausalLMDrafter(nn.Module, Drafter):
     def check(self, target: Any) -> None:
         if self.model.training:
             raise DraftingRefused(
-                "this model is in training mode, where dropout changes its drafts and takes random numbers of the call: "
+                "this model is in training mode, where dropout changes its drafts and takes the call's random numbers: "
                 "call drafter.eval()"
             )
         reason = ability_of(self.model).reason
@@ -176,13 +176,6 @@ class CausalLMDrafter(nn.Module, Drafter):
             raise DraftingRefused(
                 f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
             )
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        model: Any = self.model
-        head, table = model.get_output_embeddings(), model.get_input_embeddings()
-        outside = {id(module.weight): module.weight.numel() for module in (head, table)}  # one table if they are tied
-        layers = weights_of(model) - sum(outside.values())
-        return Read("layers", layers, depth, width), Read("head", head.weight.numel(), depth, width)
 
     def session(self, call: DraftCall) -> CausalLMSession:
         model: Any = self.model
