@@ -10,14 +10,15 @@ import torch
 from conftest import make_target
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, CausalLMDrafter, attach
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, EagleDrafter, attach
 from hf_hsdraft.cli import app
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
+from hf_hsdraft.drafters.eagle.configuration_eagle import EagleConfig
 from hf_hsdraft.drafters.formats import formats
 from hf_hsdraft.repository.checkpoint import Checkpoint
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
-KINDS = ["block", "language model"]
+KINDS = ["block", "eagle", "language model"]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,7 @@ def folders(tmp_path_factory, target, tokenizer):
     target.save_pretrained(made["target"])
     tokenizer.save_pretrained(made["target"])
     BlockDrafter.for_target(target, block_size=4, num_hidden_layers=1).save_pretrained(made["block"])
+    EagleDrafter(EagleConfig.for_target(target)).save_pretrained(made["eagle"])
     CausalLMDrafter(make_target(seed=1), tokenizer).save_pretrained(made["language model"])
     return {name: str(folder) for name, folder in made.items()}
 
@@ -47,6 +49,8 @@ def test_info_says_what_a_drafter_of_any_format_is(folders):
     said = run("info", folders["block"])
     assert "format: speculators (dflash, dflash2, dspark)" in said and "block_size: 4" in said and "MB" in said
     assert "aux_hidden_state_layer_ids: [" in said
+    said = run("info", folders["eagle"])
+    assert "format: speculators eagle3 and peagle" in said and "target_hidden_size: 32" in said
     said = run("info", folders["language model"])
     assert "format: causal language model" in said and "reads: the text alone" in said
     assert "vocab_size: 97" in said and "num_assistant_tokens: 5" in said
@@ -108,13 +112,15 @@ def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
     assert attachment.statistics.calls == 1 and not attachment.statistics.stepped_aside
 
 
-def test_a_block_drafter_is_exported_as_others_read_it(folders, target, prompt, tmp_path):
-    run("export", folders["block"], "--to", "speculators", "--out", str(tmp_path / "out"))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["speculators_model_type"] == "dspark"
-    before, after = (AutoDrafter.from_pretrained(folder) for folder in (folders["block"], tmp_path / "out"))
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
+    run("export", folders[kind], "--to", "speculators", "--out", str(tmp_path / "out"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_model_type"]
+    assert written == {"block": "dspark", "eagle": "eagle3"}[kind]
+    before, after = (AutoDrafter.from_pretrained(folder) for folder in (folders[kind], tmp_path / "out"))
     for name, tensor in before.state_dict().items():
         assert torch.equal(tensor, after.state_dict()[name])
-    with pytest.raises(ValueError, match="cannot be written in the format 'other': drafters that draft a block"):
+    with pytest.raises(ValueError, match=r"cannot be written in the format 'other': .* speculators only"):
         after.export("other", tmp_path / "again")
-    result = CliRunner().invoke(app, ["export", folders["block"], "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["export", folders[kind], "--out", str(tmp_path / "out")])
     assert result.exit_code == 2

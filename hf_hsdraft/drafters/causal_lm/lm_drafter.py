@@ -182,10 +182,3 @@ class CausalLMDrafter(nn.Module, Drafter):
         known = (text_config(each).vocab_size for each in (model, call.target))
         rows = model.get_input_embeddings().weight.shape[0]
         return CausalLMSession(model, call, min(*known, rows), ability_of(model).kinds)
-
-    def reads(self, depth: int, width: int) -> Sequence[Read]:
-        model: Any = self.model
-        head, embedding = weights_of(model.get_output_embeddings()), weights_of(model.get_input_embeddings())
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        layers = weights_of(model) - embedding - (0 if tied else head)
-        return Read("layers of the language model", layers, depth, width), Read("head", head, depth, width)

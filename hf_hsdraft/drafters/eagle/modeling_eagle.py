@@ -48,6 +48,8 @@ class EagleDrafter(EagleNetwork, Drafter):
     """
 
     draws_nodes = True
+    saved_as = ("speculators",)
+    why_not_exported = "EAGLE-3 drafters are written in the format of speculators only"
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
