@@ -36,6 +36,7 @@ def borrow(
     vocab_ids: torch.Tensor,
     device: torch.device,
     dtype: torch.dtype,
+    scaled: bool = True,
 ) -> TargetWeights:
     """Collects what a drafter uses of a target: its embedding, and the output rows of the draft vocabulary.
 
@@ -46,6 +47,7 @@ def borrow(
         output_head: the target's output layer; `None` leaves its rows out.
         vocab_ids: `[V']`, int64, the token id of each row.
         device, dtype: of the drafter.
+        scaled: whether embeddings are multiplied by a factor where the target does so.
     """
     vocab_ids = vocab_ids.to(device)
     head = None
@@ -53,7 +55,9 @@ def borrow(
         head = _output_rows(output_head, embedding, vocab_ids).to(device, dtype)
     table = embedding.weight.detach()  # the target is never trained
     place = table.device
-    if type(embedding) is nn.Embedding and embedding.max_norm is None and is_unhooked(embedding):
+    plain = type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and not scaled)
+    factor = 1.0 if scaled else getattr(embedding, "embed_scale", 1.0)
+    if plain and embedding.max_norm is None and is_unhooked(embedding):
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
             return F.embedding(tokens, table)
@@ -61,7 +65,7 @@ def borrow(
     else:
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
-            return embedding(tokens).detach()
+            return embedding(tokens).detach() / factor
 
     def embed(tokens: torch.Tensor) -> torch.Tensor:
         tokens = tokens if place.type == "meta" else tokens.to(place)  # an offloaded module moves them itself

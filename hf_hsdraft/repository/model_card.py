@@ -113,9 +113,9 @@ def render_card(folder: Path, name: str) -> str:
     benchmarks = figures["benchmarks"]
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
-    target = config.get("target_name") or recipe.get("target") or ""
+    target = config.get("target_name") or _verifier(config) or recipe.get("target") or ""
     of_paper = adapts is not None or "target_tap_layers" in config
-    reads_states = of_paper or bool(config.get("reads_states"))
+    reads_states = of_paper or bool(config.get("reads_states")) or "speculators_config" in config
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]
@@ -203,11 +203,20 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
     return "\n\n".join([text, paper, table(["", ""], rows.items())])
 
 
+def _verifier(config: Mapping[str, Any]) -> str:
+    """The target that a drafter in the format of speculators names; empty if it names none."""
+    described = config.get("speculators_config")
+    verifier = described.get("verifier") if isinstance(described, dict) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    return public_name(name) if isinstance(name, str) else ""
+
+
 def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
     """What a drafter of another family is."""
     reads = "It reads hidden states of the model. " if reads_states else ""
+    family = config.get("speculators_model_type") or config.get("model_type")
     return (
-        f"A drafter of the family {code(str(config.get('model_type')))}, for speculative decoding: given to "
+        f"A drafter of the family {code(str(family))}, for speculative decoding: given to "
         f"`generate()`, it lets a model emit the same tokens in fewer forwards. {reads}What the model would not have "
         "said is not emitted."
     )

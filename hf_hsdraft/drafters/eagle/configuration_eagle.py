@@ -168,7 +168,7 @@ class EagleConfig:
         known = {
             "layer": layer,
             "rope": {
-                "rope_theta": rope.get("rope_theta") or 10000.0,
+                "rope_parameters": {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"},
                 "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2048,
             },
             "target_name": public_name(getattr(target, "name_or_path", "")),

@@ -140,7 +140,6 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
     target = fields.table("speculators_config", Fields({}, "")).table("verifier", Fields({}, ""))
     name, architectures = target.values.get("name_or_path"), target.values.get("architectures")
     parallel = kind == "peagle"
-    steps = _proposed(fields)
     config = EagleConfig(
         layer=sizes,
         vocab_size=layer.integer("vocab_size"),
@@ -156,7 +155,7 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
         norm_output=fields.flag("norm_output", False),
         own_embedding="embed_tokens.weight" in checkpoint.shapes,
         mask_token_id=fields.integer("mask_token_id", least=0) if parallel else None,
-        num_draft_steps=steps if parallel else max(steps, DRAFT_STEPS),
+        num_draft_steps=_steps(fields, parallel),
         target_name=public_name(name) if isinstance(name, str) else "",
         target_architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else (),
     )
@@ -310,12 +309,18 @@ def _ascending(fields: Fields, name: str, offset: int, least: int = 0) -> tuple[
     return tuple(number + offset for number in ids)
 
 
-def _proposed(fields: Fields) -> int:
-    """Number of tokens that a file proposes at once."""
+def _steps(fields: Fields, parallel: bool) -> int:
+    """The greatest depth of a draft. Only files that were written here name it.
+
+    What others propose at once is how far a parallel drafter was trained. One that goes on from its own states may go
+    further: they name what they serve with.
+    """
     proposals = fields.table("speculators_config", Fields({}, "")).values.get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals else {}
     place = "config.json, speculators_config.proposal_methods"
-    return Fields(first if isinstance(first, dict) else {}, place).integer("speculative_tokens", DRAFT_STEPS, most=64)
+    own = Fields(first if isinstance(first, dict) else {}, place)
+    proposed = own.integer("speculative_tokens", DRAFT_STEPS, most=64)
+    return fields.integer("num_draft_steps", proposed if parallel else max(proposed, DRAFT_STEPS), most=64)
 
 
 def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:

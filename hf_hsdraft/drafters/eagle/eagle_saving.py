@@ -86,6 +86,7 @@ def fields_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": taps,
+        "num_draft_steps": config.num_draft_steps,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,

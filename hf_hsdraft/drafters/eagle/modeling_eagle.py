@@ -152,10 +152,14 @@ class EagleDrafter(EagleNetwork, Drafter):
             )
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
-        """Collects what this drafter uses of a target: its embedding, unless the drafter has its own."""
+        """Collects what this drafter uses of a target: its embedding, unless the drafter has its own.
+
+        The rows are taken as they are: drafters of this kind are trained on a copy of the table, even where the target
+        multiplies them by a factor.
+        """
         ids = self.draft_vocab_ids()
         if self.embed_tokens is None:
-            return borrow(embedding, None, ids, self.device, self.dtype)
+            return borrow(embedding, None, ids, self.device, self.dtype, scaled=False)
         table = self.embed_tokens
         return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids.to(self.device))
 
