@@ -339,7 +339,7 @@ def test_a_truncated_file_is_an_error(saved):
 def test_large_sizes_are_refused_before_anything_is_allocated(saved):
     """Each layer would have 2**35 weights; the files hold none of that size."""
     huge = at_top(hidden_size=2**17, intermediate_size=2**18, num_hidden_layers=64, head_dim=2**13)
-    with pytest.raises(ValueError, match=r"do not match its config.json"):
+    with pytest.raises(ValueError, match=r"do not match its config\.json"):
         AutoDrafter.from_pretrained(saved("z-lab DFlash", huge))
 
 
