@@ -11,7 +11,7 @@ from ._shared import console
 app = typer.Typer()
 
 
-@app.command(short_help="Say what training a drafter would take, or what drafting would bring.")
+@app.command(short_help="Say what training or drafting would take.")
 def estimate(
     target: Annotated[str, typer.Argument(help="Hub name or folder of the target, or a config.json.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the training conversations.")] = 1_000_000,

@@ -17,11 +17,19 @@ app = typer.Typer()
 
 class Family(str, Enum):
     hidden_state = "hidden-state"
+    block = "block"
+    eagle3 = "eagle3"
 
 
 class Injector(str, Enum):
     path = "path"
     low_rank = "low_rank"
+
+
+class MarkovHead(str, Enum):
+    vanilla = "vanilla"
+    gated = "gated"
+    rnn = "rnn"
 
 
 class Head(str, Enum):
@@ -81,14 +89,20 @@ def train(
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
     num_draft_steps: Annotated[
-        int | None, typer.Option(min=1, help="K, hidden states rolled out per round; default 6.")
+        int | None, typer.Option(min=1, help="K, depth of a draft; default 6, of block drafters 8, of eagle3 7.")
     ] = None,
     tree_size: Annotated[
         int | None, typer.Option(min=1, help="Nodes per round, at least K; default 24. Decides no weights.")
     ] = None,
-    num_hidden_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the trunk; default 1.")] = None,
-    injector: Annotated[Injector | None, typer.Option(help="Default: path.")] = None,
-    head: Annotated[Head | None, typer.Option(help="The target's output rows (default), or trained ones.")] = None,
+    num_hidden_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3.")
+    ] = None,
+    injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters; default: path.")] = None,
+    head: Annotated[Head | None, typer.Option(help="Of hidden-state drafters; default: target.")] = None,
+    markov_rank: Annotated[
+        int | None, typer.Option(min=0, help="Of block drafters' bias by the token before; default 256, 0 for none.")
+    ] = None,
+    markov_head: Annotated[MarkovHead | None, typer.Option(help="Formula of that bias; default: vanilla.")] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     lora: Annotated[
         int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
@@ -121,6 +135,8 @@ def train(
         "draft_vocab_size": draft_vocab_size,
         "injector": injector and injector.value,
         "head": head and head.value,
+        "markov_rank": markov_rank,
+        "markov_head_type": markov_head and markov_head.value,
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET

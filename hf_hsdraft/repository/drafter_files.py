@@ -110,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def check_is_drafter(folder: Path, model_type: str) -> None:
+def check_is_drafter(folder: Path, model_type: str | None) -> None:
     """Raises a ValueError or OSError for a folder of something else, such as a target's or an adapter's."""
     if not (folder / CONFIG).is_file() and (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder} is an adapter: load the drafter it adapts, then drafter.load_adapter() with this")

@@ -113,9 +113,9 @@ def render_card(folder: Path, name: str) -> str:
     benchmarks = figures["benchmarks"]
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
-    target = config.get("target_name") or _verifier(config) or recipe.get("target") or ""
+    target = config.get("target_name") or recipe.get("target") or _target_of_speculators(config)
     of_paper = adapts is not None or "target_tap_layers" in config
-    reads_states = of_paper or bool(config.get("reads_states")) or "speculators_config" in config
+    reads_states = of_paper or bool(config.get("reads_states")) or "speculators_model_type" in config
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]
@@ -132,6 +132,15 @@ def render_card(folder: Path, name: str) -> str:
         "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _target_of_speculators(config: Mapping[str, Any]) -> str:
+    """The target's name in a configuration of the package speculators; empty for none."""
+    for field in ("speculators_config", "verifier"):
+        inner = config.get(field)
+        config = inner if isinstance(inner, dict) else {}
+    name = config.get("name_or_path")
+    return public_name(name) if isinstance(name, str) else ""
 
 
 def _metadata(
@@ -201,14 +210,6 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
         "format": f"{config.get('format_version', 1)}",
     }
     return "\n\n".join([text, paper, table(["", ""], rows.items())])
-
-
-def _verifier(config: Mapping[str, Any]) -> str:
-    """The target that a drafter in the format of speculators names; empty if it names none."""
-    described = config.get("speculators_config")
-    verifier = described.get("verifier") if isinstance(described, dict) else None
-    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    return public_name(name) if isinstance(name, str) else ""
 
 
 def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:

@@ -144,7 +144,7 @@ class PackageCare(RepositoryCare):
         with tempfile.TemporaryDirectory() as place:
             api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
             try:
-                check_is_drafter(Path(place), str(read_json(folder / CONFIG).get("model_type")))
+                check_is_drafter(Path(place), read_json(folder / CONFIG).get("model_type"))
             except ValueError as error:
                 message = f"{repo_id} holds something else than a drafter, nothing was sent ({error})"
                 raise ValueError(message.replace(place, repo_id)) from None

@@ -33,6 +33,7 @@ class TrainableFamily:
         drafter: class of its drafters.
         least: fields of the smallest drafter, by which it is tried whether a target can be drafted for.
         plain_options: drafting options with which a draft depends on nothing of earlier rounds.
+        arguments: training arguments whose defaults differ for this family.
         takes_adapters: whether its drafters load adapters (LoRA).
     """
 
@@ -40,6 +41,7 @@ class TrainableFamily:
     drafter: Any
     least: Mapping[str, Any]
     plain_options: Mapping[str, Any] = {}
+    arguments: Mapping[str, Any] = {}
     takes_adapters = False
 
     @property
@@ -77,7 +79,8 @@ class TrainableFamily:
 
         Args:
             drafter: the drafter, which is changed.
-            fields: fields of the plan. The drafter must have the values of the others, except for `draft_vocab_size`.
+            fields: fields of the plan. The drafter must have the values of the others, except for a
+                `draft_vocab_size` that `with_draft_vocabulary` can change.
 
         Raises:
             ValueError: it has others. The message names the field.
@@ -96,25 +99,17 @@ class TrainableFamily:
     def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: torch.Tensor) -> Any:
         """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
 
+        Only families need it whose `continued` lets the size differ.
+
         Args:
             drafter: the drafter.
             ids: token ids of the new draft vocabulary, ascending.
             output_rows: `[V, D]`, the target's output embedding.
-
-        Raises:
-            ValueError: drafters of this family keep their draft vocabulary.
         """
-        raise ValueError(
-            f"draft_vocab_size={len(ids)} is invalid: a drafter of family {self.name!r} keeps its draft vocabulary of "
-            f"{drafter.config.draft_vocab_size} tokens; leave it out, or train from scratch"
-        )
+        raise NotImplementedError
 
     def predictions(self, drafter: Any, weights: TargetWeights) -> Predictions:
-        """Returns what a drafter predicts with the weights that it borrows of a target.
-
-        Raises:
-            ValueError: drafters of this kind can draft, but not be trained.
-        """
+        """Returns what a drafter predicts with the weights that it borrows of a target."""
         raise NotImplementedError
 
     def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:

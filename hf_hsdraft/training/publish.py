@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import HfApi
 
 from ..drafters.auto_drafter import AutoDrafter
 from ..repository.care import care
-from ..repository.drafter_files import RECIPE, read_json
+from ..repository.drafter_files import DOCUMENTS, RECIPE, read_json
 from ..repository.model_card import read_recipe, write_card
 from .files import write_json
 
@@ -23,8 +25,14 @@ def publish(folder: Path, repo_id: str, token: str | None) -> None:
     commit = {"token": token, "commit_message": "Drafter trained by hsdraft"}
     if (folder / "adapter_config.json").is_file():
         care().push(folder, repo_id, **commit)
-    else:
-        AutoDrafter.from_pretrained(folder).push_to_hub(repo_id, **commit)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        staged = Path(place)
+        AutoDrafter.from_pretrained(folder).save_pretrained(staged)
+        for name in DOCUMENTS:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, staged / name)
+        care().push(staged, repo_id, **commit)
 
 
 def name_data_set(folder: Path, name: str) -> None:

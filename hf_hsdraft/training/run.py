@@ -99,14 +99,14 @@ def train(
         OSError: the disk is full. What is finished is kept.
     """
     out = Path(plan.out)
-    args = _training_arguments(target, out, arguments or {})
+    family = trainable(plan.family, plan.drafter)
+    args = _training_arguments(target, out, {**family.arguments, **(arguments or {})})
     state = PartialState()
     report = report if state.is_main_process else _silent
     if is_sharded(target):
         report(f"target sharded over {state.num_processes} processes")
     if plan.answers_from is not None and plan.invented_turns:
         raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
-    family = trainable(plan.family, plan.drafter)
     if plan.lora is not None and not family.takes_adapters:
         raise ValueError(
             f"lora={plan.lora} is invalid with family={family.name!r}, whose drafters load no adapters: leave it out, "
@@ -207,11 +207,11 @@ def _train_on(
     dataset: Any = tokenized
     if plan.cache_taps:
         width = target.config.get_text_config().hidden_size
-        size = feature_bytes(tokens, len(drafter.taps), width)
+        size = feature_bytes(tokens, len(drafter.taps_of(target)), width)
         report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
         dataset = cache_features(
             target,
-            drafter.taps,
+            drafter.taps_of(target),
             tokenized,
             out / "features",
             identity,
@@ -221,7 +221,7 @@ def _train_on(
         )
     drafter = drafter.to(args.device)
     if not start:
-        sample = read_features(target, drafter.taps, tokenized[: min(16, len(tokenized))])
+        sample = read_features(target, drafter.taps_of(target), tokenized[: min(16, len(tokenized))])
         family.start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
     model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -345,12 +345,13 @@ def _save(
 def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily) -> dict[str, Any]:
     """Returns the lines of the card that say how the drafter was trained."""
     args, drafter = trainer.args, trainer.drafter
+    size = sum(parameter.numel() for parameter in drafter.parameters())
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
     start = plan.init_from and public_name(plan.init_from)
     recipe = {
         "target": f"{drafter.config.target_name} ({trainer.target.dtype})",
         "family": family.name,
-        "drafter": f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters, taps {list(drafter.taps)}, "
+        "drafter": f"{size / 1e6:.1f}M parameters, taps {list(drafter.taps_of(trainer.target))}, "
         f"{drafter.num_draft_steps} draft steps, {family.describe(drafter)}, draft vocabulary "
         f"{len(trainer.weights.vocab_ids):,}",
         "started from": start if plan.lora is None else f"{start}, with LoRA of rank {plan.lora}",

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.checks import few
+from .families.block import BlockFamily
+from .families.eagle3 import EagleFamily
 from .families.hidden_state import HiddenStateFamily
 from .family import TrainableFamily
 
-TRAINABLE: dict[str, TrainableFamily] = {family.name: family for family in (HiddenStateFamily(),)}
+_FAMILIES: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily())
+TRAINABLE = {family.name: family for family in _FAMILIES}
 
 
 def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:

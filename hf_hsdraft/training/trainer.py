@@ -10,7 +10,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,8 @@ class DrafterTrainer(Trainer):
         if args.activation_checkpointing:
             _recompute_layers(drafter)
             args.activation_checkpointing = False  # the Trainer's own works for layers that are called as modules only
-        super().__init__(model=model, args=args, data_collator=collate, **kwargs)
+        with _without_frozen_config(drafter):
+            super().__init__(model=model, args=args, data_collator=collate, **kwargs)
         if budget is not None:
             self.add_callback(budget)
         self._recent: LossParts | None = None
@@ -168,7 +169,7 @@ class DrafterTrainer(Trainer):
 
     def pack(self, conversations: Sequence[Features | TokenizedConversation]) -> Pack:
         """Packs the conversations of a step. The target makes the features that are missing."""
-        taps = _base(self.model).taps
+        taps = _base(self.model).taps_of(self.target)
         bare = [chat for chat in conversations if not isinstance(chat, Features)]
         read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
         features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
@@ -292,6 +293,18 @@ def _recompute_layers(drafter: Any) -> None:
     """Lets the backward compute the trunk's layers again. For long packs, they would take most of a step's memory."""
     for layer in drafter.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def _without_frozen_config(drafter: Any) -> Iterator[None]:
+    """Hides a configuration that is a dataclass from the Trainer, which would set `use_cache` in any that it finds."""
+    config = drafter.config
+    if is_dataclass(config):
+        drafter.config = None
+    try:
+        yield
+    finally:
+        drafter.config = config
 
 
 @contextlib.contextmanager

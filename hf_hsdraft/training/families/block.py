@@ -1,0 +1,137 @@
+"""Training of block drafters: DSpark, and DFlash in either layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.target_weights import TargetWeights
+from ...drafters.block.block_session import BlockSession
+from ...drafters.block.configuration import BlockConfig
+from ...drafters.block.drafter import BlockDrafter
+from ...drafters.draft_options import DraftOptions
+from ...drafters.parallel_expansion import ParallelExpansion
+from ...drafters.protocol import Ask, Session
+from ...trees.tree_builders import Expansion
+from ..family import Choose
+from ..noting import NotingSession
+from ..predictions import Predictions, trained
+from ..timid import start_timidly
+from .published import PublishedFamily
+
+
+@dataclass(frozen=True)
+class BlockPredictions(Predictions):
+    """Predictions of slots, which are drafted together. A head may tell each slot the token before it.
+
+    The parent of the first depth is the anchor's token. The head tells it too.
+
+    Attributes:
+        drafter: the drafter.
+        weights: what it borrows of the target.
+    """
+
+    drafter: BlockDrafter
+    weights: TargetWeights
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.drafter.config.sizes.hidden_size
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.token_head, self.drafter.lm_head)
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        mask = torch.tensor(self.drafter.config.mask_token_id, device=tokens.device)
+        return {"mask_embeds": self.weights.embed(mask)}
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        state = self.drafter.advance(tokens[:, 0])
+        result = [state]
+        for depth, hidden in enumerate(hidden_states[1:], 1):
+            rows = hidden.shape[0]
+            before = None if state is None else state[:rows]
+            state = self.drafter.advance(tokens[:rows, depth], hidden_states[depth - 1][:rows], before)
+            result.append(state)
+        return result
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        logits, head = self.drafter.logits(hidden, self.weights), self.drafter.token_head
+        return logits if head is None or states is None else head.keep_candidates(logits) + head(hidden, states)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden  # slots leave the network normed
+
+
+class BlockFamily(PublishedFamily):
+    """Drafters of whole blocks in one forward."""
+
+    name = "block"
+    drafter = BlockDrafter
+    config = BlockConfig
+    least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "markov_rank": 1}  # noqa: RUF012
+    arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # a block is computed whole in any case
+
+    def derived(self, target: Any, fields: Mapping[str, Any]) -> BlockConfig:
+        known = dict(fields)
+        ids = known.pop("draft_vocab_ids", None)
+        if ids is not None:
+            known["draft_vocab_size"] = len(ids)
+        config = super().derived(target, known)
+        self.check_trainable(config)
+        return config
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> BlockDrafter:
+        config, ids = self.config_for(target, fields), fields.get("draft_vocab_ids")
+        if ids is None and config.has_own_head:
+            ids = choose(config.draft_vocab_size)
+        drafter = BlockDrafter(config)
+        drafter.reset_parameters()
+        if ids is not None and config.has_own_head:
+            drafter.take_head(target.get_output_embeddings(), ids)
+        self.set_options(drafter, fields)
+        return drafter
+
+    def check_trainable(self, config: BlockConfig) -> None:
+        if config.selector_rank:
+            raise ValueError(
+                f"selector_rank={config.selector_rank} is invalid in training: a choice among candidates gives all "
+                "other tokens no probability, and no loss compares that with the target; expected a drafter without "
+                "a selector"
+            )
+        if config.markov_rank and config.markov_head_type == "rnn" and not config.sample_from_anchor:
+            raise ValueError(
+                "markov_head_type='rnn' is invalid in training with sample_from_anchor=False: expected 'vanilla' or "
+                "'gated', or sample_from_anchor=True"
+            )
+
+    def start_from_target(self, drafter: BlockDrafter, target: Any, finals: torch.Tensor) -> None:
+        rows = target.get_output_embeddings().weight.detach()
+        rows = rows[drafter.draft_vocab_ids().to(rows.device)]
+        head = drafter.token_head
+        start_timidly(drafter.norm.weight, rows, finals, up=None if head is None else head.rows)
+
+    def predictions(self, drafter: BlockDrafter, weights: TargetWeights) -> BlockPredictions:
+        return BlockPredictions(drafter, weights)
+
+    def describe(self, drafter: BlockDrafter) -> str:
+        config = drafter.config
+        head = f"{config.markov_head_type} head of rank {config.markov_rank}" if config.markov_rank else "no token head"
+        return f"{config.num_hidden_layers} layers, {head}"
+
+    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
+        return _NotingSession(session, drafts)
+
+
+class _NotingSession(NotingSession, BlockSession):
+    def expansion(
+        self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
+    ) -> ParallelExpansion:
+        expansion = super().expansion(asks, hidden, depth, options)
+        self.note(expansion)
+        return expansion

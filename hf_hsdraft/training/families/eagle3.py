@@ -1,0 +1,117 @@
+"""Training of EAGLE-3 drafters ("EAGLE-3", section 3.2, training-time test), and of parallel ones (P-EAGLE)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.target_weights import TargetWeights
+from ...drafters.eagle.configuration_eagle import EagleConfig
+from ...drafters.eagle.eagle_session import EagleSession
+from ...drafters.eagle.modeling_eagle import EagleDrafter
+from ...drafters.protocol import Session
+from ...trees.tree_builders import Expansion
+from ..family import Choose
+from ..noting import NotingSession
+from ..predictions import Predictions, trained
+from ..timid import start_timidly
+from .published import PublishedFamily
+
+
+@dataclass(frozen=True)
+class EaglePredictions(Predictions):
+    """Predictions of states that have read the tokens of their path.
+
+    Attributes:
+        drafter: the drafter.
+        weights: what it borrows of the target.
+    """
+
+    drafter: EagleDrafter
+    weights: TargetWeights
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.drafter.config.layer.hidden_size
+
+    @property
+    def reads_tokens(self) -> bool:  # type: ignore[override]
+        return self.drafter.config.mask_token_id is None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.norm, self.drafter.lm_head)
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        if self.reads_tokens:
+            return {"path_embeds": self.weights.embed(tokens), "num_draft_steps": tokens.shape[1]}
+        mask = torch.tensor(self.drafter.config.mask_token_id, device=tokens.device)
+        shape = len(tokens), self.drafter.num_draft_steps, -1
+        return {"path_embeds": self.weights.embed(mask).expand(shape)}
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.drafter.logits(hidden)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drafter.norm(hidden)
+
+
+class EagleFamily(PublishedFamily):
+    """Drafters that go on from the target's hidden states by their own ones, a token at a time."""
+
+    name = "eagle3"
+    drafter = EagleDrafter
+    config = EagleConfig
+    least = {"draft_vocab_size": 1}  # noqa: RUF012
+    free = ("target_name", "num_draft_steps")
+
+    def derived(self, target: Any, fields: Mapping[str, Any]) -> EagleConfig:
+        windows = (None,) * fields.get("num_hidden_layers", 1)
+        config: EagleConfig = super().derived(target, {"windows": windows, **fields})
+        self.check_trainable(config)
+        return config
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> EagleDrafter:
+        config = self.config_for(target, fields)
+        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
+            config = self.config_for(target, {**fields, "draft_vocab_ids": choose(config.draft_vocab_size)})
+        drafter = EagleDrafter(config)
+        self.set_options(drafter, fields)
+        return drafter
+
+    def check_trainable(self, config: EagleConfig) -> None:
+        _ = config.window  # raises where layers differ
+
+    def start_from_target(self, drafter: EagleDrafter, target: Any, finals: torch.Tensor) -> None:
+        if drafter.config.layer.hidden_size == drafter.config.target_hidden_size:
+            rows = target.get_output_embeddings().weight.detach()
+            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
+            start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
+
+    def predictions(self, drafter: EagleDrafter, weights: TargetWeights) -> EaglePredictions:
+        return EaglePredictions(drafter, weights)
+
+    def describe(self, drafter: EagleDrafter) -> str:
+        config = drafter.config
+        parallel = "" if config.mask_token_id is None else ", all depths at once"
+        return f"{config.num_hidden_layers} layers{parallel}"
+
+    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
+        return _NotingSession(session, drafts)
+
+
+class _NotingSession(NotingSession, EagleSession):
+    """Notes expansions of a copy of what was read: what is drafted is written over by later rounds."""
+
+    def _expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
+        read = self._texts
+        self._texts = copy.copy(read)
+        self._texts.context, self._texts.texts = read.context.copy_of(0), list(read.texts)
+        self.note(super()._expansion(rows, depth, temperature))
+        self._texts = read
+        return super()._expansion(rows, depth, temperature)

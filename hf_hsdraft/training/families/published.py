@@ -1,0 +1,92 @@
+"""Training of drafters in the formats of other projects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...common.checks import public_name
+from ...common.decoder_layer import LayerSizes
+from ..family import TrainableFamily
+
+_OPTIONS = ("tree_size", "beam_width")  # drafting options, which these configurations do not hold
+
+
+class PublishedFamily(TrainableFamily):
+    """What these families share: configurations are frozen dataclasses, and hold nothing about drafting.
+
+    Attributes:
+        config: class of the configurations, with `for_target(target, **fields)`.
+        free: fields of a configuration on which no weights depend.
+    """
+
+    config: Any
+    free: tuple[str, ...] = ("target_name",)
+
+    @property
+    def fields(self) -> set[str]:
+        own = {field.name for kind in (self.config, LayerSizes) for field in fields_of(kind)}
+        return own | {"num_draft_steps", "draft_vocab_ids", *_OPTIONS}
+
+    def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        config = self.derived(target, fields)
+        with torch.device("meta"):
+            self.set_options(self.drafter(config), fields)
+        return config
+
+    def derived(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns a configuration by the fields that are its own. A quarter of the vocabulary is drafted by default."""
+        own = {name: value for name, value in fields.items() if name not in _OPTIONS}
+        size = target.config.get_text_config().vocab_size
+        ids = own.get("draft_vocab_ids")
+        own.setdefault("draft_vocab_size", max(1, size // 4) if ids is None else len(ids))
+        return self.config.for_target(target, **own)
+
+    def set_options(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        """Gives a drafter the drafting options among some fields.
+
+        Raises:
+            ValueError: one is invalid.
+        """
+        for name in _OPTIONS:
+            if name in fields:
+                setattr(drafter.generation_config, name, fields[name])
+        drafter.check_options()
+
+    def check_trainable(self, config: Any) -> None:
+        """Raises a ValueError for a drafter that can draft, but not be trained."""
+
+    def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        self.check_trainable(drafter.config)
+        drafter.config = replace(drafter.config, **{name: fields[name] for name in self.free if name in fields})
+        drafter.generation_config.num_assistant_tokens = drafter.num_draft_steps
+        self.set_options(drafter, fields)
+        for name, value in fields.items():
+            if name in (*_OPTIONS, *self.free):
+                continue
+            found = _found(drafter.config, name)
+            wanted = tuple(value) if isinstance(value, list) else value
+            if found != wanted:
+                raise ValueError(
+                    f"{name}={wanted!r} is invalid: the drafter to start from has {found!r}; leave it out, or train "
+                    "from scratch"
+                )
+
+    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+        drafter.check(target)
+        own_name = getattr(target, "name_or_path", "") or ""
+        architecture = type(target).__name__.removeprefix("FSDP")  # a sharded target is the same target
+        drafter.config = replace(
+            drafter.config, target_name=public_name(name or own_name), target_architectures=(architecture,)
+        )
+
+
+def _found(config: Any, name: str) -> Any:
+    """Returns a field of a configuration, or of the sizes of its layers."""
+    parts = [config, *(value for value in vars(config).values() if isinstance(value, LayerSizes))]
+    value = next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+    return tuple(value) if isinstance(value, list) else value

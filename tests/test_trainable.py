@@ -1,0 +1,411 @@
+"""Every family is trained by the same pipeline: what it learns, how it goes on, and what other packages make of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import VOCAB, make_target, write_prompts
+from hub_server import HubServer
+from huggingface_hub import HfApi, constants
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.bench.block_parity import SLOTS, speculators_slots
+from hf_hsdraft.cli import app
+from hf_hsdraft.repository import care
+from hf_hsdraft.training import publish
+from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.training.features import read_features
+from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
+from hf_hsdraft.training.objectives import forward_kl
+from hf_hsdraft.training.on_policy import drafted_labels
+from hf_hsdraft.training.parity import parity
+from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.run import train
+from hf_hsdraft.training.trainable import TRAINABLE, family_of
+
+IDS = list(range(20, 60))
+BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
+EAGLE = {"num_draft_steps": 3, "draft_vocab_ids": IDS}
+
+# Families with fields of their drafters. All kinds of heads and layouts that can be trained are among them.
+KINDS = {
+    "block": ("block", BLOCK),
+    "block, gated": ("block", BLOCK | {"markov_head_type": "gated"}),
+    "block, rnn": ("block", BLOCK | {"markov_head_type": "rnn"}),
+    "block, no head": ("block", BLOCK | {"markov_rank": 0}),
+    "block, fill-in": ("block", BLOCK | {"sample_from_anchor": False, "block_size": 4}),
+    "block, whole vocabulary": ("block", {**BLOCK, "draft_vocab_ids": None, "draft_vocab_size": VOCAB}),
+    "eagle3": ("eagle3", EAGLE),
+    "eagle3, two layers": ("eagle3", EAGLE | {"num_hidden_layers": 2, "norm_before_residual": True}),
+    "eagle3, fed back normed": ("eagle3", EAGLE | {"norm_output": True, "fc_norm": True}),
+    "eagle3, window": ("eagle3", EAGLE | {"windows": (5,)}),
+    "peagle": ("eagle3", EAGLE | {"mask_token_id": 3}),
+}
+SIZES = {
+    "block": {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8, "draft_vocab_size": 40, "tree_size": 6},
+    "eagle3": {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6},
+}
+families = pytest.mark.parametrize("family", SIZES)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(num_hidden_layers=4)
+
+
+def fresh(target, kind: str):
+    """A drafter of random weights large enough that every part of it matters."""
+    family, fields = KINDS[kind]
+    torch.manual_seed(2)
+    drafter = TRAINABLE[family].fresh(target, fields, 64, lambda size: IDS)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.requires_grad:
+                parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 and "norm" in name else parameter.normal_(std=0.3)
+    return drafter.eval()
+
+
+def prompts() -> list[torch.Tensor]:
+    return [torch.randint(2, VOCAB, (1, 6), generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+
+def packed(target, drafter, *lengths: int) -> Pack:
+    """Texts of random tokens, of which the last two thirds are answers."""
+    chats = []
+    for seed, length in enumerate(lengths):
+        ids = torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+        chats.append(TokenizedConversation(ids, torch.arange(length) >= length // 3))
+    features = read_features(target, drafter.taps_of(target), chats, torch.device("cpu"), torch.float32)
+    return Pack.of(features).to(torch.device("cpu"), torch.float32)
+
+
+def borrow(drafter, target):
+    return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+
+
+def loss_of(drafter, target, pack: Pack, chains: Chains, labels=None, **fields):
+    weights = borrow(drafter, target)
+    rows = target.get_output_embeddings().weight.detach()[weights.vocab_ids]
+    steps = drafter.num_draft_steps
+    drafter.loss_function = ChainLoss(weights, rows, forward_kl, [0.5**depth for depth in range(steps)], **fields)
+    labels = true_labels(pack, chains, steps) if labels is None else labels
+    predictions = family_of(drafter).predictions(drafter, weights)
+    return unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss
+
+
+@kinds
+def test_parity_holds_at_every_depth(target, kind):
+    report = parity(fresh(target, kind), target, prompts(), max_new_tokens=20)
+    assert len(report.depths) == 3 and min(depth.predictions for depth in report.depths) >= 10
+    assert max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4, report
+
+
+@kinds
+@pytest.mark.parametrize("planted", ["teacher", "parents", "taps"])
+def test_parity_catches_what_is_off_by_one(target, kind, planted, monkeypatch):
+    from hf_hsdraft.training import parity as module
+
+    if planted == "parents" and kind in ("block, no head", "peagle"):
+        pytest.skip("it drafts without the parents")
+    as_trained = module._as_trained
+
+    def shifted(pack, chains, steps):
+        labels = true_labels(pack, chains, steps)
+        if planted == "teacher":
+            return replace(labels, rows=(labels.rows + 1).clamp(max=len(pack.input_ids) - 1))
+        return replace(labels, tokens=labels.tokens.roll(1, dims=1)) if planted == "parents" else labels
+
+    def moved(*args):
+        pack, chains = as_trained(*args)
+        return (replace(pack, taps=pack.taps.roll(1, dims=0)) if planted == "taps" else pack), chains
+
+    monkeypatch.setattr(module, "_as_trained", moved)
+    report = parity(fresh(target, kind), target, prompts(), max_new_tokens=20, labels_of=shifted)
+    assert not report.passed and "off by one" in report.explain()
+    assert f"of the {'target' if planted == 'teacher' else 'drafter'}" in report.explain()
+
+
+@kinds
+def test_gradients_are_those_of_the_loss(target, kind):
+    """Computed chunk by chunk in the forward, they agree with finite differences; and nothing trained is left out."""
+    drafter = fresh(target, kind)
+    pack = packed(target, drafter, 20)
+    chains = Chains(torch.tensor([6, 9, 12]), 2, torch.ones(3, dtype=torch.bool))
+    loss_of(drafter, target, pack, chains, chunk_logits=2 * len(borrow(drafter, target).vocab_ids)).loss.backward()
+    trained = {name: each for name, each in drafter.named_parameters() if each.requires_grad}
+    assert all(each.grad is not None for each in trained.values())
+    assert all(each.grad is None for each in target.parameters())
+    for name, parameter in trained.items():
+        place = tuple(int(i) for i in (parameter.grad.abs() == parameter.grad.abs().max()).nonzero()[0])
+        values = []
+        for step in (5e-3, -5e-3):
+            with torch.no_grad():
+                parameter[place] += step
+                values.append(loss_of(drafter, target, pack, chains).loss.item())
+                parameter[place] -= step
+        difference = (values[0] - values[1]) / 1e-2
+        assert parameter.grad[place].item() == pytest.approx(difference, rel=0.05, abs=2e-3), name
+
+
+@kinds
+def test_neither_other_texts_nor_their_chains_change_a_loss(target, kind):
+    drafter = fresh(target, kind)
+    alone = packed(target, drafter, 20, 26)
+    parts = []
+    for length, starts in ((20, [7, 11]), (46, [7, 11]), (46, [7, 11, 30, 33])):
+        pack = replace(alone, **{name: value[:length] for name, value in vars(alone).items()})
+        labels = true_labels(pack, Chains(torch.tensor(starts), len(starts), torch.ones(len(starts)) > 0), 3)
+        labels = replace(labels, valid=labels.valid & (torch.tensor(starts) < 20)[:, None], count=torch.full((3,), 2))
+        chains = Chains(torch.tensor(starts), len(starts), labels.valid[:, 0])
+        parts.append(loss_of(drafter, target, pack, chains, labels))
+    for other in parts[1:]:
+        torch.testing.assert_close(other.divergence, parts[0].divergence, atol=1e-5, rtol=1e-5)
+
+
+@kinds
+def test_drawn_tokens_follow_the_drafter(target, kind):
+    """Each drawn token is drawn from what the drafter says after those before it, and the target labels them."""
+    drafter = fresh(target, kind)
+    pack, weights = packed(target, drafter, 26), borrow(drafter, target)
+    chains = Chains(torch.tensor([9, 12, 15]), 2, torch.ones(3, dtype=torch.bool))
+    predictions = family_of(drafter).predictions(drafter, weights)
+    drawn_from = []
+    draw = torch.multinomial
+
+    def noted(probabilities, count):
+        drawn_from.append(probabilities)
+        return draw(probabilities, count)
+
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch, "multinomial", noted)
+        labels = drafted_labels(drafter, target, weights, pack, chains, true_labels(pack, chains, 3))
+        hidden = unroll(drafter, predictions, pack, chains, labels.tokens).hidden_states
+        states = predictions.states(labels.tokens, hidden)
+        for depth, probabilities in enumerate(drawn_from):
+            logits = predictions.logits(hidden[depth][:2], None if states[depth] is None else states[depth][:2])
+            torch.testing.assert_close(probabilities, logits.softmax(dim=-1), atol=1e-5, rtol=1e-4)
+    assert len(drawn_from) == 2
+    last = target.config.num_hidden_layers
+    text = torch.cat([pack.input_ids[:11], labels.tokens[0, 1:]])[None]
+    expected = target(text, output_hidden_states=[last]).hidden_states[last][0, 10:]
+    torch.testing.assert_close(labels.teacher[labels.rows[0]], expected, atol=1e-4, rtol=1e-4)
+
+
+def plan(folder, family: str, **overrides) -> TrainingPlan:
+    fields = {
+        "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))], "out": str(folder / "out"),
+        "eval_conversations": 3, "eval_prompts": 2, "max_new_tokens": 12, "answer_batch_size": 5, "family": family,
+        "drafter": SIZES[family],
+    }  # fmt: skip
+    return TrainingPlan(**{**fields, **overrides})
+
+
+def run(target, tokenizer, planned: TrainingPlan, **arguments):
+    fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
+    return train(target, tokenizer, planned, {**fields, **arguments}, report=lambda _: None)
+
+
+def decodes_as_plain(target, drafter) -> bool:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+    return target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+
+
+@families
+@pytest.mark.parametrize("arguments", [{}, {"bf16": True}, {"data_policy": "mixed", "activation_checkpointing": True}])
+def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, family, arguments):
+    steps = {"max_steps": 60, "eval_steps": 60, "learning_rate": 2e-2}
+    trained = run(chatty, tokenizer, plan(tmp_path, family), **steps, **arguments)
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+    losses = [entry["loss"] for entry in figures if "loss" in entry]
+    assert sum(losses[-5:]) < 0.75 * sum(losses[:5]), losses
+    assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
+    loaded = AutoDrafter.from_pretrained(tmp_path / "out")
+    assert type(loaded) is TRAINABLE[family].drafter and loaded.dtype == trained.dtype == torch.bfloat16
+    assert loaded.generation_config.tree_size == 6 and 4 in loaded.draft_vocab_ids().tolist()
+    assert decodes_as_plain(chatty, loaded)
+    recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]
+    assert recipe["family"] == family and "draft vocabulary 40" in recipe["drafter"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| family | {family} |" in card and {"block": "`dspark`", "eagle3": "`eagle3`"}[family] in card
+
+
+@families
+def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, monkeypatch):
+    from hf_hsdraft.training import trainer
+
+    whole = run(chatty, tokenizer, plan(tmp_path, family, out=str(tmp_path / "whole"), cache_taps=True))
+    original, steps = trainer.DrafterTrainer.compute_loss, []
+
+    def dies_at_step_three(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.DrafterTrainer, "compute_loss", dies_at_step_three)
+    planned = plan(tmp_path, family, cache_taps=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(chatty, tokenizer, planned)
+    with pytest.raises(ValueError, match=f"family: '{family}' -> 'hidden-state'"):
+        run(chatty, tokenizer, replace(planned, family="hidden-state", drafter={"draft_vocab_size": 40}))
+    resumed = run(chatty, tokenizer, planned)
+    assert steps[4:] == [2, 3]
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value)
+
+
+@families
+def test_a_trained_drafter_is_pushed_with_its_documents(chatty, tokenizer, tmp_path, family, monkeypatch):
+    with HubServer(tokens={"hf_secret": "user"}) as hub:
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        for module in (care, publish):
+            monkeypatch.setattr(module, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        for _ in range(2):  # the second time the repository holds a drafter already
+            run(chatty, tokenizer, plan(tmp_path, family), push_to_hub=True, hub_token="hf_secret")
+        files = hub.files("user/out")
+    pictures = {"acceptance.png", "calibration.png", "learning_curves.png"}
+    documents = {"README.md", "config.json", "figures.json", "generation_config.json", "training_recipe.json"}
+    assert files.keys() - {".gitattributes"} == pictures | documents | {"model.safetensors"}
+    assert b"user/out" in files["README.md"] and not any(b"hf_secret" in content for content in files.values())
+
+
+@families
+def test_a_drafter_is_trained_further(chatty, tokenizer, tmp_path, family):
+    first = run(chatty, tokenizer, plan(tmp_path, family))
+    names = {"init_from": str(tmp_path / "out"), "out": str(tmp_path / "again")}
+    again = plan(tmp_path, family, **names, drafter={"tree_size": 9})
+    second = run(chatty, tokenizer, again)
+    assert second.draft_vocab_ids().tolist() == first.draft_vocab_ids().tolist()
+    assert second.generation_config.tree_size == 9
+    with pytest.raises(ValueError, match=r"draft_vocab_size=30 is invalid: the drafter to start from has 40"):
+        run(chatty, tokenizer, replace(again, out=str(tmp_path / "x"), drafter={"draft_vocab_size": 30}))
+    assert not (tmp_path / "x").exists()
+
+
+@families
+def test_commands_train_and_check(chatty, tokenizer, tmp_path, family):
+    for part in (chatty, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    target, out = str(tmp_path / "target"), str(tmp_path / "out")
+    arguments = ["--family", family, "--target", target, "--out", out, "--max-steps", "2", "--eval-steps", "2"]
+    arguments += ["--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 8)), "--eval-conversations", "2"]
+    arguments += ["--eval-prompts", "1", "--max-new-tokens", "10", "--num-draft-steps", "3", "--taps", "1,2"]
+    result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert AutoDrafter.from_pretrained(out).taps == (1, 2)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == VOCAB // 4
+    result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.output.splitlines() if line[:6].strip().isdigit()] == ["1", "2", "3"]
+    result = CliRunner().invoke(app, ["train", *arguments, "--injector", "path"])
+    assert f"injector='path' is invalid with family='{family}'" in str(result.exception)
+
+
+@families
+def test_what_a_family_cannot_have_is_refused(chatty, tokenizer, tmp_path, family):
+    with pytest.raises(ValueError, match=rf"injector='path' is invalid with family='{family}'.*of family hidden-state"):
+        run(chatty, tokenizer, plan(tmp_path, family, drafter={"injector": "path"}))
+    with pytest.raises(ValueError, match=rf"lora=2 is invalid with family='{family}'"):
+        run(chatty, tokenizer, plan(tmp_path, family, lora=2, init_from="drafter"))
+    with pytest.raises(ValueError, match="tree_size=0 is invalid"):
+        run(chatty, tokenizer, plan(tmp_path, family, drafter={"tree_size": 0}))
+    with pytest.raises(ValueError, match=r"markov_rank=4 is invalid with family='hidden-state'.*of family block"):
+        run(chatty, tokenizer, replace(plan(tmp_path, family), family="hidden-state", drafter={"markov_rank": 4}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_choice_among_candidates_is_not_trained(chatty, tokenizer, tmp_path):
+    fields = {"selector_rank": 4, "selector_top_k": 8, "markov_rank": 0, "draft_vocab_size": VOCAB}
+    with pytest.raises(ValueError, match="selector_rank=4 is invalid in training"):
+        run(chatty, tokenizer, plan(tmp_path, "block", drafter=fields))
+    assert not (tmp_path / "out").exists()
+
+
+def loaded_by_speculators(kind: str, folder, monkeypatch):
+    speculators = pytest.importorskip("speculators")
+    model_class = getattr(speculators, f"{kind}DraftModel")
+    # It would fetch weights of the target, which has no name here.
+    monkeypatch.setattr(model_class, "load_verifier_weights", lambda self: None)
+    config = getattr(speculators, f"{kind}SpeculatorConfig").from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    return model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("vocabulary", [40, VOCAB])
+def test_a_block_drafter_is_loaded_by_speculators(chatty, tokenizer, tmp_path, vocabulary, monkeypatch):
+    sizes = {**SIZES["block"], "draft_vocab_size": vocabulary, "num_draft_steps": SLOTS}
+    run(chatty, tokenizer, plan(tmp_path, "block", drafter=sizes), max_steps=10, eval_steps=10, learning_rate=3e-3)
+    model = loaded_by_speculators("DSpark", tmp_path / "out", monkeypatch)
+    drafter = AutoDrafter.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    weights = borrow(drafter, chatty)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(chatty.get_input_embeddings().weight)
+        if vocabulary == VOCAB:
+            model.lm_head.weight.copy_(chatty.get_output_embeddings().weight)
+    pack, anchor = packed(chatty, drafter, 26), 14
+    predictions = family_of(drafter).predictions(drafter, weights)
+    tokens = pack.input_ids[anchor : anchor + SLOTS][None]
+    chains = Chains(torch.tensor([anchor - 1]), 1, torch.ones(1, dtype=torch.bool))
+    with torch.no_grad():
+        _, expected = speculators_slots(model, pack.taps, pack.input_ids.tolist(), anchor)
+        hidden = unroll(drafter, predictions, pack, chains, tokens).hidden_states
+        states = predictions.states(tokens, hidden)
+        found = torch.cat([predictions.logits(*each) for each in zip(hidden, states, strict=True)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [40, VOCAB])
+def test_an_eagle_drafter_is_loaded_by_speculators(chatty, tokenizer, tmp_path, vocabulary, monkeypatch):
+    sizes = {**SIZES["eagle3"], "draft_vocab_size": vocabulary}
+    run(chatty, tokenizer, plan(tmp_path, "eagle3", drafter=sizes), max_steps=10, eval_steps=10, learning_rate=3e-3)
+    model = loaded_by_speculators("Eagle3", tmp_path / "out", monkeypatch)
+    drafter = AutoDrafter.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(chatty.get_input_embeddings().weight)
+    pack, start = packed(chatty, drafter, 26), 13
+    predictions = family_of(drafter).predictions(drafter, borrow(drafter, chatty))
+    tokens = pack.input_ids[start + 1 : start + 4][None]
+    chains = Chains(torch.tensor([start]), 1, torch.ones(1, dtype=torch.bool))
+    found: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: found.append(output))
+    with torch.no_grad():
+        ids = pack.input_ids[None, 1:]
+        model(pack.taps[None, :-1], ids, torch.zeros_like(ids), ttt_steps=3)
+        hidden = unroll(drafter, predictions, pack, chains, tokens).hidden_states
+        own = torch.cat([predictions.logits(each, None) for each in hidden])
+    torch.testing.assert_close(own, torch.stack([each[0, start] for each in found]), atol=1e-4, rtol=1e-4)
+
+
+def test_co_training_takes_any_family(target, tokenizer):
+    from hf_hsdraft.training.co_training import CoTraining
+
+    for kind in ("block", "eagle3"):
+        drafter = fresh(target, kind)
+        training = CoTraining(target, drafter, tokenizer, learning_rate=3e-3, passes=8)
+        for _ in range(2):
+            for seed in range(4):
+                ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
+                training.add(ids[:6], ids[6:])
+            training.update()
+        assert training.losses[1] < training.losses[0]
+
+
+def test_samples_of_chains_fit_every_family(target):
+    """Filled up with chains that do not count, as in a step of the trainer."""
+    for kind in ("block", "eagle3"):
+        drafter = fresh(target, kind)
+        pack = packed(target, drafter, 20, 26)
+        chains = sample_chains(pack, 6, 0.5, [3, 4], pad_to_multiple_of=4)
+        filled = loss_of(drafter, target, pack, chains)
+        kept = Chains(chains.starts[chains.real], int(chains.real[: chains.num_rolled].sum()), chains.real[chains.real])
+        plain = loss_of(drafter, target, pack, kept)
+        torch.testing.assert_close(filled.divergence, plain.divergence, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(filled.loss, plain.loss, atol=1e-5, rtol=1e-5)
