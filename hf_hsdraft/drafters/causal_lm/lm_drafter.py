@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import text_config
 from ..draft_options import default_options, option_names
-from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, load_model, load_options, load_tokenizer, why_no_causal_lm

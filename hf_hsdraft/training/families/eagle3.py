@@ -108,10 +108,10 @@ class EagleFamily(PublishedFamily):
 class _NotingSession(NotingSession, EagleSession):
     """Notes expansions of a copy of what was read: what is drafted is written over by later rounds."""
 
-    def _expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
-        read = self._texts
-        self._texts = copy.copy(read)
-        self._texts.context, self._texts.texts = read.context.copy_of(0), list(read.texts)
-        self.note(super()._expansion(rows, depth, temperature))
-        self._texts = read
-        return super()._expansion(rows, depth, temperature)
+    def expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
+        read = self.texts
+        self.texts = copy.copy(read)
+        self.texts.context, self.texts.texts = read.context.copy_of(0), list(read.texts)
+        self.note(super().expansion(rows, depth, temperature))
+        self.texts = read
+        return super().expansion(rows, depth, temperature)
