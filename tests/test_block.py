@@ -533,13 +533,17 @@ def test_a_recurrent_head_of_the_fill_in_layout_is_not_trained(target):
 
 
 def test_saving_over_another_drafter_leaves_nothing_of_it(target, tmp_path):
-    make_block_drafter(target, "own mask").save_pretrained(tmp_path)
+    make_block_drafter(target, "own mask", target_name="user/target").save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "family `dspark`" in card and "user/target" in card and "reads hidden states" in card
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"of a former drafter")
     assert (tmp_path / "mask_embedding.pt").is_file()
     assert AutoDrafter.from_pretrained(tmp_path).config.learned_mask
     drafter = make_block_drafter(target)
     drafter.generation_config.num_assistant_tokens = 2
     drafter.save_pretrained(tmp_path)
     again = AutoDrafter.from_pretrained(tmp_path)
+    assert not list(tmp_path.glob("model-*"))
     assert not again.config.learned_mask and again.generation_config.num_assistant_tokens == 2
     drafter.generation_config.num_assistant_tokens = STEPS + 1
     with pytest.raises(ValueError, match="num_assistant_tokens=5"):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ...common.checks import public_name
+from ...repository.care import care
 from ...repository.checkpoint import LOOSE_MASK
 from ...repository.drafter_files import CONFIG, WEIGHTS
 from ...repository.publication import complete_folder
@@ -68,11 +69,12 @@ def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     if kind == "dflash2":
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         heads = {name: getattr(config, name) for name in names}
-    target = public_name(config.target_name) or None
+    target = public_name(config.target_name)
     return {
         "architectures": [_ARCHITECTURES[kind]],
+        "model_type": "speculator_model",
         "dtype": str(dtype).removeprefix("torch."),
-        **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),  # type: ignore[arg-type]
+        **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),
         "transformer_layer_config": layer,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -100,6 +102,7 @@ def write_drafter(drafter: BlockNetwork, folder: Path) -> None:
         drafter.generation_config.save_pretrained(partial)  # type: ignore[union-attr, operator]
         if mask is not None:
             torch.save(mask, partial / LOOSE_MASK)
+        care().write_card(partial, folder.resolve().name)
     if mask is None:
         (folder / LOOSE_MASK).unlink(missing_ok=True)  # that of a former drafter
 
