@@ -42,6 +42,7 @@ CODE = {
     "draft_limits.py",
     "draft_memory.py",
     "draft_options.py",
+    "draft_reads.py",
     "draft_session.py",
     "draft_support.py",
     "draft_tree.py",
