@@ -109,7 +109,7 @@ def write_card(folder: Path, name: str) -> None:
 
 def render_card(folder: Path, name: str) -> str:
     """The text of the card; see `write_card`."""
-    config, recipe, figures = _described(_read(folder / CONFIG)), read_recipe(folder), read_figures(folder)
+    config, recipe, figures = _read(folder / CONFIG), read_recipe(folder), read_figures(folder)
     benchmarks = figures["benchmarks"]
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
@@ -210,17 +210,6 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
         "format": f"{config.get('format_version', 1)}",
     }
     return "\n\n".join([text, paper, table(["", ""], rows.items())])
-
-
-def _described(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration with what the card tells of it, also where it is in the format of the package speculators."""
-    kind, described = config.get("speculators_model_type"), config.get("speculators_config")
-    if not isinstance(kind, str) or not isinstance(described, Mapping):
-        return config
-    verifier = described.get("verifier")
-    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    target = name if isinstance(name, str) else ""
-    return {**config, "model_type": kind, "target_name": target, "reads_states": True}
 
 
 def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
