@@ -17,23 +17,23 @@ class DraftMemory:
         length: of the text when the memory was made, the last token included.
         context: what the drafter had read; only its family knows what this is.
         pending: what was still waiting to be read.
+        place: device and dtype of the drafter then.
     """
 
     drafter: Callable[[], Any]
     length: int
     context: Any
     pending: tuple[Any, ...]
+    place: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, drafter: Any, length: int, context: Any, pending: Sequence[Any]) -> DraftMemory:
-        return cls(weakref.ref(drafter), length, context, tuple(pending))
+        return cls(weakref.ref(drafter), length, context, tuple(pending), (drafter.device, drafter.dtype))
 
     def fits(self, drafter: Any, length: int) -> bool:
         """Whether this is the drafter's memory of a text of that length, and lies where the drafter is."""
-        if self.drafter() is not drafter or self.length != length:
-            return False
-        states = [state for part in self.pending for state in part if state.is_floating_point()]
-        return all(state.device == drafter.device and state.dtype == drafter.dtype for state in states)
+        place = drafter.device, drafter.dtype
+        return self.drafter() is drafter and self.length == length and self.place == place
 
     def __reduce__(self) -> Any:
         """A cache that is stored forgets what the drafter had read."""

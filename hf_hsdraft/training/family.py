@@ -96,6 +96,13 @@ class TrainableFamily:
             finals: `[N, D]`, float32, some final hidden states of the target.
         """
 
+    def check_trainable(self, config: Any) -> None:
+        """Raises a ValueError for a drafter that can draft, but not be trained.
+
+        Args:
+            config: its configuration.
+        """
+
     def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: torch.Tensor) -> Any:
         """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
 

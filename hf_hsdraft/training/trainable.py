@@ -39,8 +39,15 @@ def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
 
 
 def can_be_trained(drafter: Any) -> bool:
-    """Whether a drafter is of a family that can be trained."""
-    return any(isinstance(drafter, family.drafter) for family in TRAINABLE.values())
+    """Whether a drafter is of a family that can be trained, and of no form of it that can only draft."""
+    for family in TRAINABLE.values():
+        if isinstance(drafter, family.drafter):
+            try:
+                family.check_trainable(drafter.config)
+            except ValueError:
+                return False
+            return True
+    return False
 
 
 def family_of(drafter: Any) -> TrainableFamily:

@@ -101,7 +101,9 @@ class BlockSession(Session):
         config, sizes = drafter.config, drafter.config.sizes
         self.drafter, self.weights, self._options = drafter, weights, options
         layers = config.num_hidden_layers
-        self.kind = sizes, layers, config.block_size, config.draft_vocab_size, drafter.dtype, drafter.device
+        extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
+        ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
+        self.kind = sizes, layers, config.block_size, *ends, *extra, drafter.dtype, drafter.device
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
         self._foresight = foresight if options.tree_builder == "beam" and fits else None
         heads, width = sizes.num_key_value_heads, sizes.head_dim

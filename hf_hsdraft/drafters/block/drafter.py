@@ -182,10 +182,11 @@ class BlockDrafter(BlockNetwork, Drafter):
             Read("layers", weights_of(self.layers), 1, config.block_size),
             Read("head", columns * config.sizes.hidden_size, 1, config.num_draft_steps, borrowed=self.lm_head is None),
         )
-        if not config.markov_rank:
+        rank = config.markov_rank or config.selector_rank
+        if not rank:
             return found
         likely = min(columns, TUNING.likely_columns)  # a tree looks at these only
-        return (*found, Read("token bias", likely * config.markov_rank, depth, width))
+        return (*found, Read("token bias", likely * rank, depth, width))
 
     def session(self, call: DraftCall) -> BlockSession:
         target, options = call.target, call.options

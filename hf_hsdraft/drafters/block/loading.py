@@ -9,10 +9,8 @@ import torch
 
 from ...common.checks import printable
 from ...repository.checkpoint import LOOSE_MASK, Checkpoint
-from ...repository.drafter_files import OPTIONS, read_json
-from ...repository.pretrained_drafter import drafting_options
-from ..draft_options import option_names
 from ..formats import Format
+from ..loading_arguments import dtype_of, take_options
 from .configuration import BlockConfig
 from .drafter import BlockDrafter
 from .reading import (
@@ -45,18 +43,17 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
         checkpoint: the files.
         read: reads the configuration.
         names: names of tensors in the files, by the drafter's own names, where they differ.
-        kwargs: `dtype` of the weights; that of the files by default.
+        kwargs: `dtype` of the weights, that of the files by default; drafting options by name.
 
     Raises:
         ValueError: configuration and weights do not match, or one is invalid.
         TypeError: an argument is unknown.
     """
-    dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None)
-    if kwargs:
-        raise TypeError(f"a block drafter is not loaded with {', '.join(sorted(kwargs))}: expected dtype at most")
+    dtype = dtype_of(kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None))
     config = read(checkpoint)
     with torch.device("meta"):
         drafter = BlockDrafter(config)
+    take_options(drafter, checkpoint.folder, kwargs)
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     shapes.pop("mask_embedding", None)
     names = {**{name: f"{name}.weight" for name in _CODEBOOKS if f"{name}.weight" in checkpoint.shapes}, **names}
@@ -69,7 +66,6 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
     drafter.load_state_dict(state, assign=True)
     drafter.to(dtype or drafter.dtype).eval()
     drafter.name_or_path = checkpoint.name
-    _take_options(drafter, checkpoint)
     return drafter
 
 
@@ -108,15 +104,6 @@ def _mask_of(checkpoint: Checkpoint, config: BlockConfig) -> torch.Tensor:
         found = f"{list(tensor.shape)} of {tensor.dtype}"
         raise ValueError(f"{LOOSE_MASK} in {printable(checkpoint.name)} is {found}: expected {width} floating numbers")
     return tensor.reshape(width)
-
-
-def _take_options(drafter: BlockDrafter, checkpoint: Checkpoint) -> None:
-    """Takes the drafting options that lie beside the weights; what others write there is not about drafting here."""
-    path = checkpoint.folder / OPTIONS
-    stored = drafting_options(read_json(path)) if path.is_file() else {}
-    for name, value in stored.items():
-        if name in option_names(drafter):
-            setattr(drafter.generation_config, name, value)
 
 
 def _format(name: str, rank: int, matches: Callable[[Checkpoint], bool], read: Reader, **names: str) -> Format:

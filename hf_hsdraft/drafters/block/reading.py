@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ...common.checks import few, printable, short
+from ...common.checks import few, printable, public_name, short
 from ...common.decoder_layer import LayerSizes
 from ...common.fields import REQUIRED, Fields
 from ...repository.checkpoint import LOOSE_MASK, Checkpoint
@@ -49,7 +49,7 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
         "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=LIMITS["draft_vocab_size"]),
         "sights": tuple(sights),
         "last_tap_is_normed": False,
-        "target_name": name if isinstance(name, str) else "",
+        "target_name": public_name(name) if isinstance(name, str) else "",
         "target_architectures": tuple(map(str, architectures)) if isinstance(architectures, list) else (),
         **(_dspark_heads(config, enabled=True) if kind == "dspark" else {}),
         **(_dflash2_heads(config, least_known=True) if kind == "dflash2" else {}),

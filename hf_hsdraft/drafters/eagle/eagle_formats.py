@@ -26,6 +26,7 @@ from ...common.decoder_layer import LayerSizes
 from ...common.fields import Fields
 from ...repository.checkpoint import Checkpoint
 from ...repository.speculators_format import check_proposals, speculators_type
+from ..loading_arguments import dtype_of
 from .configuration_eagle import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # of speculators
@@ -74,7 +75,7 @@ class Reading:
         Raises:
             ValueError: `dtype` is none.
         """
-        kind = _dtype_of(dtype)
+        kind = dtype_of(dtype)
         names = {self._in_files(name): name for name, _ in drafter.named_parameters()}
         state = {names[name]: tensor for name, tensor in self.checkpoint.tensors(names.keys())}
         kind = state["fc.weight"].dtype if kind is None else kind
@@ -321,12 +322,3 @@ def _steps(fields: Fields, parallel: bool) -> int:
     own = Fields(first if isinstance(first, dict) else {}, place)
     proposed = own.integer("speculative_tokens", DRAFT_STEPS, most=64)
     return fields.integer("num_draft_steps", proposed if parallel else max(proposed, DRAFT_STEPS), most=64)
-
-
-def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or dtype == "auto":
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is invalid: expected one such as torch.bfloat16, or 'auto'")
-    return found

@@ -11,11 +11,9 @@ from safetensors.torch import save_file
 
 from ...common.checks import public_name
 from ...repository.care import care
-from ...repository.drafter_files import CONFIG, OPTIONS, WEIGHTS, read_json
-from ...repository.pretrained_drafter import drafting_options
+from ...repository.drafter_files import CONFIG, WEIGHTS
 from ...repository.publication import complete_folder
 from ...repository.speculators_format import speculators_fields
-from ..draft_options import option_names
 from .configuration_eagle import EagleConfig
 
 _CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
@@ -96,16 +94,3 @@ def fields_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
     }
     return fields if config.mask_token_id is None else {**fields, "mask_token_id": config.mask_token_id}
-
-
-def take_options(drafter: Any, folder: Path, given: dict[str, Any]) -> None:
-    """Gives a drafter the drafting options of its folder, and those of a call to load it.
-
-    Raises:
-        TypeError: there is no such option.
-    """
-    if unknown := sorted(given.keys() - option_names(drafter)):
-        raise TypeError(f"a drafter is loaded without {', '.join(unknown)}: expected drafting options, or dtype")
-    stored = drafting_options(read_json(folder / OPTIONS)) if (folder / OPTIONS).is_file() else {}
-    for name, value in {**stored, **given}.items():
-        setattr(drafter.generation_config, name, value)

@@ -48,9 +48,9 @@ class EagleSession(Session):
         foresight: Foresight | None = None,
     ) -> None:
         config = network.config
-        self.kind = (
-            config.layer.hidden_size, config.num_hidden_layers, config.draft_vocab_size, network.dtype, network.device
-        )  # fmt: skip
+        parallel = config.mask_token_id is not None
+        sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
+        self.kind = *sizes, parallel, network.dtype, network.device
         self._network, self._weights, self._options = network, weights, options
         beam = options.tree_builder == "beam"
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size

@@ -23,11 +23,12 @@ from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
 from ..draft_reads import Read, weights_of
+from ..loading_arguments import take_options
 from ..protocol import DraftCall, Drafter
 from .configuration_eagle import EagleConfig
 from .eagle_formats import read
 from .eagle_network import EagleNetwork, initialise
-from .eagle_saving import save, take_options
+from .eagle_saving import save
 from .eagle_session import EagleSession
 
 
@@ -81,10 +82,10 @@ class EagleDrafter(EagleNetwork, Drafter):
         reading = read(checkpoint)
         with torch.device("meta"):
             drafter = cls(reading.config)
+        take_options(drafter, checkpoint.folder, options)
         reading.check(drafter)
         drafter.config = reading.complete_config()
         drafter.load_state_dict(reading.state(drafter, dtype), assign=True)
-        take_options(drafter, checkpoint.folder, options)
         return drafter.eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:

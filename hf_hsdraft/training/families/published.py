@@ -44,7 +44,7 @@ class PublishedFamily(TrainableFamily):
         size = target.config.get_text_config().vocab_size
         ids = own.get("draft_vocab_ids")
         own.setdefault("draft_vocab_size", max(1, size // 4) if ids is None else len(ids))
-        return self.config.for_target(target, **own)
+        return self.config.for_target(target, **_named(own))
 
     def set_options(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         """Gives a drafter the drafting options among some fields.
@@ -57,11 +57,9 @@ class PublishedFamily(TrainableFamily):
                 setattr(drafter.generation_config, name, fields[name])
         drafter.check_options()
 
-    def check_trainable(self, config: Any) -> None:
-        """Raises a ValueError for a drafter that can draft, but not be trained."""
-
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         self.check_trainable(drafter.config)
+        fields = _named(fields)
         drafter.config = replace(drafter.config, **{name: fields[name] for name in self.free if name in fields})
         drafter.generation_config.num_assistant_tokens = drafter.num_draft_steps
         self.set_options(drafter, fields)
@@ -83,6 +81,12 @@ class PublishedFamily(TrainableFamily):
         drafter.config = replace(
             drafter.config, target_name=public_name(name or own_name), target_architectures=(architecture,)
         )
+
+
+def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same fields, with the target's name as it may be published."""
+    names = {name: public_name(str(value)) for name, value in fields.items() if name == "target_name"}
+    return {**fields, **names}
 
 
 def _found(config: Any, name: str) -> Any:
