@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .conversations import TokenizedConversation
 from .files import write_complete
 
 _SHARD = 32  # number of conversations per file, and so of those that a killed run loses at most
+_READ_AT_ONCE = 4096  # number of positions of a forward, padding included
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,24 @@ def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: S
 
 def _write_shard(target: Any, tap_layers: Sequence[int], shard: Sequence[TokenizedConversation], path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    for index, features in enumerate(read_features(target, tap_layers, shard)):
-        tensors |= {f"{index}.{name}": value for name, value in vars(features).items()}
+    for indices in _of_similar_lengths(shard):
+        for index, features in zip(
+            indices, read_features(target, tap_layers, [shard[i] for i in indices]), strict=True
+        ):
+            tensors |= {f"{index}.{name}": value for name, value in vars(features).items()}
     write_complete(path, lambda temporary: save_file(tensors, temporary))
+
+
+def _of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
+    """Yields indices of conversations to read in one forward: little of it is padding."""
+    group: list[int] = []
+    for index in sorted(range(len(shard)), key=lambda index: len(shard[index].input_ids)):
+        if group and (len(group) + 1) * len(shard[index].input_ids) > _READ_AT_ONCE:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
 
 
 @torch.inference_mode()
