@@ -267,14 +267,6 @@ class BlockNetwork(nn.Module):
         """
         return None if self.token_head is None or states is None else self.token_head(hidden, states)
 
-    def confidence(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Returns logits `[N]` of the chance that the drafts of slots `[N, D]` are accepted, after tokens `[N]`."""
-        if self.confidence_head is None:
-            return None
-        if self.config.confidence_head == "markov":
-            hidden = torch.cat([hidden, cast(Any, self.markov_head).markov_w1(tokens)], dim=-1)
-        return self.confidence_head(hidden)
-
     def draft_vocab_ids(self, vocab_size: int | None = None) -> torch.Tensor:
         """Returns `[V']`, int64: the token id behind each row of the head.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,7 +32,14 @@ _TENSORS_OF_DRAFTERS = (
 
 def why_no_causal_lm(checkpoint: Checkpoint) -> str:
     """Returns why a checkpoint is no causal language model; an empty string if it is one."""
-    config = checkpoint.config
+    reason = why_not_by_config(checkpoint.config)
+    if reason:
+        return reason
+    return _told_marks([name for name in sorted(checkpoint.shapes) if name.startswith(_TENSORS_OF_DRAFTERS)])
+
+
+def why_not_by_config(config: Mapping[str, Any]) -> str:
+    """As `why_no_causal_lm`, as far as its config.json tells."""
     model_type, named = config.get("model_type"), config.get("architectures")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
     architectures = [known] if isinstance(known, str) else list(known or ())
@@ -40,7 +48,10 @@ def why_no_causal_lm(checkpoint: Checkpoint) -> str:
     marks = [name for name in _FIELDS_OF_DRAFTERS if config.get(name) is not None]
     if config.get("block_size") is not None and config.get("mask_token_id") is not None:
         marks += ["block_size", "mask_token_id"]
-    marks += [name for name in sorted(checkpoint.shapes) if name.startswith(_TENSORS_OF_DRAFTERS)]
+    return _told_marks(marks)
+
+
+def _told_marks(marks: Sequence[str]) -> str:
     return f"it has {few(marks)}, as drafters have that read a target's hidden states" if marks else ""
 
 
