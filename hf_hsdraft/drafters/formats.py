@@ -48,6 +48,7 @@ class Format:
         describe: what `hsdraft info` tells of a checkpoint, as titles and lines; nothing is loaded for it.
         drafter: class of the drafters; `None` if that is not known before loading.
         possible: whether a config.json may be one of this format, so that it is worth looking at the weights.
+        listed: whether `hsdraft list` names a checkpoint of this format.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Format:
     describe: Callable[[Checkpoint], Mapping[str, str]] = fields_told
     drafter: Any = None
     possible: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    listed: Callable[[Checkpoint], bool] = lambda checkpoint: True
 
 
 def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:

@@ -1,7 +1,7 @@
 """A drafter's files in a format of somebody else: found, looked at and checked before anything is allocated.
 
-Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read. What is in them
-is seen before by the headers of the files, a small part of them. Older files, which are pickled, have no such headers.
+Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read. Their names
+and shapes are seen before that, by the headers of the files. Older files, which are pickled, have no such headers.
 """
 
 from __future__ import annotations
