@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from hub_server import HubServer
+from safetensors.torch import save
 
 from hf_hsdraft import BlockDrafter, HSDrafter
 from hf_hsdraft.repository.drafter_files import digests
@@ -627,7 +628,8 @@ def test_weights_in_formats_of_others_are_fetched_when_they_are_read(bench):
     bench.hub.put("user/block", files)
     bench.hub.put("user/nested", {f"sub/{name}": content for name, content in files.items()})
     bench.hub.put("user/other", {"config.json": b'{"model_type": "picture"}', "model.safetensors": b"much" * 1000})
-    bench.hub.put("user/new", {**files, "config.json": json.dumps(sizes).encode()})
+    new = {"config.json": json.dumps(sizes).encode(), "model.safetensors": save({"new.weight": torch.zeros(50, 1000)})}
+    bench.hub.put("user/new", new)
     bench.hub.put("user/older", {"config.json": json.dumps(sizes).encode(), "pytorch_model.bin": older.getvalue()})
     look = """
 from pathlib import Path
@@ -652,7 +654,7 @@ answer([refused, said, before, load("user/block"), load("user/nested", subfolder
     )
     refused, said, before, *loaded, after = found
     assert all(kind == "ValueError" and "is no drafter of a known format" in told for kind, told in refused), refused
-    assert "fc.weight" in refused[1][1] and "some.weight" in refused[2][1]
+    assert "new.weight" in refused[1][1] and "some.weight" in refused[2][1]
     assert not [path for _, path in bench.hub.requests if "user/other" in path and "safetensors" in path]
     assert "format: speculators (dflash, dflash2, dspark)" in said and "M numbers" in said
     assert not before and loaded == [["ok", 3], ["ok", 3]] and len(after) == 2

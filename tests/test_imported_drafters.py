@@ -124,7 +124,7 @@ def test_maps_of_the_vocabulary_that_contradict_each_other_are_refused(make, cha
     make(make_target(), draft_vocab_ids=range(2, 20, 3)).save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file({**state, "t2d": change(state["t2d"])}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="d2t and t2d of .* name different tokens"):
+    with pytest.raises(ValueError, match=r"d2t and t2d of .* name different tokens"):
         AutoDrafter.from_pretrained(tmp_path)
 
 
