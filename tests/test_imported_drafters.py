@@ -17,7 +17,9 @@ from hf_hsdraft.cli import app
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.draft_memory import DraftMemory
 from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.drafters.eagle.eagle_texts import DraftedRows
 from hf_hsdraft.drafters.protocol import DraftCall
+from hf_hsdraft.drafters.row_context import RowContext
 from hf_hsdraft.hub.describe import cached_drafters
 from hf_hsdraft.training.trainable import can_be_trained
 
@@ -177,3 +179,53 @@ def test_the_cache_lists_drafters_of_every_format(tmp_path):
         "user/own": ("2", ""),
     }
     assert all(each.bytes and not each.problem for each in cached_drafters(str(cache)))
+
+
+def test_rows_of_an_offloaded_embedding_are_taken_as_they_are():
+    accelerate = pytest.importorskip("accelerate")
+
+    class Scaled(torch.nn.Embedding):
+        embed_scale = 3.0
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * self.embed_scale
+
+    target, tokens = make_target(), torch.tensor([[3, 4]])
+    embedding = Scaled(*target.get_input_embeddings().weight.shape)
+    rows = embedding.weight.detach().clone()[tokens]
+    accelerate.cpu_offload(torch.nn.Sequential(embedding), torch.device("cpu"))
+    assert embedding.weight.device.type == "meta"
+    for drafter in (block(target), eagle(target)):
+        assert torch.equal(drafter.borrow(embedding, target.get_output_embeddings()).embed(tokens), rows)
+    doubled = block(target, embedding_scale=2.0)
+    assert torch.equal(doubled.borrow(embedding, target.get_output_embeddings()).embed(tokens), 2.0 * rows)
+
+
+def test_ids_of_a_draft_vocabulary_are_made_once():
+    drafter = eagle(make_target(), draft_vocab_ids=(4, 2, 9))
+    assert drafter.draft_vocab_ids() is drafter.draft_vocab_ids()
+    drafter.limit_vocabulary([9, 4])
+    assert drafter.draft_vocab_ids().tolist() == [9, 4]
+
+
+def test_what_texts_see_is_told_without_waiting_for_a_device():
+    """A tensor on the meta device has no values that could be waited for."""
+    device = torch.device("meta")
+    context = RowContext(1, 1, 1, 2, device, torch.float32)
+    context.reserve({0: 3}, torch.arange(3))
+    assert context.seen([0], torch.tensor([[5]], device=device)).shape == (1, 1, 3)
+
+
+def test_layers_of_the_same_window_share_a_mask(monkeypatch):
+    config = replace(EagleConfig.for_target(make_target()), num_hidden_layers=4, windows=(None, 9, None, 9))
+    drafter, target, made, drafted = EagleDrafter(config), make_target(), [], []
+    seen, extend = RowContext.seen, DraftedRows.extend
+
+    def counted(self, rows, last, window=None, number=0):
+        made.extend([window] if number else [])
+        return seen(self, rows, last, window, number)
+
+    monkeypatch.setattr(RowContext, "seen", counted)
+    monkeypatch.setattr(DraftedRows, "extend", lambda *arguments: drafted.append(1) or extend(*arguments))
+    target.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    assert drafted and len(made) == 2 * len(drafted)
