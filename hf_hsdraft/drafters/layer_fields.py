@@ -7,7 +7,7 @@ from typing import Any
 
 from ..common.checks import short
 from ..common.decoder_layer import LayerSizes
-from ..common.fields import Fields
+from ..common.fields import REQUIRED, Fields
 
 # The greatest values that make sense. Beyond them lie typing errors, and files that want to exhaust a machine.
 LAYER_LIMITS = {
@@ -31,8 +31,8 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
     """
     fields.expect("mlp_bias", False)
 
-    def size(name: str, *default: int) -> int:
-        return fields.integer(name, *default, most=LAYER_LIMITS[name])
+    def size(name: str, default: Any = REQUIRED) -> int:
+        return fields.integer(name, default, most=LAYER_LIMITS[name])
 
     width, heads = size("hidden_size"), size("num_attention_heads")
     return LayerSizes(
