@@ -312,6 +312,7 @@ def reshape(name):
         ("z-lab DFlash", None, lambda tensors: tensors.update({"prefix_gru.w": torch.ones(2)}), "Domino"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"mtp.0.markov_head.w": torch.ones(2)}), "DeepSeek-V4"),
         ("DeepSpec, vanilla", at_top(model_type="gemma4_text"), None, "model_type='gemma4_text'"),
+        ("DeepSpec, vanilla", at_top(embed_requires_grad=True), None, "embed_requires_grad=true"),
         ("DeepSpec, vanilla", at_top(markov_head_type="lstm"), None, "markov_head_type='lstm'.*vanilla, gated, rnn"),
         ("DeepSpec, vanilla", at_top(markov_rank=9), None, r"markov_w1.weight \[97, 8\] instead of \[97, 9\]"),
         ("speculators dspark, vanilla", None, lambda tensors: tensors["d2t"].add_(50), "d2t.*expected 0 to 96"),

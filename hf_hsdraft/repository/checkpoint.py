@@ -128,16 +128,14 @@ class Checkpoint:
             OSError: there are no weights.
             DamagedFile: a file is truncated, or no file of weights.
         """
-        found: dict[str, Shape] = {}
-        if self._headers:
-            found = {name: tuple(each.shape) for header in self._headers for name, each in header.tensors.items()}
-        elif self.with_weights() and self._is_pickled:
+        found = {name: tuple(each.shape) for header in self._headers for name, each in header.tensors.items()}
+        files = [] if self._headers else self._files
+        if files == [self.folder / _PICKLED]:
             return {name: tuple(tensor.shape) for name, tensor in self._unpickled().items()}
-        else:
-            for path in self._files:
-                with _opened(path) as file:
-                    for name in file.keys():  # noqa: SIM118
-                        found[name] = tuple(file.get_slice(name).get_shape())
+        for path in files:
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    found[name] = tuple(file.get_slice(name).get_shape())
         for name, shape in found.items():
             if torch.Size(shape).numel() > _MOST_NUMBERS:
                 raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
@@ -165,7 +163,7 @@ class Checkpoint:
             OSError, DamagedFile: as `shapes`.
         """
         files = self._files
-        if self._is_pickled:
+        if files == [self.folder / _PICKLED]:
             for name, tensor in self._unpickled().items():
                 if names is None or name in names:
                     yield name, tensor

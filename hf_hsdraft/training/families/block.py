@@ -120,12 +120,12 @@ class BlockFamily(PublishedFamily):
 
     def continued(self, drafter: BlockDrafter, fields: Mapping[str, Any]) -> None:
         """As every family does. A confidence head is left out: no objective trains it, so it would be stale."""
-        super().continued(drafter, fields)
         if drafter.config.confidence_head != "none":
             drafter.config, drafter.confidence_head = replace(drafter.config, confidence_head="none"), None
             logger.warning(
                 "the drafter's confidence head is left out of what is trained and saved, as no objective here trains it"
             )
+        super().continued(drafter, fields)
 
     def start_from_target(self, drafter: BlockDrafter, target: Any, finals: torch.Tensor) -> None:
         rows = target.get_output_embeddings().weight.detach()
