@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench import block_parity, parity_formats
-from hf_hsdraft.bench.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, Case, Reference, parity
-from hf_hsdraft.bench.format_parity import tiny_target
+from hf_hsdraft.bench.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
+from hf_hsdraft.bench.format_parity import Case, tiny_target
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.block.configuration import Sight, default_tap_layers
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
@@ -51,7 +51,7 @@ def test_the_command_prints_a_line_for_a_format():
 def changed(case: Case, change) -> Case:
     """The same case with its config.json changed after the reference has written it."""
 
-    def make(target) -> Reference:
+    def make(target) -> BlockReference:
         reference = case.make(target)
 
         def save(folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_d2t_gives_the_token_of_each_column(saved, target):
 
 def tokens_drafted(target, drafter, inputs) -> set[int]:
     """The tokens of all nodes that are drafted in a call, but for the roots."""
-    noting = block_parity.NotingDrafter(drafter)
+    noting = block_parity.noting(drafter)
     found: set[int] = set()
     session_of = noting.session
 
@@ -204,7 +204,7 @@ def test_what_is_saved_here_is_what_the_package_speculators_loads(fields, target
     document = json.loads((tmp_path / "config.json").read_text())
     assert document["sample_from_anchor"] is drafter.config.sample_from_anchor
 
-    def make(target) -> Reference:
+    def make(target) -> BlockReference:
         kind = document["speculators_model_type"]
         name = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind]
         layer = package.SpeculatorModelConfig.from_pretrained(tmp_path)
@@ -218,7 +218,7 @@ def test_what_is_saved_here_is_what_the_package_speculators_loads(fields, target
             if not drafter.config.has_own_head:
                 model.lm_head.weight.copy_(target.get_output_embeddings().weight)
         slots = partial(block_parity.speculators_slots, model.eval())
-        return Reference(name, drafter.save_pretrained, slots, first_slot=drafter.config.first_slot)
+        return BlockReference(name, drafter.save_pretrained, slots, first_slot=drafter.config.first_slot)
 
     assert parity(Case("saved here", make)).difference < CLOSE
     again = AutoDrafter.from_pretrained(tmp_path)
@@ -312,6 +312,7 @@ def reshape(name):
         ("z-lab DFlash", None, lambda tensors: tensors.update({"prefix_gru.w": torch.ones(2)}), "Domino"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"mtp.0.markov_head.w": torch.ones(2)}), "DeepSeek-V4"),
         ("DeepSpec, vanilla", at_top(model_type="gemma4_text"), None, "model_type='gemma4_text'"),
+        ("DeepSpec, vanilla", at_top(embed_requires_grad=True), None, "embed_requires_grad=true"),
         ("DeepSpec, vanilla", at_top(markov_head_type="lstm"), None, "markov_head_type='lstm'.*vanilla, gated, rnn"),
         ("DeepSpec, vanilla", at_top(markov_rank=9), None, r"markov_w1.weight \[97, 8\] instead of \[97, 9\]"),
         ("speculators dspark, vanilla", None, lambda tensors: tensors["d2t"].add_(50), "d2t.*expected 0 to 96"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -430,3 +432,30 @@ def test_what_is_no_language_model_or_not_a_whole_one_is_told(target, tmp_path):
         AutoDrafter.from_pretrained(tmp_path / "more")
     with pytest.raises(ValueError, match="trust_remote_code=True is invalid"):
         AutoDrafter.from_pretrained(tmp_path / "more", trust_remote_code=True)
+
+
+def test_options_and_shapes_are_checked_before_weights_are_read(target, tmp_path, monkeypatch):
+    CausalLMDrafter(target).save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(ValueError, match="tree_size=0 is invalid"):
+        AutoDrafter.from_pretrained(tmp_path, tree_size=0)
+    stored = json.loads((tmp_path / "drafting_config.json").read_text())
+    (tmp_path / "drafting_config.json").write_text(json.dumps({**stored, "beam_width": 0}))
+    with pytest.raises(ValueError, match="beam_width=0 is invalid"):
+        AutoDrafter.from_pretrained(tmp_path)
+    (tmp_path / "drafting_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["intermediate_size"] = 2**20
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"of other shapes: model\.layers\.0\.mlp\.\w+\.weight \[.* instead of"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_a_cache_does_not_keep_the_drafter_alive(target):
+    drafter, cache = drafter_of(near(target)), DynamicCache(config=target.config)
+    cache.activate_past_recording()
+    target.generate(padded(1)["input_ids"], **GREEDY, assistant_model=drafter, past_key_values=cache)
+    model, parameters = weakref.ref(drafter.model), weakref.ref(next(drafter.model.parameters()))
+    del drafter
+    gc.collect()
+    assert model() is None and parameters() is None

@@ -50,6 +50,18 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
         _ = Checkpoint.open(tmp_path).shapes
 
 
+def test_a_file_of_torch_before_its_zip_format_is_read(tmp_path):
+    folder_with(tmp_path, pickled=True)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(WEIGHTS, path, _use_new_zipfile_serialization=False)
+    found = Checkpoint.open(tmp_path)
+    assert found.shapes == {"a": (2, 3), "d2t": (4,)}
+    assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in found.tensors())
+    torch.save({"a": pytest.approx}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(DamagedFile, match="is damaged"):
+        _ = Checkpoint.open(tmp_path).shapes
+
+
 def test_tensors_that_do_not_fit_are_named(tmp_path):
     found = Checkpoint.open(folder_with(tmp_path))
     with pytest.raises(ValueError, match=r"missing: b; unknown: d2t; of other shapes: a \[2, 3\] instead of \[3, 2\]"):

@@ -19,7 +19,6 @@ from hf_hsdraft.bench.eagle_parity import (
     MASK,
     TAPS,
     TOKENS,
-    Reference,
     authors_config,
     eagle_target,
     in_parallel,
@@ -28,7 +27,7 @@ from hf_hsdraft.bench.eagle_parity import (
     speculators_model,
     unrolled,
 )
-from hf_hsdraft.bench.format_parity import HIDDEN
+from hf_hsdraft.bench.format_parity import HIDDEN, Reference
 from hf_hsdraft.common.decoder_layer import rotary_of
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.eagle import eagle_texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,8 +14,9 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from hub_server import HubServer
+from safetensors.torch import save
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 from hf_hsdraft.repository.drafter_files import digests
 from hf_hsdraft.target.target_loading import embedded_gguf
 
@@ -181,7 +183,7 @@ def pushed(bench):
     """A repository that another process pushed."""
     bench.child(
         """
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 answer(HSDrafter.from_pretrained("drafter").push_to_hub("user/drafter").oid)
 """,
         home="author",
@@ -229,7 +231,7 @@ def test_a_repository_is_what_it_should_be_and_nothing_else(bench, pushed):
 def test_pulled_with_the_package_in_another_process(bench, pushed):
     found = bench.child(
         f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("{pushed}")
 answer([tokens(assistant_model=drafter), type(drafter).__module__, drafter.config.weights_digest])
 """,
@@ -273,7 +275,7 @@ def test_three_routes_give_the_same_tokens_in_one_process(bench, pushed):
 remote = AutoModel.from_pretrained("{pushed}", trust_remote_code=True)
 before = [tokens(assistant_model=remote), tokens(custom_generate="{pushed}", trust_remote_code=True)]
 assert "hf_hsdraft" not in sys.modules
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 own = HSDrafter.from_pretrained("{pushed}")
 assert type(own) is not type(remote) and not isinstance(own, type(remote))
 recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
@@ -357,7 +359,7 @@ def test_a_drafter_of_the_flat_layout_works_on_all_routes_and_is_brought_up_to_d
 remote = AutoModel.from_pretrained("flat", trust_remote_code=True)
 before = [tokens(assistant_model=remote), tokens(custom_generate="flat", trust_remote_code=True)]
 assert "hf_hsdraft" not in sys.modules and type(remote).__module__.endswith(".former_model")
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 own = HSDrafter.from_pretrained("flat")
 own.save_pretrained("flat")
 answer([*before, tokens(assistant_model=own), tokens(custom_generate="flat", trust_remote_code=True)])
@@ -372,7 +374,7 @@ answer([*before, tokens(assistant_model=own), tokens(custom_generate="flat", tru
 
 def test_offline_every_route_works_from_the_cache(bench, pushed):
     load = f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
 answer([
     tokens(assistant_model=AutoModel.from_pretrained("{pushed}", trust_remote_code=True)),
@@ -386,7 +388,7 @@ answer([
     assert online == offline == [bench.plain] * 3 and len(bench.hub.requests) == asked
     [kind, message] = bench.child(
         f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 answer(outcome(lambda: HSDrafter.from_pretrained("{pushed}") and None))
 """,
         home="nothing_cached",
@@ -449,7 +451,7 @@ answer([
 def test_branches_private_repositories_and_a_second_version(bench):
     found = bench.child(
         """
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 from safetensors.torch import load_file
 drafter = HSDrafter.from_pretrained("drafter")
 drafter.push_to_hub("user/hidden", private=True)
@@ -470,7 +472,7 @@ answer([sizes, one.oid == same.oid, one.oid == two.oid])
     assert found == [[16, 7, 16, 16], True, False]
     stranger = bench.child(
         """
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 answer([
     outcome(lambda: HSDrafter.from_pretrained("user/hidden")),
     outcome(lambda: HSDrafter.from_pretrained("drafter").push_to_hub("user/drafter")),
@@ -500,7 +502,7 @@ def test_pushing_leaves_alone_what_is_not_the_drafters(bench):
     bench.hub.put("user/other-model", other)
     found = bench.child(
         """
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
 for name in ("user/lived-in", "user/former"):
     drafter.push_to_hub(name)
@@ -532,7 +534,7 @@ def test_an_adapter_is_pushed_without_its_drafter(bench):
     found = bench.child(
         """
 from peft import LoraConfig
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
 drafter.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
 drafter.push_to_hub("user/adapter")
@@ -585,7 +587,7 @@ def test_saving_asks_the_hub_nothing_and_keeps_what_belongs_to_a_revision(bench)
     later = {name: (bench.folder / "grown" / name).read_bytes() for name in ("config.json", "model.safetensors")}
     bench.hub.put("user/grown", later)
     load = f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("user/grown", revision="{first}")
 """
     bench.child(load, home="grown")
@@ -602,7 +604,7 @@ def test_weights_are_fetched_of_drafters_only_and_from_subfolders_too(bench):
     bench.hub.put("user/llama", other)
     found = bench.child(
         """
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 answer([
     outcome(lambda: tokens(assistant_model=HSDrafter.from_pretrained("user/nested", subfolder="sub"))),
     outcome(lambda: HSDrafter.from_pretrained("user/llama")),
@@ -615,6 +617,51 @@ answer([
     assert not [path for _, path in bench.hub.requests if "user/llama" in path and "safetensors" in path]
 
 
+def test_weights_in_formats_of_others_are_fetched_when_they_are_read(bench):
+    """What is refused is refused by config.json, or by the headers of the files; `info` reads no more either."""
+    folder = bench.folder / "formats"
+    BlockDrafter.for_target(bench.target, num_draft_steps=3, num_hidden_layers=1).save_pretrained(folder)
+    files = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    sizes = {"hidden_size": 8, "vocab_size": 9, "architectures": ["SomethingNew"]}
+    older = io.BytesIO()
+    torch.save({"some.weight": torch.zeros(3)}, older)
+    bench.hub.put("user/block", files)
+    bench.hub.put("user/nested", {f"sub/{name}": content for name, content in files.items()})
+    bench.hub.put("user/other", {"config.json": b'{"model_type": "picture"}', "model.safetensors": b"much" * 1000})
+    new = {"config.json": json.dumps(sizes).encode(), "model.safetensors": save({"new.weight": torch.zeros(50, 1000)})}
+    bench.hub.put("user/new", new)
+    bench.hub.put("user/older", {"config.json": json.dumps(sizes).encode(), "pytorch_model.bin": older.getvalue()})
+    look = """
+from pathlib import Path
+from typer.testing import CliRunner
+from hf_hsdraft import AutoDrafter, cli
+def fetched():
+    return sorted(path.parents[2].name + "/" + path.name for path in Path(HOME).rglob("*.safetensors"))
+def info(name):
+    return CliRunner().invoke(cli.app, ["info", name], env={"COLUMNS": "200"}).output
+def load(name, **where):
+    return outcome(lambda: AutoDrafter.from_pretrained(name, **where).num_draft_steps)
+""".replace("HOME", repr(str(bench.folder / "lean")))
+    found = bench.child(
+        look
+        + """
+refused = [load(name) for name in ("user/other", "user/new", "user/older")]
+said = info("user/block")
+before = fetched()
+answer([refused, said, before, load("user/block"), load("user/nested", subfolder="sub"), fetched()])
+""",
+        home="lean",
+    )
+    refused, said, before, *loaded, after = found
+    assert all(kind == "ValueError" and "is no drafter of a known format" in told for kind, told in refused), refused
+    assert "new.weight" in refused[1][1] and "some.weight" in refused[2][1]
+    assert not [path for _, path in bench.hub.requests if "user/other" in path and "safetensors" in path]
+    assert "format: speculators (dflash, dflash2, dspark)" in said and "M numbers" in said
+    assert not before and loaded == [["ok", 3], ["ok", 3]] and len(after) == 2
+    offline = bench.child(look + 'answer([load("user/block"), info("user/block")])', home="lean", HF_HUB_OFFLINE="1")
+    assert offline[0] == ["ok", 3] and "format: speculators" in offline[1]
+
+
 def test_damaged_files_are_forgotten_and_sound_ones_are_not(bench):
     """Two revisions share a file of weights; the digest of the second is wrong, the file is not."""
     files = {name: bench_file(bench, name) for name in ("config.json", "model.safetensors")}
@@ -623,7 +670,7 @@ def test_damaged_files_are_forgotten_and_sound_ones_are_not(bench):
     config["weights_digest"] = {"model.safetensors": "0" * 64}
     bad = bench.hub.put("user/shared", {"config.json": json.dumps(config).encode()})
     load = f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 order = ("{good}", "{bad}", "{good}")
 answer([outcome(lambda: HSDrafter.from_pretrained("user/shared", revision=revision) and None) for revision in order])
 """
@@ -649,7 +696,7 @@ def test_a_downloads_faults_are_told_and_leave_nothing_that_loads_later(bench):
         [digest] = other.config.weights_digest.values()
         bench.hub.fail(method, digest, kind, times=times)
     first = f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 names = {list(faults)}
 answer({{name: outcome(lambda: HSDrafter.from_pretrained("user/" + name) and None) for name in names}})
 """
@@ -660,7 +707,7 @@ answer({{name: outcome(lambda: HSDrafter.from_pretrained("user/" + name) and Non
     assert all(kind == "OSError" for kind, _ in offline.values()), offline
     bench.hub.heal()
     second = f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 answer({{n: tokens(assistant_model=HSDrafter.from_pretrained("user/" + n)) for n in {list(faults)}}})
 """
     assert bench.child(second, home="faulty") == dict.fromkeys(faults, bench.plain)
@@ -669,7 +716,7 @@ answer({{n: tokens(assistant_model=HSDrafter.from_pretrained("user/" + n)) for n
 def test_what_is_not_there_or_not_allowed_is_told(bench, pushed):
     found = bench.child(
         f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 answer([outcome(lambda: HSDrafter.from_pretrained(*args, **kwargs)) for args, kwargs in (
     (("user/nothing",), {{}}),
     (("{pushed}",), {{"revision": "nowhere"}}),
@@ -696,7 +743,7 @@ def test_an_uploads_faults_commit_nothing_and_the_next_push_works(bench):
         bench.hub.put(f"user/{name}", {})
         bench.hub.fail(method, pattern, kind, times=None)
     push = f"""
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import BlockDrafter, HSDrafter
 drafter = HSDrafter.from_pretrained("drafter")
 answer({{n: outcome(lambda: bool(drafter.push_to_hub("user/" + n))) for n in {list(cases)}}})
 """

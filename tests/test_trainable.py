@@ -11,9 +11,10 @@ import torch
 from conftest import VOCAB, make_target, write_prompts
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter
+from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.bench.block_parity import SLOTS, speculators_slots
 from hf_hsdraft.cli import app
 from hf_hsdraft.repository import care
@@ -50,6 +51,7 @@ SIZES = {
     "block": {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8, "draft_vocab_size": 40, "tree_size": 6},
     "eagle3": {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6},
 }
+SIZES_OF_A_FILE = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8}
 families = pytest.mark.parametrize("family", SIZES)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -320,6 +322,23 @@ def test_what_a_family_cannot_have_is_refused(chatty, tokenizer, tmp_path, famil
     with pytest.raises(ValueError, match=r"markov_rank=4 is invalid with family='hidden-state'.*of family block"):
         run(chatty, tokenizer, replace(plan(tmp_path, family), family="hidden-state", drafter={"markov_rank": 4}))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_confidence_head_is_not_trained_and_not_saved_untrained(chatty, tokenizer, tmp_path, caplog):
+    drafter = BlockDrafter.for_target(chatty, **SIZES_OF_A_FILE, confidence_head="markov")
+    drafter.save_pretrained(tmp_path / "file")
+    assert AutoDrafter.from_pretrained(tmp_path / "file").config.confidence_head == "markov"  # as it came
+    trained = run(chatty, tokenizer, plan(tmp_path, "block", init_from=str(tmp_path / "file"), drafter={}))
+    assert trained.config.confidence_head == "none" and "confidence head is left out" in caplog.text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["enable_confidence_head"] is False
+    assert not any("confidence" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    again = AutoDrafter.from_pretrained(tmp_path / "out")
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor)
+    with pytest.raises(ValueError, match="confidence_head='hidden' is invalid in training"):
+        fields = {**SIZES["block"], "confidence_head": "hidden"}
+        run(chatty, tokenizer, replace(plan(tmp_path, "block", drafter=fields), out=str(tmp_path / "fresh")))
 
 
 def test_a_choice_among_candidates_is_not_trained(chatty, tokenizer, tmp_path):

@@ -7,25 +7,35 @@ decodes with it. Every draft of the call is then computed by the reference, on t
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
-from ..drafters.auto_drafter import AutoDrafter
 from ..drafters.block.block_session import BlockSession
 from ..drafters.draft_options import DraftOptions
 from ..drafters.parallel_expansion import ParallelExpansion
-from ..drafters.protocol import Ask, DraftCall, Session
-from .format_parity import HIDDEN, VOCABULARY, Parity, Round, compared, randomise, taps_of, texts_of, tiny_target
-from .wrapped_drafter import WrappedDrafter
+from ..drafters.protocol import Ask, DraftCall
+from .format_parity import (
+    HIDDEN,
+    VOCABULARY,
+    Case,
+    NotingDrafter,
+    Parity,
+    Reference,
+    Round,
+    compared,
+    randomise,
+    taps_of,
+    texts_of,
+    tiny_target,
+)
 
 TAPS, SLOTS, MASK = (1, 3, 5), 5, 90
 DRAFTED = tuple(range(2, VOCABULARY, 2))  # a part of the vocabulary
@@ -59,77 +69,46 @@ class NotingSession(BlockSession):
         return super().expansion(asks, hidden, depth, options)
 
 
-class NotingDrafter(WrappedDrafter):
-    """A block drafter whose drafts are noted.
+def noting(drafter: Any) -> NotingDrafter:
+    """Returns a block drafter whose drafts are noted."""
 
-    Attributes:
-        rounds: the drafts of its calls.
-    """
+    def session(drafter: Any, call: DraftCall) -> NotingSession:
+        weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
+        return NotingSession(drafter, weights, call.options, batch_size=call.rows)
 
-    def __init__(self, drafter: Any) -> None:
-        super().__init__(drafter)
-        self.rounds: list[Round] = []
-
-    def session(self, call: DraftCall) -> Session:
-        drafter, target = self._drafter, call.target
-        weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-        session = NotingSession(drafter, weights, call.options, batch_size=call.rows)
-        session.rounds = self.rounds
-        return session
+    return NotingDrafter(drafter, session)
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A drafter of random weights by the implementation that a format comes from.
+class BlockReference(Reference):
+    """A block drafter by the implementation that its format comes from.
+
+    Its `logits` returns those `[slots, V']` of all slots of a block before token information, and those `[slots, V']`
+    with it, minus infinity where a token cannot be drafted. It is given the taps `[T, taps * D]`, the tokens of the
+    text, more of them than are accepted, and the anchor's position.
 
     Attributes:
-        name: name of its class.
-        save: writes it into a folder.
-        slots: returns logits `[slots, V']` of all slots of a block before token information, and those `[slots, V']`
-            with it, minus infinity where a token cannot be drafted. It is given the taps `[T, taps * D]`, the tokens of
-            the text, more of them than are accepted, and the anchor's position.
-        taps: hidden states of the target that it reads.
         first_slot: the slot of the first draft.
     """
 
-    name: str
-    save: Callable[[Path], None]
-    slots: Callable[[torch.Tensor, Sequence[int], int], tuple[torch.Tensor, torch.Tensor]]
     taps: Sequence[int] = TAPS
     first_slot: int = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """A format in a kind of its own.
-
-    Attributes:
-        name: what is compared.
-        make: makes the reference for a target.
-        target: fields of the target's configuration.
-    """
-
-    name: str
-    make: Callable[[Any], Reference]
-    target: dict[str, Any] = field(default_factory=dict)
 
 
 def parity(case: Case) -> Parity:
     """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts."""
     target = tiny_target(**case.target)
-    reference = case.make(target)
-    with tempfile.TemporaryDirectory() as folder:
-        reference.save(Path(folder))
-        drafter = AutoDrafter.from_pretrained(folder, dtype=torch.float32)
-    noting = NotingDrafter(drafter)
-    texts, _ = texts_of(target, noting)
+    reference = cast(BlockReference, case.make(target))
+    drafter = reference.loaded()
+    noted_drafter = noting(drafter)
+    texts, _ = texts_of(target, noted_drafter)
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     weights = drafter.borrow(embedding, head)
 
     def distance(each: Round, text: Sequence[int]) -> float:
         anchor, first, noted = each.length - 1, reference.first_slot, each.drafted
         longer = [*text, *[11] * (2 * SLOTS)]  # the reference wants tokens after the block
-        plain, told = reference.slots(taps_of(target, longer, reference.taps), longer, anchor)
+        plain, told = reference.logits(taps_of(target, longer, reference.taps), longer, anchor)
         ours = drafter.logits(noted.hidden[0, first:], weights)
         worst, states = float((ours - plain[first:]).abs().max()), None
         for level in range(1, min(noted.expansion.depth, len(told) - first) + 1):
@@ -141,7 +120,7 @@ def parity(case: Case) -> Parity:
         return worst
 
     with torch.no_grad():
-        return compared(case.name, reference.name, noting.rounds, texts, distance)
+        return compared(case.name, reference.name, noted_drafter.rounds, texts, distance)
 
 
 def speculators_model(
@@ -202,7 +181,7 @@ def speculators_model(
 def speculators_slots(
     model: Any, taps: torch.Tensor, text: Sequence[int], anchor: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of a block by a drafter of speculators; see `Reference.slots`."""
+    """Returns the logits of a block by a drafter of speculators; see `BlockReference`."""
     ids, loss_mask = torch.tensor([list(text)]), torch.zeros(1, len(text), dtype=torch.bool)
     loss_mask[0, anchor] = True
     last = torch.zeros(1, len(text), HIDDEN)
@@ -221,12 +200,12 @@ def speculators_slots(
     return logits, logits
 
 
-def of_speculators(target: Any, kind: str, **fields: Any) -> Reference:
+def of_speculators(target: Any, kind: str, **fields: Any) -> BlockReference:
     """Returns a drafter as the package speculators saves it; the arguments are those of `speculators_model`."""
     model = speculators_model(target, kind, **fields)
     first = 0 if model.config.sample_from_anchor else 1
     slots = partial(speculators_slots, model)
-    return Reference(type(model).__name__, model.save_pretrained, slots, first_slot=first)
+    return BlockReference(type(model).__name__, model.save_pretrained, slots, first_slot=first)
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -245,7 +224,7 @@ def _layer_fields(model: Any) -> dict[str, Any]:
     return {**fields, "rope_theta": parameters["rope_theta"]}
 
 
-def of_deepspec(target: Any, **fields: Any) -> Reference:
+def of_deepspec(target: Any, **fields: Any) -> BlockReference:
     """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's."""
     model = speculators_model(target, "dspark", **fields)
     own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -260,12 +239,12 @@ def of_deepspec(target: Any, **fields: Any) -> Reference:
     }
     left_out = ("verifier_lm_head.weight", "verifier_norm.weight")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-    return Reference(
+    return BlockReference(
         type(model).__name__, lambda folder: write(folder, config, tensors), partial(speculators_slots, model)
     )
 
 
-def of_zlab2(target: Any) -> Reference:
+def of_zlab2(target: Any) -> BlockReference:
     """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
     model = speculators_model(target, "dflash2", **DFLASH2)
     own = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS], "block_size": SLOTS, **DFLASH2}
@@ -273,7 +252,7 @@ def of_zlab2(target: Any) -> Reference:
     left_out = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     slots = partial(speculators_slots, model)
-    return Reference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
+    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
 
 
 def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
@@ -300,7 +279,7 @@ def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
 def muse_slots(
     model: MuseGlimmerAssistantModel, target: Any, taps: torch.Tensor, text: Sequence[int], anchor: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of a block by a drafter of transformers; see `Reference.slots`."""
+    """Returns the logits of a block by a drafter of transformers; see `BlockReference`."""
     cache = DFlashCache(config=model.config)
     cache.activate_past_recording()
     cache.set_previous_accepted_tokens(anchor)
@@ -315,14 +294,14 @@ def muse_slots(
     return logits, logits
 
 
-def of_transformers(target: Any, **fields: Any) -> Reference:
+def of_transformers(target: Any, **fields: Any) -> BlockReference:
     """Returns a DFlash drafter as transformers saves it."""
     model = muse_model(**fields)
     slots = partial(muse_slots, model, target)
-    return Reference(type(model).__name__, model.save_pretrained, slots, first_slot=1)
+    return BlockReference(type(model).__name__, model.save_pretrained, slots, first_slot=1)
 
 
-def of_zlab(target: Any) -> Reference:
+def of_zlab(target: Any) -> BlockReference:
     """Returns a DFlash drafter as z-lab writes it, by the class of transformers."""
     model = muse_model()
     names = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -342,7 +321,7 @@ def of_zlab(target: Any) -> Reference:
         "use_cache": True,
     }
     slots = partial(muse_slots, model, target)
-    return Reference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
+    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}

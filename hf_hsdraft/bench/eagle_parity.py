@@ -7,9 +7,7 @@ Where a project's own code is not installed, its files are those of speculators 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,24 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from ..drafters.auto_drafter import AutoDrafter
 from ..drafters.eagle.eagle_expansion import EagleExpansion
 from ..drafters.eagle.eagle_session import EagleSession
-from ..drafters.protocol import DraftCall, Session
+from ..drafters.protocol import DraftCall
 from ..trees.tree_builders import Expansion
 from .block_parity import write
-from .format_parity import HIDDEN, Parity, Round, compared, randomise, taps_of, texts_of, tiny_target
-from .wrapped_drafter import WrappedDrafter
+from .format_parity import (
+    HIDDEN,
+    Case,
+    NotingDrafter,
+    Parity,
+    Reference,
+    Round,
+    compared,
+    randomise,
+    taps_of,
+    texts_of,
+    tiny_target,
+)
 
 TOKENS, LAYERS, MASK = 64, 8, 5
 DRAFTED = tuple(range(1, TOKENS, 2))  # a part of the vocabulary
@@ -76,58 +84,16 @@ class NotingSession(EagleSession):
         return found
 
 
-class NotingDrafter(WrappedDrafter):
-    """An EAGLE-3 drafter whose drafts are noted.
+def noting(drafter: Any) -> NotingDrafter:
+    """Returns an EAGLE-3 drafter whose drafts are noted."""
 
-    Attributes:
-        rounds: the drafts of its calls.
-    """
+    def session(drafter: Any, call: DraftCall) -> NotingSession:
+        return NotingSession(drafter, drafter.borrow(call.target.get_input_embeddings()), call.options, call.rows)
 
-    def __init__(self, drafter: Any) -> None:
-        super().__init__(drafter)
-        self.rounds: list[Round] = []
-        for name, value in _DRAFT.items():
-            setattr(self.generation_config, name, min(value, drafter.num_draft_steps) if "tokens" in name else value)
-
-    def session(self, call: DraftCall) -> Session:
-        weights = self._drafter.borrow(call.target.get_input_embeddings())
-        session = NotingSession(self._drafter, weights, call.options, call.rows)
-        session.rounds = self.rounds
-        return session
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A drafter of random weights by the implementation that a format comes from.
-
-    Attributes:
-        name: name of its class.
-        save: writes it into a folder.
-        logits: returns the logits `[n + 1, V']` after the n + 1 first nodes of a path, the root being the first. It is
-            given taps `[t, taps * D]` of x_0 .. x_{t-1}, the tokens x_1 .. x_t, of which the last is the root, and the
-            n tokens of the path.
-        taps: hidden states of the target that it reads.
-    """
-
-    name: str
-    save: Callable[[Path], Any]
-    logits: Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
-    taps: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A format in a kind of its own.
-
-    Attributes:
-        name: what is compared.
-        make: makes the reference for a target.
-        target: fields of the target's configuration.
-    """
-
-    name: str
-    make: Callable[[Any], Reference]
-    target: dict[str, Any] = field(default_factory=dict)
+    noted = NotingDrafter(drafter, session)
+    for name, value in _DRAFT.items():
+        setattr(noted.generation_config, name, min(value, drafter.num_draft_steps) if "tokens" in name else value)
+    return noted
 
 
 def eagle_target(**fields: Any) -> Any:
@@ -139,21 +105,22 @@ def parity(case: Case) -> Parity:
     """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts."""
     target = eagle_target(**case.target)
     reference = case.make(target)
-    with tempfile.TemporaryDirectory() as folder:
-        reference.save(Path(folder))
-        drafter = AutoDrafter.from_pretrained(folder, dtype=torch.float32)
-    return parity_of(case.name, drafter, target, reference)
+    return parity_of(case.name, reference.loaded(), target, reference)
 
 
 def parity_of(name: str, drafter: Any, target: Any, reference: Reference) -> Parity:
     """Compares a drafter's drafts with a reference's, as `parity` does.
 
+    The reference's `logits` returns those `[n + 1, V']` after the n + 1 first nodes of a path, the root being the
+    first. It is given taps `[t, taps * D]` of x_0 .. x_{t-1}, the tokens x_1 .. x_t, of which the last is the root, and
+    the n tokens of the path.
+
     Raises:
         AssertionError: the drafter reads other hidden states than the reference.
     """
     assert tuple(drafter.taps_of(target)) == tuple(reference.taps), "other hidden states are read"
-    noting = NotingDrafter(drafter)
-    texts, _ = texts_of(target, noting)
+    noted = noting(drafter)
+    texts, _ = texts_of(target, noted)
 
     def distance(each: Round, text: Sequence[int]) -> float:
         taps = taps_of(target, text, reference.taps)[: each.length - 1]
@@ -166,7 +133,7 @@ def parity_of(name: str, drafter: Any, target: Any, reference: Reference) -> Par
         return worst
 
     with torch.no_grad():
-        return compared(name, reference.name, noting.rounds, texts, distance)
+        return compared(name, reference.name, noted.rounds, texts, distance)
 
 
 def speculators_model(
@@ -242,7 +209,7 @@ def _padded(taps: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> t
 
 
 def unrolled(model: Any, taps: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> torch.Tensor:
-    """Returns the logits of a path by speculators' unrolling, at the last accepted pair; see `Reference.logits`."""
+    """Returns the logits of a path by speculators' unrolling, at the last accepted pair; see `parity_of`."""
     states, ids = _padded(taps, tokens, path)
     steps = len(path) + 1  # each reads the token that is one further
     found = _heads(model, lambda: model(states, ids, torch.zeros_like(ids), ttt_steps=steps))

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ..drafters.auto_drafter import AutoDrafter
+from ..drafters.protocol import DraftCall, Session
+from .wrapped_drafter import WrappedDrafter
 
 VOCABULARY, HIDDEN, LAYERS = 97, 32, 6
 PROMPTS = ((5, 9, 11, 3, 40, 41, 42), (7, 8, 60, 61, 62, 7, 8, 60, 61, 20, 21))
@@ -50,6 +56,66 @@ class Round:
     row: int
     length: int
     drafted: Any
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A drafter of random weights by the implementation that a format comes from.
+
+    Attributes:
+        name: name of its class.
+        save: writes it into a folder.
+        logits: what it drafts; the family's comparison says what it is given and what it returns.
+        taps: hidden states of the target that it reads.
+    """
+
+    name: str
+    save: Callable[[Path], Any]
+    logits: Callable[..., Any]
+    taps: Sequence[int]
+
+    def loaded(self) -> Any:
+        """Returns the drafter that its files are read as, in float32."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            return AutoDrafter.from_pretrained(folder, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format in a kind of its own.
+
+    Attributes:
+        name: what is compared.
+        make: makes the reference for a target.
+        target: fields of the target's configuration.
+    """
+
+    name: str
+    make: Callable[[Any], Reference]
+    target: dict[str, Any] = field(default_factory=dict)
+
+
+class NotingDrafter(WrappedDrafter):
+    """A drafter whose drafts are noted.
+
+    Args:
+        drafter: the drafter.
+        session: makes a session that notes its drafts in its list `rounds`, of the drafter and a call.
+
+    Attributes:
+        rounds: the drafts of its calls.
+    """
+
+    def __init__(self, drafter: Any, session: Callable[[Any, DraftCall], Any]) -> None:
+        super().__init__(drafter)
+        self.rounds: list[Round] = []
+        self._session = session
+
+    def session(self, call: DraftCall) -> Session:
+        session = self._session(self._drafter, call)
+        session.rounds = self.rounds
+        return session
 
 
 def tiny_target(**overrides: Any) -> Any:

@@ -114,7 +114,7 @@ def list_cached() -> None:
         size = f"{each.bytes / 1e6:.1f} MB" if each.bytes else "weights not fetched"
         refs = f" ({', '.join(each.refs)})" if each.refs else ""
         line = f"{each.name} {each.commit}{refs}: for {each.target or 'a target without name'}, format "
-        line += f"{each.format_version}, {size}"
+        line += f"{each.format}, {size}"
         console.print(escape(line), highlight=False, soft_wrap=True)
         if each.problem:
             console.print(f"  [red]{escape(each.problem)}[/]", highlight=False, soft_wrap=True)

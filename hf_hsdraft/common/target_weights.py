@@ -47,7 +47,7 @@ def borrow(
         output_head: the target's output layer; `None` leaves its rows out.
         vocab_ids: `[V']`, int64, the token id of each row.
         device, dtype: of the drafter.
-        scaled: whether embeddings are multiplied by a factor where the target does so.
+        scaled: whether embeddings are what the target makes of its rows; if not, they are the rows themselves.
     """
     vocab_ids = vocab_ids.to(device)
     head = None
@@ -55,14 +55,19 @@ def borrow(
         head = _output_rows(output_head, embedding, vocab_ids).to(device, dtype)
     table = embedding.weight.detach()  # the target is never trained
     place = table.device
-    plain = type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and not scaled)
-    factor = 1.0 if scaled else getattr(embedding, "embed_scale", 1.0)
-    if plain and embedding.max_norm is None and is_unhooked(embedding):
+    is_table = isinstance(embedding, nn.Embedding) and embedding.max_norm is None
+    if is_table and (not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))):
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
-            return F.embedding(tokens, table)
+            if place.type != "meta":
+                return F.embedding(tokens, table)
+            from accelerate.utils import align_module_device  # it has offloaded the table
+
+            with align_module_device(embedding):
+                return F.embedding(tokens.to(embedding.weight.device), embedding.weight.detach())
 
     else:
+        factor = 1.0 if scaled else getattr(embedding, "embed_scale", 1.0)
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
             return embedding(tokens).detach() / factor

@@ -44,13 +44,10 @@ class AutoDrafter:
             family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
             if family is None:
                 checkpoint = Checkpoint.open(name, subfolder, **hub)
-                form = _format_of(checkpoint)
-        if family is not None:
-            return family.drafter.from_pretrained(name, *args, **kwargs)
-        others = {
-            argument: value for argument, value in kwargs.items() if argument not in (*HUB_ARGUMENTS, "subfolder")
-        }
-        return form.load(checkpoint, **others)
+                of_hub = {*HUB_ARGUMENTS, "subfolder"}
+                others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
+                return _format_of(checkpoint).load(checkpoint, **others)
+        return family.drafter.from_pretrained(name, *args, **kwargs)
 
 
 def _format_of(checkpoint: Checkpoint) -> Format:

@@ -46,6 +46,9 @@ class Format:
         matches: whether a checkpoint is of this format, by its configuration and by the names of its tensors.
         load: makes a drafter of a checkpoint; keyword arguments are those of `from_pretrained`.
         describe: what `hsdraft info` tells of a checkpoint, as titles and lines; nothing is loaded for it.
+        drafter: class of the drafters; `None` if that is not known before loading.
+        possible: whether a config.json may be one of this format, so that it is worth looking at the weights.
+        listed: whether `hsdraft list` names a checkpoint of this format.
     """
 
     name: str
@@ -53,6 +56,14 @@ class Format:
     matches: Callable[[Checkpoint], bool]
     load: Callable[..., Any]
     describe: Callable[[Checkpoint], Mapping[str, str]] = fields_told
+    drafter: Any = None
+    possible: Callable[[Mapping[str, Any]], bool] = lambda config: True
+    listed: Callable[[Checkpoint], bool] = lambda checkpoint: True
+
+
+def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Returns whether a config.json has some fields, as `Format.possible`."""
+    return lambda config: all(config.get(name) is not None for name in names)
 
 
 _formats: dict[str, Format] = {}
@@ -74,14 +85,15 @@ def recognise(checkpoint: Checkpoint) -> Format:
     Raises:
         ValueError: it is of none; the message names what was found.
     """
-    for form in formats():
+    config = checkpoint.config
+    candidates = [form for form in formats() if form.possible(config)]
+    for form in candidates:
         if form.matches(checkpoint):
             return form
-    config = checkpoint.config
     marks = ("speculators_model_type", "architectures", "model_type")
     seen = ", ".join(f"{name}={printable(config[name])}" for name in marks if config.get(name) is not None)
-    names = few(sorted(checkpoint.shapes), 8)
+    tensors = f"; tensors: {few(sorted(checkpoint.shapes), 8) or 'none'}" if candidates else ""
     raise ValueError(
-        f"{printable(checkpoint.name)} is no drafter of a known format ({seen or 'no field names one'}; tensors: "
-        f"{names or 'none'}): expected one of {', '.join(form.name for form in formats())}"
+        f"{printable(checkpoint.name)} is no drafter of a known format ({seen or 'no field names one'}{tensors}): "
+        f"expected one of {', '.join(form.name for form in formats())}"
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..repository.drafter_files import OPTIONS, read_json
-from ..repository.pretrained_drafter import drafting_options
+from ..repository.drafter_files import OPTIONS
+from ..repository.pretrained_drafter import stored_options
 from .draft_options import option_names
 
 
@@ -30,7 +30,7 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def take_options(drafter: Any, folder: Path, given: Mapping[str, Any]) -> None:
+def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str = OPTIONS) -> None:
     """Gives a drafter the drafting options of its folder, and those of a call to load it.
 
     What other projects write into that file is not about drafting here, and is left alone.
@@ -39,6 +39,7 @@ def take_options(drafter: Any, folder: Path, given: Mapping[str, Any]) -> None:
         drafter: the drafter; its weights may be on the meta device.
         folder: of its files.
         given: options of the call, which go before those of the folder.
+        file: name of the file that holds options.
 
     Raises:
         TypeError: there is no such option.
@@ -47,8 +48,7 @@ def take_options(drafter: Any, folder: Path, given: Mapping[str, Any]) -> None:
     names = option_names(drafter)
     if unknown := sorted(given.keys() - names):
         raise TypeError(f"a drafter is loaded without {', '.join(unknown)}: expected drafting options, or dtype")
-    stored = drafting_options(read_json(folder / OPTIONS)) if (folder / OPTIONS).is_file() else {}
-    for name, value in {**stored, **given}.items():
+    for name, value in {**stored_options(folder / file), **given}.items():
         if name in names:
             setattr(drafter.generation_config, name, value)
     if given:

@@ -157,7 +157,7 @@ class Drafter:
         draws_nodes: whether its sessions can draw their nodes, as a `tree_builder` other than `"beam"` asks for.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
         own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
-        saved_as: formats of other projects that `save_pretrained` writes.
+        saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
         why_not_exported: why there are no others.
         generation_config: the drafting options.
     """
@@ -218,12 +218,13 @@ class Drafter:
         """
         return ()
 
-    def export(self, form: str, folder: str | os.PathLike[str]) -> None:
+    def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
         """Writes the drafter in a format of another project, for programs that read it.
 
         Args:
             form: name of the format.
             folder: created if missing.
+            target_name: name of the target to write; the one that the drafter knows by default.
 
         Raises:
             ValueError: the drafter cannot be written so; the message says why.
@@ -232,7 +233,8 @@ class Drafter:
             raise ValueError(
                 f"a {type(self).__name__} cannot be written in the format {form!r}: {self.why_not_exported}"
             )
-        self.save_pretrained(folder)  # type: ignore[attr-defined]
+        named = {"target_name": target_name} if target_name else {}
+        self.save_pretrained(folder, **named)  # type: ignore[attr-defined]
 
     def verifier(self, options: DraftOptions) -> Verifier:
         """The rule that accepts its drafts."""

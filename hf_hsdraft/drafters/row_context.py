@@ -130,9 +130,9 @@ class RowContext:
     def seen(
         self, rows: Sequence[int], last: torch.Tensor, window: int | torch.Tensor | None = None, drafted: int = 0
     ) -> torch.Tensor | None:
-        """Returns `[B, n, P]`, True where a query may look at a slot of `view`; `None` for everywhere.
+        """Returns `[B, n, P]`, True where a query may look at a slot of `view`; on a CPU `None` for everywhere.
 
-        Drafted slots have no positions, so they are False here.
+        Drafted slots have no positions, so they are False here. To see whether all are True, one would wait for a GPU.
 
         Args:
             rows: the texts.
@@ -144,7 +144,7 @@ class RowContext:
         mask = positions <= last[..., None]
         if window is not None:
             mask &= positions > (last - window)[..., None]
-        return None if not drafted and bool(mask.all()) else mask
+        return None if not drafted and mask.device.type == "cpu" and bool(mask.all()) else mask
 
     def _longest(self, rows: Sequence[int]) -> int:
         return max(self.lengths[row] for row in rows)

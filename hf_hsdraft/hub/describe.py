@@ -28,10 +28,10 @@ from ..repository.drafter_files import (
     fetch,
     find_folder,
     read_json,
-    weight_files,
 )
 from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe
-from ..repository.pretrained_drafter import drafting_options
+from ..repository.pretrained_drafter import stored_options
+from ..repository.speculators_format import target_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CachedDrafter:
         commit: Commit that is cached.
         refs: Branches and tags that point to it.
         target: Name of the target it was made for.
-        format_version: Format of its files.
+        format: Format of its files: a version of our own, or the name of another project's.
         bytes: Size of its weights, 0 if they are not fetched yet.
         problem: Why it cannot be loaded; empty if nothing is known.
     """
@@ -52,31 +52,35 @@ class CachedDrafter:
     commit: str
     refs: tuple[str, ...]
     target: str
-    format_version: int
+    format: str
     bytes: int
     problem: str
 
 
 def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
-    """Yields the drafters in the cache, by name, and no models of other types."""
+    """Yields the drafters in the cache, by name, and no models of other types.
+
+    Of other projects' formats only those with weights: the names of the tensors tell what they are.
+    """
     try:
         repositories = scan_cache_dir(cache_dir).repos
     except CacheNotFound:
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):
         for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
-            config = _config_of_drafter(revision.snapshot_path)
-            if config is None:
+            config = _config_in(revision.snapshot_path)
+            is_ours = str(config.get("model_type")) in FAMILIES
+            form = "" if is_ours else _format_in(repository.repo_id, revision.snapshot_path, config)
+            if not is_ours and not form:
                 continue
-            problem = _problem(config)
             yield CachedDrafter(
                 name=repository.repo_id,
                 commit=revision.commit_hash,
                 refs=tuple(sorted(revision.refs)),
-                target=printable(config.get("target_name") or ""),
-                format_version=_whole(config.get("format_version", 1)),
+                target=printable((config.get("target_name") if is_ours else target_of(config)[0]) or ""),
+                format=form or str(_whole(config.get("format_version", 1))),
                 bytes=_bytes(revision.snapshot_path),
-                problem=problem,
+                problem=_problem(config),
             )
 
 
@@ -85,8 +89,8 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
 
     Args:
         name: Folder or Hub name.
-        with_weights: Whether to fetch the weights too, and compare them with their digests. Those of other projects'
-            formats are always fetched: the names of their tensors tell which format it is.
+        with_weights: Whether to fetch the weights too, and compare them with their digests. Of other projects' formats
+            no more is fetched than tells the names of the tensors; for files that are pickled, that is all.
         hub: What to ask the Hub with, see `find_folder`.
 
     Raises:
@@ -161,7 +165,7 @@ def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
     """What is known of a drafter of another family than the hidden-state one."""
-    options = drafting_options(read_json(folder / OPTIONS)) if (folder / OPTIONS).is_file() else {}
+    options = stored_options(folder / OPTIONS)
     return {
         "drafter": {"name": name, "family": f"{family}, {FAMILIES[family].drafter.__name__}"},
         "options": {printable(option): printable(value) for option, value in options.items()},
@@ -179,16 +183,25 @@ def _weights(folder: Path, config: HSDraftConfig, check: bool) -> str:
     return text
 
 
-def _config_of_drafter(folder: Path) -> dict[str, Any] | None:
+def _config_in(folder: Path) -> dict[str, Any]:
     try:
-        config = read_json(folder / CONFIG)
+        return read_json(folder / CONFIG)
     except (OSError, ValueError):
-        return None  # whatever it is, it does not say that it is a drafter
-    return config if str(config.get("model_type")) in FAMILIES else None
+        return {}  # whatever it is, it does not say that it is a drafter
+
+
+def _format_in(name: str, folder: Path, config: dict[str, Any]) -> str:
+    """Returns the name of another project's format; empty if a folder holds no drafter of any that is known."""
+    checkpoint = Checkpoint(name, folder, config)
+    try:
+        form = recognise(checkpoint)
+    except (OSError, ValueError):
+        return ""
+    return form.name if form.listed(checkpoint) else ""
 
 
 def _problem(config: dict[str, Any]) -> str:
-    if config["model_type"] != HSDraftConfig.model_type:
+    if config.get("model_type") != HSDraftConfig.model_type:
         return ""
     try:
         HSDraftConfig.from_dict(config)
@@ -199,7 +212,7 @@ def _problem(config: dict[str, Any]) -> str:
 
 def _bytes(folder: Path) -> int:
     try:
-        return sum(path.stat().st_size for path in weight_files(folder))
+        return Checkpoint(str(folder), folder, {}).bytes
     except (OSError, ValueError):
         return 0
 

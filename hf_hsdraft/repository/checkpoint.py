@@ -1,6 +1,7 @@
 """A drafter's files in a format of somebody else: found, looked at and checked before anything is allocated.
 
-Only configuration and weights are fetched, never code.
+Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read. Their names
+and shapes are seen before that, by the headers of the files. Older files, which are pickled, have no such headers.
 """
 
 from __future__ import annotations
@@ -12,12 +13,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, SafetensorsParsingError
+from huggingface_hub.utils import SafetensorsFileMetadata
 from safetensors import SafetensorError, safe_open
 
 from ..common.checks import few, printable
-from .drafter_files import CONFIG, INDEX, OPTIONS, WEIGHTS, DamagedFile, find_folder, read_json, weight_files
+from .drafter_files import (
+    CONFIG,
+    INDEX,
+    OPTIONS,
+    WEIGHTS,
+    DamagedFile,
+    find_folder,
+    listed_files,
+    read_json,
+    weight_files,
+)
 
 _PICKLED = "pytorch_model.bin"
 LOOSE_MASK = "mask_embedding.pt"  # of some block drafters: the embedding of a mask, beside the weights
@@ -46,7 +61,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name: str | os.PathLike[str], subfolder: str = "", **hub: Any) -> Checkpoint:
-        """Finds a checkpoint, and fetches its weights if it is on the Hub.
+        """Finds a checkpoint. Of one on the Hub, all but the weights is fetched.
 
         Args:
             name: folder or Hub name.
@@ -57,11 +72,7 @@ class Checkpoint:
             OSError: there is no such folder or repository, or it holds no configuration.
             DamagedFile: the configuration is damaged.
         """
-        described = (CONFIG, OPTIONS, LOOSE_MASK)
-        folder = find_folder(name, (*described, INDEX, WEIGHTS, "model-*.safetensors"), subfolder, **hub)
-        has_weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
-        if not has_weights and not os.path.isdir(name):
-            folder = find_folder(name, (*described, _PICKLED), subfolder, **hub)
+        folder = find_folder(name, (CONFIG, OPTIONS, LOOSE_MASK, INDEX), subfolder, **hub)
         if os.path.isdir(name):
             return cls(os.fspath(name), folder, read_json(folder / CONFIG))
         commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
@@ -76,6 +87,39 @@ class Checkpoint:
         """
         return find_folder(self.name, names, self.subfolder, **self.hub) if self.hub else self.folder
 
+    def with_weights(self) -> Path:
+        """Fetches the weights, if they are on the Hub and not here, and returns the folder that they are in.
+
+        Raises:
+            OSError: there are none, or the Hub cannot be reached.
+            DamagedFile: an index of files is damaged.
+        """
+        _ = self._files
+        return self.folder
+
+    @cached_property
+    def _files(self) -> list[Path]:
+        """The files of weights, which are fetched first if need be."""
+        if self.hub:
+            self.also(*(listed_files(self.folder) or [WEIGHTS]))
+            if not self._has_safetensors:
+                self.also(_PICKLED)
+        return [self.folder / _PICKLED] if self._is_pickled else weight_files(self.folder)
+
+    @cached_property
+    def _headers(self) -> list[SafetensorsFileMetadata]:
+        """Headers of the files on the Hub; none if the files are here, or the Hub does not give parts of them."""
+        if not self.hub or self.hub.get("local_files_only") or self._has_weights:
+            return []
+        place, api = f"{self.subfolder}/" if self.subfolder else "", HfApi(token=self.hub.get("token"))
+        try:
+            return [
+                api.parse_safetensors_file_metadata(self.name, place + name, revision=self.hub["revision"])
+                for name in listed_files(self.folder) or [WEIGHTS]
+            ]
+        except (OSError, HTTPError, SafetensorsParsingError):  # what is wrong is told when the files are fetched
+            return []
+
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
         """Shape of each tensor by its name, by the headers of the files.
@@ -84,10 +128,11 @@ class Checkpoint:
             OSError: there are no weights.
             DamagedFile: a file is truncated, or no file of weights.
         """
-        if self._is_pickled:
+        found = {name: tuple(each.shape) for header in self._headers for name, each in header.tensors.items()}
+        files = [] if self._headers else self._files
+        if files == [self.folder / _PICKLED]:
             return {name: tuple(tensor.shape) for name, tensor in self._unpickled().items()}
-        found: dict[str, Shape] = {}
-        for path in weight_files(self.folder):
+        for path in files:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     found[name] = tuple(file.get_slice(name).get_shape())
@@ -98,13 +143,15 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Size of the files of weights.
+        """Size of the weights.
 
         Raises:
             OSError: there are no weights.
         """
-        files = [self.folder / _PICKLED] if self._is_pickled else weight_files(self.folder)
-        return sum(path.stat().st_size for path in files)
+        if self._headers:
+            parts = (each.data_offsets for header in self._headers for each in header.tensors.values())
+            return sum(end - start for start, end in parts)
+        return sum(path.stat().st_size for path in self._files)
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the weights by name, one after the other.
@@ -115,12 +162,13 @@ class Checkpoint:
         Raises:
             OSError, DamagedFile: as `shapes`.
         """
-        if self._is_pickled:
+        files = self._files
+        if files == [self.folder / _PICKLED]:
             for name, tensor in self._unpickled().items():
                 if names is None or name in names:
                     yield name, tensor
             return
-        for path in weight_files(self.folder):
+        for path in files:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     if names is None or name in names:
@@ -165,9 +213,18 @@ class Checkpoint:
         return found
 
     @property
+    def _has_safetensors(self) -> bool:
+        return (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
+
+    @property
     def _is_pickled(self) -> bool:
-        has_safetensors = (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
-        return not has_safetensors and (self.folder / _PICKLED).is_file()
+        return not self._has_safetensors and (self.folder / _PICKLED).is_file()
+
+    @property
+    def _has_weights(self) -> bool:
+        """Whether all files of weights are here."""
+        names = listed_files(self.folder) or [WEIGHTS]
+        return self._is_pickled or all((self.folder / name).is_file() for name in names)
 
     def _unpickled(self) -> dict[str, torch.Tensor]:
         """The weights of an older file."""
@@ -179,9 +236,12 @@ class Checkpoint:
 
 
 def _unpickled(path: Path) -> Any:
-    """What a file of PyTorch holds. It is read without running any code of it, and mapped, not loaded."""
+    """What a file of PyTorch holds. It is read without running any code of it.
+
+    A file of today's layout, a zip archive, is mapped, not loaded; PyTorch maps no older one.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise DamagedFile(f"{path} is damaged ({printable(error)})", path) from error
 

@@ -85,7 +85,7 @@ def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **
     check_is_drafter(folder, model_type)
     if not os.path.isdir(name):
         commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
-        names = _listed(folder) or [WEIGHTS]
+        names = listed_files(folder) or [WEIGHTS]
         folder = find_folder(name, names, subfolder, **{**hub, "revision": commit})  # of the same state
     return folder
 
@@ -129,13 +129,13 @@ def weight_files(folder: Path) -> list[Path]:
         OSError: There are none, or some that the index names are missing.
         DamagedFile: The index names files elsewhere.
     """
-    names = [WEIGHTS] if (folder / WEIGHTS).is_file() else _listed(folder) or [WEIGHTS]
+    names = [WEIGHTS] if (folder / WEIGHTS).is_file() else listed_files(folder) or [WEIGHTS]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise OSError(f"{folder} has no {few(missing)}; weights are read from safetensors files only")
     return [folder / name for name in names]
 
 
-def _listed(folder: Path) -> list[str]:
+def listed_files(folder: Path) -> list[str]:
     """The files of weights that an index names; none without an index."""
     if not (folder / INDEX).is_file():
         return []

@@ -17,6 +17,7 @@ from .card_figures import figures_section, is_chain
 from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
 from .markdown import code, table
 from .publication import MARK, is_generated, stands_alone
+from .speculators_format import target_of
 
 PAPER = "2602.21224"  # arXiv
 _CAPTIONS = {
@@ -113,7 +114,7 @@ def render_card(folder: Path, name: str) -> str:
     benchmarks = figures["benchmarks"]
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
-    target = config.get("target_name") or recipe.get("target") or _target_of_speculators(config)
+    target = config.get("target_name") or recipe.get("target") or target_of(config)[0]
     of_paper = adapts is not None or "target_tap_layers" in config
     reads_states = of_paper or bool(config.get("reads_states")) or "speculators_model_type" in config
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
@@ -132,15 +133,6 @@ def render_card(folder: Path, name: str) -> str:
         "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _target_of_speculators(config: Mapping[str, Any]) -> str:
-    """The target's name in a configuration of the package speculators; empty for none."""
-    for field in ("speculators_config", "verifier"):
-        inner = config.get(field)
-        config = inner if isinstance(inner, dict) else {}
-    name = config.get("name_or_path")
-    return public_name(name) if isinstance(name, str) else ""
 
 
 def _metadata(

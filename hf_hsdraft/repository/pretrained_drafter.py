@@ -119,7 +119,7 @@ class PretrainedDrafter(PreTrainedModel):
             with torch.device("meta"):
                 shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
             check_weights(folder, shapes, getattr(config, "weights_digest", None))
-            options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+            options = stored_options(folder / OPTIONS)
         # By its tensors, not its folder: there transformers would look for adapters, and for other weights.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -127,7 +127,7 @@ class PretrainedDrafter(PreTrainedModel):
         model.loaded_from = folder
         if kwargs.get("generation_config") is None:
             shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
-            for option, value in {**drafting_options(options), **shape}.items():
+            for option, value in {**options, **shape}.items():
                 setattr(model.generation_config, option, value)
         return loaded
 
@@ -226,6 +226,15 @@ class PretrainedDrafter(PreTrainedModel):
     @property
     def _adapted(self) -> bool:
         return bool(getattr(self, "_hf_peft_config_loaded", False))
+
+
+def stored_options(path: Path) -> dict[str, Any]:
+    """Returns the drafting options in a file; none if there is no such file.
+
+    Raises:
+        DamagedFile: it is no JSON object.
+    """
+    return drafting_options(read_json(path)) if path.is_file() else {}
 
 
 def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:

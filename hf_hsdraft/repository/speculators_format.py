@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common.checks import public_name
 from ..common.fields import Fields
 from .checkpoint import Checkpoint
 
@@ -13,6 +14,19 @@ def speculators_type(checkpoint: Checkpoint) -> str:
     """Returns the kind of drafter that a checkpoint in this format names; empty for other formats."""
     kind = checkpoint.config.get("speculators_model_type")
     return kind if isinstance(kind, str) else ""
+
+
+def target_of(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Returns the name of the target in a config.json, as it may be published, and its class names, as far as named."""
+    found: Any = config
+    for name in ("speculators_config", "verifier"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    found = found if isinstance(found, Mapping) else {}
+    name, architectures = found.get("name_or_path"), found.get("architectures")
+    return (
+        public_name(name) if isinstance(name, str) else "",
+        tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+    )
 
 
 def check_proposals(config: Fields) -> None:

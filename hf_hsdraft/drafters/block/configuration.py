@@ -10,15 +10,15 @@ from typing import Any
 from ...common.checks import is_integer, is_number, public_name, short
 from ...common.decoder_layer import LayerSizes
 from ...target.target_limits import decoder_layers
+from ..layer_fields import LAYER_LIMITS, MOST_LAYERS
 from ..special_tokens import ANY, AnySpecialTokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 # The greatest values that make sense. Beyond them lie typing errors, and files that want to exhaust a machine.
 LIMITS = {
-    "vocab_size": 2**22, "draft_vocab_size": 2**22, "target_hidden_size": 2**17, "num_hidden_layers": 64,
-    "block_size": 256, "hidden_size": 2**17, "intermediate_size": 2**20, "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12, "head_dim": 2**13, "conv_kernel_size": 256, "conv_group_size": 2**17,
+    **LAYER_LIMITS, "vocab_size": 2**22, "draft_vocab_size": 2**22, "target_hidden_size": 2**17,
+    "num_hidden_layers": MOST_LAYERS, "block_size": 256, "conv_kernel_size": 256, "conv_group_size": 2**17,
     "selector_top_k": 2**12,
 }  # fmt: skip
 MOST_TAPS, MOST_RANK = 64, 2**16

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,21 +13,19 @@ from transformers import GenerationConfig
 from ...common.checks import printable
 from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
-from ...repository.care import care
-from ...repository.checkpoint import Checkpoint
-from ...repository.drafter_files import HUB_ARGUMENTS
+from ...repository.checkpoint import LOOSE_MASK
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
 from ..draft_reads import Read, weights_of
-from ..formats import recognise
-from ..protocol import DraftCall, Drafter
+from ..protocol import DraftCall
+from ..published_drafter import PublishedDrafter, SpeculatorsFiles
 from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows
-from .writing import write_drafter
+from .writing import config_document
 
 
-class BlockDrafter(BlockNetwork, Drafter):
+class BlockDrafter(BlockNetwork, PublishedDrafter):
     """A drafter that drafts a whole block of tokens in one forward (DFlash, DFlash2, DSpark).
 
     It reads hidden states of the target and borrows its embedding. If it drafts the whole vocabulary, it borrows the
@@ -42,8 +39,6 @@ class BlockDrafter(BlockNetwork, Drafter):
     """
 
     draws_nodes = True
-    saved_as = ("speculators",)
-    why_not_exported = "drafters that draft a block are written in the format of speculators only"
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -94,47 +89,20 @@ class BlockDrafter(BlockNetwork, Drafter):
         self.d2t.copy_(found - torch.arange(len(found)))  # type: ignore[operator]
         self.t2d.zero_()[found.to(self.device)] = True  # type: ignore[operator]
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads a block drafter of any format that is known.
+    def in_files(self, target_name: str = "") -> SpeculatorsFiles:
+        config = replace(self.config, target_name=target_name or self.config.target_name)
+        state = self.state_dict()
+        loose = {LOOSE_MASK: state.pop("mask_embedding")} if config.learned_mask else {}
+        return SpeculatorsFiles(config_document(config, self.dtype), state, loose)
 
-        Args:
-            pretrained_model_name_or_path: folder or Hub name of the drafter.
-            kwargs: `dtype` of the weights, that of the files by default; `revision`, `subfolder` and what else the Hub
-                is asked with.
-
-        Raises:
-            OSError: there is no such folder or repository.
-            ValueError: it holds something else, or its files contradict each other.
-        """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name = pretrained_model_name_or_path
-        with care().loading(name, bool(hub.get("local_files_only"))):
-            checkpoint = Checkpoint.open(name, kwargs.pop("subfolder", None) or "", **hub)
-            form = recognise(checkpoint)
-            drafter = form.load(checkpoint, **kwargs)
-        if not isinstance(drafter, cls):
-            raise ValueError(f"{printable(name)} is a drafter of the format {form.name}: load it by AutoDrafter")
-        return drafter
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes configuration, weights and drafting options into a folder, in the format of speculators.
-
-        Args:
-            save_directory: created if missing.
-            kwargs: as every model of transformers takes them; they mean nothing here.
-
-        Raises:
-            ValueError: a drafting option is wrong, or the drafter computes what this format cannot say.
-        """
-        self.check_options()
-        write_drafter(self, Path(save_directory))
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return care().push(Path(folder), repo_id, **kwargs)
+    def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
+        if self.config.learned_mask:
+            raise ValueError(
+                f"this drafter cannot be written in the format {form!r}: its masks have an embedding of their own, for "
+                f"which that format has no field. `save_pretrained` keeps it in {LOOSE_MASK}, which only this package "
+                "reads"
+            )
+        super().export(form, folder, target_name)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]

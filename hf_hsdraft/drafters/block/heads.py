@@ -176,7 +176,7 @@ class CandidateSelector(TokenHead):
 
 
 class ConfidenceHead(nn.Module):
-    """The chance that the draft of a slot is accepted, given that those before it are; before the sigmoid.
+    """Weights that tell the chance of each draft to be accepted. They are kept as they came: drafts do not go by them.
 
     Args:
         input_size: D, or D + r with the row of the token before.
@@ -185,10 +185,6 @@ class ConfidenceHead(nn.Module):
     def __init__(self, input_size: int) -> None:
         super().__init__()
         self.proj = nn.Linear(input_size, 1)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns `[...]`, of features `[..., D]` or `[..., D + r]`."""
-        return self.proj(features).squeeze(-1)
 
 
 MARKOV_HEADS: dict[str, Callable[[int, int, int, int], MarkovHead]] = {

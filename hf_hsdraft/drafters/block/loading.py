@@ -9,8 +9,9 @@ import torch
 
 from ...common.checks import printable
 from ...repository.checkpoint import LOOSE_MASK, Checkpoint
-from ..formats import Format
+from ..formats import Format, with_fields
 from ..loading_arguments import dtype_of, take_options
+from ..vocabulary_maps import drafted_ids
 from .configuration import BlockConfig
 from .drafter import BlockDrafter
 from .reading import (
@@ -19,6 +20,7 @@ from .reading import (
     is_refused,
     is_speculators,
     is_transformers,
+    names_transformers,
     read_deepspec,
     read_dflash,
     read_speculators,
@@ -58,9 +60,12 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
     shapes.pop("mask_embedding", None)
     names = {**{name: f"{name}.weight" for name in _CODEBOOKS if f"{name}.weight" in checkpoint.shapes}, **names}
     checkpoint.check_shapes({names.get(name, name): shape for name, shape in shapes.items()}, _of_target(config))
-    _check_vocabulary(checkpoint, config)
+    if config.has_own_head:
+        drafted_ids(checkpoint, config.vocab_size or 0)
     own = {names.get(name, name): name for name in shapes}
     state = {own[name]: tensor for name, tensor in checkpoint.tensors(own.keys())}
+    if config.has_own_head:
+        state |= {"d2t": state["d2t"].long(), "t2d": state["t2d"].bool()}
     if config.learned_mask:
         state["mask_embedding"] = _mask_of(checkpoint, config)
     drafter.load_state_dict(state, assign=True)
@@ -80,23 +85,6 @@ def _of_target(config: BlockConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _check_vocabulary(checkpoint: Checkpoint, config: BlockConfig) -> None:
-    """Raises a ValueError if the maps between the draft vocabulary and the target's do not fit."""
-    if not config.has_own_head:
-        return
-    maps = dict(checkpoint.tensors(("d2t", "t2d")))
-    offsets, kept, size = maps["d2t"], maps["t2d"], config.vocab_size
-    name = printable(checkpoint.name)
-    if offsets.dtype not in (torch.int64, torch.int32) or kept.dtype != torch.bool:
-        raise ValueError(f"{name} has d2t of {offsets.dtype} and t2d of {kept.dtype}: expected int64 and bool")
-    ids = offsets + torch.arange(len(offsets))
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= (size or 0):
-        raise ValueError(f"d2t in {name} gives token ids from {least} to {most}: expected 0 to {(size or 0) - 1}")
-    if not torch.equal(ids.sort().values, kept.nonzero().flatten()):
-        raise ValueError(f"d2t and t2d in {name} name different tokens: expected each drafted token once, in both")
-
-
 def _mask_of(checkpoint: Checkpoint, config: BlockConfig) -> torch.Tensor:
     """Returns the embedding `[D]` of masks that lies beside the weights."""
     tensor, width = checkpoint.loose_tensor(LOOSE_MASK), config.target_hidden_size
@@ -106,14 +94,25 @@ def _mask_of(checkpoint: Checkpoint, config: BlockConfig) -> torch.Tensor:
     return tensor.reshape(width)
 
 
-def _format(name: str, rank: int, matches: Callable[[Checkpoint], bool], read: Reader, **names: str) -> Format:
-    return Format(name, rank, matches, lambda checkpoint, **kwargs: load(checkpoint, read, names, **kwargs))
+def _format(
+    name: str,
+    rank: int,
+    matches: Callable[[Checkpoint], bool],
+    read: Reader,
+    possible: Callable[[Mapping[str, Any]], bool],
+    **names: str,
+) -> Format:
+    def load_by_name(checkpoint: Checkpoint, **kwargs: Any) -> BlockDrafter:
+        return load(checkpoint, read, names, **kwargs)
+
+    return Format(name, rank, matches, load_by_name, drafter=BlockDrafter, possible=possible)
 
 
+_OF_LAYERS, _OF_SPECULATORS = with_fields("hidden_size"), with_fields("speculators_model_type")
 FORMATS = (
-    Format("drafters of neighbouring formats that are refused", 0, is_refused, refuse),
-    _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators),
-    _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec),
-    _format("transformers (DFlash)", 30, is_transformers, read_transformers, **_OF_TRANSFORMERS),
-    _format("z-lab (DFlash, DFlash2)", 40, is_dflash, read_dflash),
+    Format("drafters of neighbouring formats that are refused", 0, is_refused, refuse, possible=_OF_LAYERS),
+    _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators, _OF_SPECULATORS),
+    _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec, _OF_LAYERS),
+    _format("transformers (DFlash)", 30, is_transformers, read_transformers, names_transformers, **_OF_TRANSFORMERS),
+    _format("z-lab (DFlash, DFlash2)", 40, is_dflash, read_dflash, _OF_LAYERS),
 )

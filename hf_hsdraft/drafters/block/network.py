@@ -267,14 +267,6 @@ class BlockNetwork(nn.Module):
         """
         return None if self.token_head is None or states is None else self.token_head(hidden, states)
 
-    def confidence(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Returns logits `[N]` of the chance that the drafts of slots `[N, D]` are accepted, after tokens `[N]`."""
-        if self.confidence_head is None:
-            return None
-        if self.config.confidence_head == "markov":
-            hidden = torch.cat([hidden, cast(Any, self.markov_head).markov_w1(tokens)], dim=-1)
-        return self.confidence_head(hidden)
-
     def draft_vocab_ids(self, vocab_size: int | None = None) -> torch.Tensor:
         """Returns `[V']`, int64: the token id behind each row of the head.
 
@@ -294,30 +286,17 @@ class BlockNetwork(nn.Module):
             output_head: the target's output layer.
             with_head: False leaves the rows out.
         """
-        source, scale = raw_embedding(embedding, self.config.embedding_scale)
+        scale = self.config.embedding_scale
+        is_normed = isinstance(getattr(embedding, "embed_norm", None), nn.Module)
+        as_made = scale is None and not is_normed
+        if scale is None:  # but for the norm
+            scale = float(getattr(embedding, "embed_scale", 1.0)) if is_normed else 1.0
         head = output_head if self.lm_head is None and with_head else None
-        ids = self.draft_vocab_ids(source.num_embeddings)
-        weights = borrow(source, head, ids, self.device, self.dtype)
+        ids = self.draft_vocab_ids(len(cast(torch.Tensor, embedding.weight)))
+        weights = borrow(cast(nn.Embedding, embedding), head, ids, self.device, self.dtype, scaled=as_made)
         if scale == 1.0:
             return weights
         return replace(weights, embed=lambda tokens: weights.embed(tokens) * scale)
-
-
-def raw_embedding(embedding: nn.Module, scale: float | None) -> tuple[nn.Embedding, float]:
-    """Returns a module with the rows of a target's embedding, and their factor.
-
-    Args:
-        embedding: the target's.
-        scale: factor of the rows; `None` for what the target makes of them, but for a norm of the embeddings.
-    """
-    if scale is None and not isinstance(getattr(embedding, "embed_norm", None), nn.Module):
-        return cast(nn.Embedding, embedding), 1.0
-    if scale is None:
-        scale = float(getattr(embedding, "embed_scale", 1.0))
-    if type(embedding) is nn.Embedding:
-        return embedding, scale
-    rows = cast(torch.Tensor, embedding.weight)
-    return nn.Embedding.from_pretrained(rows.detach()), scale
 
 
 def frozen_rows(output_head: nn.Linear, ids: Sequence[int]) -> torch.Tensor:

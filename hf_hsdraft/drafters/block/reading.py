@@ -12,19 +12,17 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ...common.checks import few, printable, public_name, short
-from ...common.decoder_layer import LayerSizes
+from ...common.checks import few, printable, short
 from ...common.fields import REQUIRED, Fields
 from ...repository.checkpoint import LOOSE_MASK, Checkpoint
 from ...repository.drafter_files import CONFIG
-from ...repository.speculators_format import check_proposals, speculators_type
+from ...repository.speculators_format import check_proposals, speculators_type, target_of
+from ..layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
 from .configuration import LIMITS, MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
 
 _SPECULATORS = ("dflash", "dflash2", "dspark")
 # Fields of transformers that say nothing about what a drafter computes.
-_MEANINGLESS = (
-    "is_decoder", "return_dict", "tie_word_embeddings", "use_cache", "use_sliding_window", "embed_requires_grad",
-)  # fmt: skip
+_MEANINGLESS = ("is_decoder", "return_dict", "tie_word_embeddings", "use_cache", "use_sliding_window")
 
 
 def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
@@ -32,13 +30,12 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
     kind = speculators_type(checkpoint)
     config = Fields(checkpoint.config, CONFIG)
     check_proposals(config)
-    given = config.table("transformer_layer_config").values
-    layer = _with_defaults(given, f"{CONFIG}, transformer_layer_config")
+    given = config.table("transformer_layer_config")
+    layer = _with_defaults(given.values, given.place)
+    layer.ignore(*_MEANINGLESS)
     causal = not config.flag("sliding_window_non_causal", kind == "dflash2")
     sights = [_sight(window, of_anchor=True, causal=causal) for window in _windows(layer)]
-    proposals = config.table("speculators_config", None)
-    target = Fields((proposals.values.get("verifier") if proposals else None) or {}, f"{CONFIG}, verifier")
-    name, architectures = target.values.get("name_or_path"), target.values.get("architectures")
+    target_name, target_architectures = target_of(checkpoint.config)
     fields = {
         **_trunk(layer),
         "target_hidden_size": config.integer("target_hidden_size", None) or layer.integer("hidden_size"),
@@ -49,11 +46,12 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
         "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=LIMITS["draft_vocab_size"]),
         "sights": tuple(sights),
         "last_tap_is_normed": False,
-        "target_name": public_name(name) if isinstance(name, str) else "",
-        "target_architectures": tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+        "target_name": target_name,
+        "target_architectures": target_architectures,
         **(_dspark_heads(config, enabled=True) if kind == "dspark" else {}),
         **(_dflash2_heads(config, least_known=True) if kind == "dflash2" else {}),
     }
+    layer.refuse_unread()
     config.refuse_unread()
     return _with_loose_mask(BlockConfig(**fields), checkpoint)
 
@@ -71,7 +69,7 @@ def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
         window = own.integer("swa_window_size")
         if window != config.integer("sliding_window", window):
             raise ValueError(f"swa_window_size={window} in dflash_config is invalid: expected the same sliding_window")
-        windows = windows if "layer_types" in config else [window] * len(windows)
+        windows = windows if "layer_types" in config else (window,) * len(windows)
     sights = [
         _sight(None if window is None else window - 1, causal=window is not None if causal is None else causal)
         for window in windows
@@ -138,61 +136,26 @@ def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
 
 def _trunk(layer: Fields, has_vocabulary: bool = True) -> dict[str, Any]:
     """Reads the sizes of the layers, which have the names of Qwen3, and that of the vocabulary if there is one."""
-    width = layer.integer("hidden_size", most=LIMITS["hidden_size"])
-    heads = layer.integer("num_attention_heads", most=LIMITS["num_attention_heads"])
-    head_dim = layer.integer("head_dim", None, most=LIMITS["head_dim"])
     bias = layer.flag("attention_bias", False)
-    layer.expect("mlp_bias", False)
-    sizes = LayerSizes(
-        hidden_size=width,
-        intermediate_size=layer.integer("intermediate_size", most=LIMITS["intermediate_size"]),
-        num_attention_heads=heads,
-        num_key_value_heads=layer.integer("num_key_value_heads", heads, most=LIMITS["num_key_value_heads"]),
-        head_dim=width // heads if head_dim is None else head_dim,
-        rms_norm_eps=layer.number("rms_norm_eps", 1e-6, most=1.0),
-        attention_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
-        hidden_act=layer.choice("hidden_act", ("silu", "gelu", "gelu_pytorch_tanh", "relu"), "silu"),
-    )
     size = layer.integer("vocab_size", most=LIMITS["vocab_size"]) if has_vocabulary else None
     return {
         "vocab_size": size,
         "draft_vocab_size": size,
-        "sizes": sizes,
-        "num_hidden_layers": layer.integer("num_hidden_layers", most=LIMITS["num_hidden_layers"]),
-        "rope": _rope(layer),
+        "sizes": read_sizes(layer, attention_bias=bias, output_bias=bias, qk_norm=True),
+        "num_hidden_layers": layer.integer("num_hidden_layers", most=MOST_LAYERS),
+        # Where kinds of layers rotate differently, it is as sliding ones do, for all.
+        "rope": read_rope(layer, "sliding_attention"),
     }
 
 
-def _rope(layer: Fields) -> dict[str, Any]:
-    """Reads how the layers rotate. Where kinds of layers rotate differently, it is as sliding ones do, for all."""
-    layer.expect("partial_rotary_factor", 1, 1.0)
-    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
-    rope = {name: layer.values[name] for name in names if name in layer}
-    parameters = layer.table("rope_parameters", None)
-    if parameters is not None:
-        parameters = parameters.table("sliding_attention", None) or parameters
-        parameters.expect("partial_rotary_factor", 1, 1.0)
-        rope["rope_parameters"] = dict(parameters.values)
-    return rope
-
-
-def _windows(layer: Fields) -> list[int | None]:
-    """Reads the sliding window of each layer, as it stands; `None` for layers that see everything."""
-    count = layer.integer("num_hidden_layers", most=LIMITS["num_hidden_layers"])
-    types, window = layer.values.get("layer_types"), layer.integer("sliding_window", None)
-    if types is None:
-        slides = layer.flag("use_sliding_window", False) and window is not None
+def _windows(layer: Fields) -> tuple[int | None, ...]:
+    """Reads the sliding window of each layer. Without `layer_types` it is as Qwen3's configuration derives them."""
+    count, kinds = layer.integer("num_hidden_layers", most=MOST_LAYERS), layer.values.get("layer_types")
+    if kinds is None:
+        slides = layer.flag("use_sliding_window", False) and "sliding_window" in layer
         first = layer.integer("max_window_layers", 28, least=0) if slides else count
-        types = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
-    known = {"full_attention", "sliding_attention"}
-    if not isinstance(types, list) or len(types) != count or not known.issuperset(map(str, types)):
-        wanted = f"{count} of full_attention and sliding_attention"
-        raise ValueError(f"layer_types={short(types)} in {layer.place} is invalid: expected {wanted}")
-    if window is None and "sliding_attention" in types:
-        raise ValueError(f"{layer.place} has no sliding_window: expected one, as layer_types has sliding_attention")
-    return [window if kind == "sliding_attention" else None for kind in types]
+        kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
+    return read_windows(layer, kinds, count)
 
 
 def _sight(window: int | None, of_anchor: bool = False, causal: bool = False) -> Sight:
@@ -228,7 +191,10 @@ def _dflash2_heads(config: Fields, least_known: bool = False) -> dict[str, Any]:
 
 
 def _with_defaults(values: Mapping[str, Any], place: str, model_type: str = "qwen3") -> Fields:
-    """Returns fields with the defaults of their configuration class: files leave out what does not differ from it."""
+    """Returns fields with the defaults of their configuration class: files leave out what does not differ from it.
+
+    A switch that is as the class has it was not switched on by the drafter, and needs no reader.
+    """
     kind = values.get("model_type", model_type)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         known = "a model_type of transformers, such as qwen3"
@@ -238,7 +204,9 @@ def _with_defaults(values: Mapping[str, Any], place: str, model_type: str = "qwe
     kept = {name: value for name, value in defaults.items() if name not in derived}
     rope = {} if {"rope_parameters", "rope_theta"} & values.keys() else _default_rope(defaults)
     window = {"sliding_window": defaults.get("sliding_window")} if "sliding_window" not in values else {}
-    return Fields({**kept, **rope, **window, **values}, place)
+    fields = Fields({**kept, **rope, **window, **values}, place)
+    fields.ignore(*(name for name, value in fields.values.items() if name in defaults and defaults[name] == value))
+    return fields
 
 
 def _default_rope(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +263,12 @@ def is_deepspec(checkpoint: Checkpoint) -> bool:
 
 def is_transformers(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is transformers' own DFlash drafter."""
-    return checkpoint.config.get("model_type") == "muse_glimmer_assistant"
+    return names_transformers(checkpoint.config)
+
+
+def names_transformers(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of transformers' own DFlash drafter."""
+    return config.get("model_type") == "muse_glimmer_assistant"
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:

@@ -1,22 +1,14 @@
-"""Block drafters as files in the format of the package speculators, which vLLM reads too."""
+"""The configuration of a block drafter in the format of the package speculators, which vLLM reads too."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ...common.checks import public_name
-from ...repository.care import care
-from ...repository.checkpoint import LOOSE_MASK
-from ...repository.drafter_files import CONFIG, WEIGHTS
-from ...repository.publication import complete_folder
 from ...repository.speculators_format import speculators_fields
 from .configuration import BlockConfig
-from .network import BlockNetwork
 
 # Class names that engines know these drafters by.
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
@@ -85,26 +77,6 @@ def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
         "sliding_window_non_causal": not any(sight.causal for sight in sights),
         **heads,
     }
-
-
-def write_drafter(drafter: BlockNetwork, folder: Path) -> None:
-    """Writes a drafter into a folder, which is created if missing.
-
-    Raises:
-        ValueError: the format cannot say what the drafter computes.
-    """
-    document = config_document(drafter.config, drafter.dtype)
-    state = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.state_dict().items()}
-    mask = state.pop("mask_embedding", None)
-    with complete_folder(folder) as partial:
-        (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
-        drafter.generation_config.save_pretrained(partial)  # type: ignore[union-attr, operator]
-        if mask is not None:
-            torch.save(mask, partial / LOOSE_MASK)
-        care().write_card(partial, folder.resolve().name)
-    if mask is None:
-        (folder / LOOSE_MASK).unlink(missing_ok=True)  # that of a former drafter
 
 
 def _check_can_be_written(config: BlockConfig) -> None:

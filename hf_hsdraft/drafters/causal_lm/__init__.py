@@ -2,7 +2,7 @@
 
 from ..formats import Format, register_format
 from .lm_drafter import CausalLMDrafter
-from .lm_files import describe, why_no_causal_lm
+from .lm_files import DRAFTING_OPTIONS, describe, why_no_causal_lm, why_not_by_config
 
 # Asked last: it has no mark of its own, only that of no other format.
 register_format(
@@ -12,5 +12,8 @@ register_format(
         matches=lambda checkpoint: not why_no_causal_lm(checkpoint),
         load=CausalLMDrafter.of_checkpoint,
         describe=describe,
+        drafter=CausalLMDrafter,
+        possible=lambda config: not why_not_by_config(config),
+        listed=lambda checkpoint: (checkpoint.folder / DRAFTING_OPTIONS).is_file(),  # most models are no drafters
     )
 )

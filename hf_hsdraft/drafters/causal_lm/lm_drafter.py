@@ -18,9 +18,10 @@ from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import text_config
 from ..draft_options import default_options, option_names
+from ..loading_arguments import take_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
-from .lm_files import DRAFTING_OPTIONS, load_model, load_options, load_tokenizer, why_no_causal_lm
+from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
 from .lm_vocabulary import what_differs
@@ -90,19 +91,18 @@ class CausalLMDrafter(nn.Module, Drafter):
         with care().loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
             reason = why_no_causal_lm(checkpoint)
-        if reason:
-            raise ValueError(f"{printable(name)} holds no causal language model: {reason}")
-        return cls.of_checkpoint(checkpoint, **kwargs)
+            if reason:
+                raise ValueError(f"{printable(name)} holds no causal language model: {reason}")
+            return cls.of_checkpoint(checkpoint, **kwargs)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
         """Loads a checkpoint that is known to hold a language model; see `from_pretrained`."""
         own = {name: kwargs.pop(name) for name in option_names() & kwargs.keys()}
-        stored, tokenizer = load_options(checkpoint), load_tokenizer(checkpoint)
-        drafter = cls(load_model(checkpoint, **kwargs), tokenizer)
-        for name, value in {**stored, **own}.items():
-            setattr(drafter.generation_config, name, value)
+        drafter = cls(empty_model(checkpoint, **kwargs), load_tokenizer(checkpoint))
+        take_options(drafter, checkpoint.also(DRAFTING_OPTIONS), own, DRAFTING_OPTIONS)
         drafter.check_options()
+        drafter.model = load_model(checkpoint, **kwargs)
         return drafter
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class LMTexts:
     """Some texts as a language model has read them.
 
     Args:
-        model: the language model; not changed.
+        model: the language model; not changed, and not kept alive.
         rows: numbers of the texts.
         kinds: kinds of attention that need masks of their own, see `kinds_for_trees`; empty for a model that reads
             chains of a single text only.
@@ -40,7 +41,9 @@ class LMTexts:
 
     def __init__(self, model: Any, rows: Sequence[int], kinds: Sequence[AttentionKind], most_drafted: int) -> None:
         self.rows, self.kept = list(rows), [0] * len(rows)
-        self._model, self._kinds, self._most_drafted = model, kinds, most_drafted
+        # A memory of these texts lies on the target's cache, which is not to keep the drafter alive.
+        self._reference = weakref.ref(model)
+        self._kinds, self._most_drafted = kinds, most_drafted
         self._slots = CacheSlots(empty_cache(model))
         self._slots.keep_past()
         self._slots.widen_windows(most_drafted)
@@ -49,6 +52,10 @@ class LMTexts:
         self._last_position = most_tokens(model) - 1
         self._takes = inspect.signature(model.forward).parameters.keys() & {"logits_to_keep", "position_ids"}
         self._drafted: _Drafted | None = None
+
+    @property
+    def _model(self) -> Any:
+        return self._reference()
 
     def copied(self) -> LMTexts:
         """Returns the same texts, to be read on without a change of these."""

@@ -1,8 +1,12 @@
 """Drafters that go on from the target's hidden states by their own ones ("EAGLE-3"), and parallel ones (P-EAGLE)."""
 
-from ..formats import Format, register_format
+from ..formats import Format, register_format, with_fields
 from .eagle_formats import is_eagle, is_speculators
 from .modeling_eagle import EagleDrafter
 
-register_format(Format("speculators eagle3 and peagle", 10, is_speculators, EagleDrafter.from_checkpoint))
-register_format(Format("EAGLE-3", 70, is_eagle, EagleDrafter.from_checkpoint))
+for _name, _rank, _matches, _fields in (
+    ("speculators eagle3 and peagle", 10, is_speculators, ("speculators_model_type",)),
+    ("EAGLE-3", 70, is_eagle, ("hidden_size", "vocab_size")),
+):
+    _load, _possible = EagleDrafter.from_checkpoint, with_fields(*_fields)
+    register_format(Format(_name, _rank, _matches, _load, drafter=EagleDrafter, possible=_possible))

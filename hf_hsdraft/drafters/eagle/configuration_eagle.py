@@ -10,15 +10,12 @@ from typing import Any, ClassVar
 from ...common.checks import is_integer, public_name, short
 from ...common.decoder_layer import LayerSizes
 from ...target.target_limits import decoder_layers, text_config
+from ..layer_fields import LAYER_LIMITS, MOST_LAYERS
 from ..special_tokens import AnySpecialTokens
 
 _LIMITS = {
-    "vocab_size": 2**22, "target_hidden_size": 2**17, "draft_vocab_size": 2**22, "num_hidden_layers": 64,
+    "vocab_size": 2**22, "target_hidden_size": 2**17, "draft_vocab_size": 2**22, "num_hidden_layers": MOST_LAYERS,
     "num_draft_steps": 64,
-}  # fmt: skip
-_LAYER_LIMITS = {
-    "hidden_size": 2**17, "intermediate_size": 2**20, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
-    "head_dim": 2**13,
 }  # fmt: skip
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
 DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the depth of the authors' trees
@@ -99,7 +96,7 @@ class EagleConfig:
 
     def _check_layer(self) -> None:
         layer = self.layer
-        for name, most in _LAYER_LIMITS.items():
+        for name, most in LAYER_LIMITS.items():
             _check_integer(name, getattr(layer, name), most)
         heads, groups = layer.num_attention_heads, layer.num_key_value_heads
         _demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")

@@ -21,12 +21,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-from ...common.checks import few, printable, public_name
+from ...common.checks import few, printable
 from ...common.decoder_layer import LayerSizes
 from ...common.fields import Fields
 from ...repository.checkpoint import Checkpoint
-from ...repository.speculators_format import check_proposals, speculators_type
+from ...repository.speculators_format import check_proposals, speculators_type, target_of
+from ..layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
 from ..loading_arguments import dtype_of
+from ..vocabulary_maps import drafted_ids
 from .configuration_eagle import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # of speculators
@@ -85,21 +87,12 @@ class Reading:
         """Returns the configuration with the ids of the draft vocabulary.
 
         Raises:
-            ValueError: they are no distinct tokens of the target.
+            ValueError: they are no distinct tokens of the target, or the files contradict themselves.
         """
         config = self.config
         if config.draft_vocab_size == config.vocab_size:  # maps say nothing then
             return config
-        [(_, offsets)] = self.checkpoint.tensors(["d2t"])
-        if offsets.is_floating_point():
-            raise ValueError(f"d2t of {printable(self.checkpoint.name)} has dtype {offsets.dtype}: expected integers")
-        ids = torch.arange(len(offsets)) + offsets.long()
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) < len(ids):
-            raise ValueError(
-                f"d2t of {printable(self.checkpoint.name)} leads to tokens {int(ids.min())} to {int(ids.max())}, "
-                f"{len(ids) - len(ids.unique())} of them twice: expected distinct ids below "
-                f"vocab_size={config.vocab_size}, each the number of its row plus d2t"
-            )
+        ids = drafted_ids(self.checkpoint, config.vocab_size)
         return replace(config, draft_vocab_ids=tuple(ids.tolist()))
 
     def _in_files(self, name: str) -> str:
@@ -137,9 +130,8 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
     given = fields.table("transformer_layer_config")
     layer = Fields(_with_defaults(given), given.place)
     sizes = _layer_sizes(layer, checkpoint, "layers.0")
-    layers = layer.integer("num_hidden_layers", most=64)
-    target = fields.table("speculators_config", Fields({}, "")).table("verifier", Fields({}, ""))
-    name, architectures = target.values.get("name_or_path"), target.values.get("architectures")
+    layers = layer.integer("num_hidden_layers", most=MOST_LAYERS)
+    target_name, target_architectures = target_of(checkpoint.config)
     parallel = kind == "peagle"
     config = EagleConfig(
         layer=sizes,
@@ -149,7 +141,7 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
         target_tap_layers=_ascending(fields, _IDS, 0),
         num_hidden_layers=layers,
         windows=_windows(layer, layers),
-        rope=_rope(layer),
+        rope=read_rope(layer),
         norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc=fields.flag("norm_before_fc", False),
         fc_norm=fields.flag("fc_norm", False),
@@ -157,8 +149,8 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
         own_embedding="embed_tokens.weight" in checkpoint.shapes,
         mask_token_id=fields.integer("mask_token_id", least=0) if parallel else None,
         num_draft_steps=_steps(fields, parallel),
-        target_name=public_name(name) if isinstance(name, str) else "",
-        target_architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else (),
+        target_name=target_name,
+        target_architectures=target_architectures,
     )
     for each in (fields, layer):
         each.ignore(*_HARMLESS)
@@ -183,7 +175,7 @@ def _read_eagle(checkpoint: Checkpoint) -> Reading:
         target_tap_layers=_named_taps(fields),
         num_hidden_layers=layers,
         windows=_windows(fields, layers),
-        rope=_rope(fields),
+        rope=read_rope(fields),
         norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc="input_norm.weight" in shapes,
         fc_norm="fc_norm.0.weight" in shapes,
@@ -231,20 +223,12 @@ def _is_of_layer(name: str) -> bool:
 def _layer_sizes(fields: Fields, checkpoint: Checkpoint, first: str) -> LayerSizes:
     """Sizes of the layers. Whether they have biases and norms of queries and keys is seen by the tensors."""
     names = checkpoint.shapes
-    fields.expect("mlp_bias", False)
     fields.ignore("attention_bias", "qkv_bias")
-    size, heads = fields.integer("hidden_size", most=2**17), fields.integer("num_attention_heads", most=2**12)
-    return LayerSizes(
-        hidden_size=size,
-        intermediate_size=fields.integer("intermediate_size", most=2**20),
-        num_attention_heads=heads,
-        num_key_value_heads=fields.integer("num_key_value_heads", heads, most=2**12),
-        head_dim=fields.integer("head_dim", size // heads, most=2**13),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+    return read_sizes(
+        fields,
         attention_bias=f"{first}.self_attn.q_proj.bias" in names,
         output_bias=f"{first}.self_attn.o_proj.bias" in names,
         qk_norm=f"{first}.self_attn.q_norm.weight" in names,
-        hidden_act=fields.choice("hidden_act", ("silu", "gelu", "relu", "gelu_pytorch_tanh"), "silu"),
     )
 
 
@@ -265,22 +249,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     fields.ignore("use_sliding_window")
     if not isinstance(kinds, list) or "sliding_attention" not in kinds:
         return (None,) * layers
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"layer_types={kinds} in {fields.place} is invalid: expected full_attention or sliding_attention for each "
-            f"of {layers} layers"
-        )
-    window = fields.integer("sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope(fields: Fields) -> dict[str, Any]:
-    names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
-    fields.expect("partial_rotary_factor", 1, 1.0)
-    parameters = fields.table("rope_parameters", None)
-    if parameters is not None:
-        parameters.expect("partial_rotary_factor", 1, 1.0)
-    return {name: fields.values[name] for name in names if fields.values.get(name) is not None}
+    return read_windows(fields, kinds, layers)
 
 
 def _named_taps(fields: Fields) -> tuple[int, ...] | None:

@@ -9,7 +9,8 @@ Letters in the shapes: T accepted pairs, S chains, K draft steps, D hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -159,9 +160,14 @@ class EagleNetwork(nn.Module):
         return self.lm_head(self.norm(hidden))
 
     def draft_vocab_ids(self) -> torch.Tensor:
-        """Returns `[V']`, int64: the token id behind each row of the head."""
+        """Returns `[V']`, int64: the token id behind each row of the head. It is not to be changed."""
         ids = self.config.draft_vocab_ids
-        return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
+        if ids is None:
+            return torch.arange(self.config.draft_vocab_size, device=self.device)
+        known = _vocabularies.get(self)
+        if known is None or known[0] is not ids or known[1].device != self.device:
+            known = _vocabularies[self] = ids, torch.tensor(ids, device=self.device)
+        return known[1]
 
     def mask_states(self) -> torch.Tensor:
         """Returns the state `[D]` of the deeper rows of a parallel drafter."""
@@ -227,6 +233,10 @@ def _of_packed(attend: Attend) -> AttendRows:
         return attend(layer, queries, keys.transpose(0, 1), values.transpose(0, 1), rows)
 
     return attend_rows
+
+
+# By drafter, with the ids of its configuration that they were made of: to make them takes long for every call.
+_vocabularies: weakref.WeakKeyDictionary[EagleNetwork, tuple[Sequence[int], torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()

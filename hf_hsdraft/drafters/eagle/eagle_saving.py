@@ -1,39 +1,16 @@
-"""A drafter as files: those of the package speculators, which vLLM loads too, and its drafting options."""
+"""The configuration of an EAGLE-3 drafter in the format of the package speculators, which vLLM reads too."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ...common.checks import public_name
-from ...repository.care import care
-from ...repository.drafter_files import CONFIG, WEIGHTS
-from ...repository.publication import complete_folder
 from ...repository.speculators_format import speculators_fields
 from .configuration_eagle import EagleConfig
 
 _CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
-
-
-def save(drafter: Any, folder: Path) -> None:
-    """Writes a drafter into a folder; its files replace those of before when all are written.
-
-    Raises:
-        ValueError: a drafting option is wrong.
-    """
-    drafter.check_options()
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.named_parameters()}
-    tensors |= vocabulary_maps(drafter.config)
-    with complete_folder(folder) as partial:
-        document = json.dumps(fields_of(drafter.config, drafter.dtype), indent=2)
-        (partial / CONFIG).write_text(f"{document}\n", encoding="utf-8")
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        drafter.generation_config.save_pretrained(partial)
-        care().write_card(partial, folder.resolve().name)
 
 
 def vocabulary_maps(config: EagleConfig) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -175,13 +176,16 @@ class DraftedRows:
         slots = context.drafted(rows, before, count)
         places = context.drafted_slots(rows, 0, drafted)[:, None].expand(-1, count, -1)
 
+        @cache  # layers of the same window share a mask
+        def seen(window: int | None) -> torch.Tensor:
+            near = None if window is None else (window - depths).expand(batch, -1)
+            accepted = context.seen(rows, self._last.expand(-1, count), near, drafted)
+            assert accepted is not None
+            return accepted.expand(-1, count, -1).scatter(2, places, ancestors)
+
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
             context.write(layer, slots, keys.flatten(0, 1), values.flatten(0, 1))
-            window = self._network.config.windows[layer]
-            near = None if window is None else (window - depths).expand(batch, -1)
-            seen = context.seen(rows, self._last.expand(-1, count), near, drafted)
-            assert seen is not None
-            seen = seen.expand(-1, count, -1).scatter(2, places, ancestors)
-            return batched_attention(queries, *context.view(layer, rows, drafted), seen)
+            mask = seen(self._network.config.windows[layer])
+            return batched_attention(queries, *context.view(layer, rows, drafted), mask)
 
         return self._network.through(states, embeds, self._last + depths, attend)

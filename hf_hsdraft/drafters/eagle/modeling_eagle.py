@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...common.checks import few
+from ...common.checks import few, printable
 from ...common.refusals import DraftingRefused
 from ...common.target_weights import TargetWeights, borrow
-from ...repository.care import care
 from ...repository.checkpoint import Checkpoint
-from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
 from ..draft_reads import Read, weights_of
 from ..loading_arguments import take_options
-from ..protocol import DraftCall, Drafter
+from ..protocol import DraftCall
+from ..published_drafter import PublishedDrafter, SpeculatorsFiles
 from .configuration_eagle import EagleConfig
 from .eagle_formats import read
 from .eagle_network import EagleNetwork, initialise
-from .eagle_saving import save
+from .eagle_saving import fields_of, vocabulary_maps
 from .eagle_session import EagleSession
 
 
-class EagleDrafter(EagleNetwork, Drafter):
+class EagleDrafter(EagleNetwork, PublishedDrafter):
     """An EAGLE-3 drafter, or a parallel one (P-EAGLE), of any project that publishes them.
 
     Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one
@@ -49,32 +45,12 @@ class EagleDrafter(EagleNetwork, Drafter):
     """
 
     draws_nodes = True
-    saved_as = ("speculators",)
-    why_not_exported = "EAGLE-3 drafters are written in the format of speculators only"
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         if self.device.type != "meta":
             initialise(self)
         self.generation_config = self.default_generation_config()
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Loads a drafter, checked before anything large is allocated. `AutoDrafter` loads it too.
-
-        Args:
-            pretrained_model_name_or_path: folder or Hub name of a drafter in a format that is known.
-            kwargs: `revision`, `subfolder` and what else the Hub is asked with; `dtype` of the weights, that of the
-                files by default; drafting options.
-
-        Raises:
-            OSError: there is no such folder or repository.
-            ValueError: it holds something else, or its files contradict each other.
-        """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
-        with care().loading(name, bool(hub.get("local_files_only"))):
-            return cls.from_checkpoint(Checkpoint.open(name, subfolder, **hub), **kwargs)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, **options: Any) -> Any:
@@ -88,23 +64,10 @@ class EagleDrafter(EagleNetwork, Drafter):
         drafter.load_state_dict(reading.state(drafter, dtype), assign=True)
         return drafter.eval()
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes the drafter in the format of the package speculators, with its drafting options and a card.
-
-        Args:
-            save_directory: created if missing.
-            kwargs: as every model of transformers takes them; they mean nothing here.
-
-        Raises:
-            ValueError: a drafting option is wrong.
-        """
-        save(self, Path(save_directory))
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return care().push(Path(folder), repo_id, **kwargs)
+    def in_files(self, target_name: str = "") -> SpeculatorsFiles:
+        config = replace(self.config, target_name=target_name or self.config.target_name)
+        tensors = {**dict(self.named_parameters()), **vocabulary_maps(config)}
+        return SpeculatorsFiles(fields_of(config, self.dtype), tensors)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
@@ -130,7 +93,7 @@ class EagleDrafter(EagleNetwork, Drafter):
 
     def check(self, target: Any) -> None:
         config, wanted = text_config(target), self.config
-        made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
+        made_for = f"this drafter was trained for {printable(wanted.target_name) or 'another target'}"
         for name, found, expected in (
             ("vocab_size", config.vocab_size, wanted.vocab_size),
             ("hidden_size", config.hidden_size, wanted.target_hidden_size),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from ...common.target_weights import TargetWeights
 from ...drafters.block.block_session import BlockSession
@@ -22,6 +23,8 @@ from ..noting import NotingSession
 from ..predictions import Predictions, trained
 from ..timid import start_timidly
 from .published import PublishedFamily
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,12 @@ class BlockFamily(PublishedFamily):
         ids = known.pop("draft_vocab_ids", None)
         if ids is not None:
             known["draft_vocab_size"] = len(ids)
-        config = super().derived(target, known)
+        config: BlockConfig = super().derived(target, known)
+        if config.confidence_head != "none":
+            raise ValueError(
+                f"confidence_head={config.confidence_head!r} is invalid in training, as no objective trains it: "
+                "leave it out"
+            )
         self.check_trainable(config)
         return config
 
@@ -109,6 +117,15 @@ class BlockFamily(PublishedFamily):
                 "markov_head_type='rnn' is invalid in training with sample_from_anchor=False: expected 'vanilla' or "
                 "'gated', or sample_from_anchor=True"
             )
+
+    def continued(self, drafter: BlockDrafter, fields: Mapping[str, Any]) -> None:
+        """As every family does. A confidence head is left out: no objective trains it, so it would be stale."""
+        if drafter.config.confidence_head != "none":
+            drafter.config, drafter.confidence_head = replace(drafter.config, confidence_head="none"), None
+            logger.warning(
+                "the drafter's confidence head is left out of what is trained and saved, as no objective here trains it"
+            )
+        super().continued(drafter, fields)
 
     def start_from_target(self, drafter: BlockDrafter, target: Any, finals: torch.Tensor) -> None:
         rows = target.get_output_embeddings().weight.detach()

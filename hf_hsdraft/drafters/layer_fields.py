@@ -1,0 +1,92 @@
+"""Fields that describe the layers of a published drafter, which every format calls by the names of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..common.checks import short
+from ..common.decoder_layer import LayerSizes
+from ..common.fields import REQUIRED, Fields
+
+# The greatest values that make sense. Beyond them lie typing errors, and files that want to exhaust a machine.
+LAYER_LIMITS = {
+    "hidden_size": 2**17, "intermediate_size": 2**20, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+}  # fmt: skip
+MOST_LAYERS = 64
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm: bool) -> LayerSizes:
+    """Reads the sizes of the layers.
+
+    Args:
+        fields: what describes the layers.
+        attention_bias, output_bias, qk_norm: as in `LayerSizes`; formats differ in how they say these.
+
+    Raises:
+        ValueError: a field is missing or wrong.
+    """
+    fields.expect("mlp_bias", False)
+
+    def size(name: str, default: Any = REQUIRED) -> int:
+        return fields.integer(name, default, most=LAYER_LIMITS[name])
+
+    width, heads = size("hidden_size"), size("num_attention_heads")
+    return LayerSizes(
+        hidden_size=width,
+        intermediate_size=size("intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", width // heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, most=1.0),
+        attention_bias=attention_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        hidden_act=fields.choice("hidden_act", _ACTIVATIONS, "silu"),
+    )
+
+
+def read_rope(fields: Fields, kind: str = "") -> dict[str, Any]:
+    """Reads how the layers rotate, as `rotary_of` takes it.
+
+    Args:
+        fields: what describes the layers.
+        kind: the kind of layers whose rotation is taken, where `rope_parameters` tells kinds apart.
+
+    Raises:
+        ValueError: a part of each head is not rotated.
+    """
+    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
+    fields.expect("partial_rotary_factor", 1, 1.0)
+    rope = {name: fields.values[name] for name in names if name in fields}
+    parameters = fields.table("rope_parameters", None)
+    if parameters is not None:
+        parameters = (parameters.table(kind, None) if kind else None) or parameters
+        parameters.expect("partial_rotary_factor", 1, 1.0)
+        rope["rope_parameters"] = dict(parameters.values)
+    return rope
+
+
+def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ...]:
+    """Reads the sliding window of each layer, as it stands; `None` for layers that see everything.
+
+    Args:
+        fields: what describes the layers.
+        kinds: the kind of each layer, as `layer_types` has them.
+        count: number of layers.
+
+    Raises:
+        ValueError: kinds are missing or unknown, or there is no `sliding_window` for those that slide.
+    """
+    if not _are_kinds(kinds, count):
+        wanted = f"{count} of {' and '.join(_KINDS)}"
+        raise ValueError(f"layer_types={short(kinds)} in {fields.place} is invalid: expected {wanted}")
+    window = fields.integer("sliding_window") if "sliding_attention" in kinds else None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _are_kinds(kinds: Any, count: int) -> bool:
+    return isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)
