@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,13 +109,14 @@ def draft(
     weights = replace(weights, head=None if weights.head is None else weights.head.to(drafter.dtype))
     predictions = family_of(drafter).predictions(drafter, weights)
     chains = Chains(starts, len(starts), torch.ones_like(starts, dtype=torch.bool))
-    parents, columns, hidden_states = [pack.input_ids[starts + 1]], list[torch.Tensor](), ()
+    hidden_states: Sequence[torch.Tensor] = ()
+    parents, columns = [pack.input_ids[starts + 1]], list[torch.Tensor]()
     for depth in range(count):
         tokens = torch.stack(parents, dim=1)
         if depth == 0 or predictions.reads_tokens:
             hidden_states = unroll(drafter, predictions, pack, chains, tokens).hidden_states
         state = predictions.states(tokens, hidden_states[: depth + 1])[depth]
-        hidden = hidden_states[depth].to(drafter.dtype)
+        hidden: torch.Tensor = hidden_states[depth].to(drafter.dtype)
         pieces = [
             choose(predictions.logits(hidden[part], None if state is None else state[part]).float())
             for part in torch.arange(len(starts), device=starts.device).split(rows or len(starts))
