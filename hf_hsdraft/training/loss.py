@@ -259,7 +259,8 @@ class ChainLoss:
         weights: weights that the drafter borrows from its target.
         teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
         objective: see `objectives`.
-        depth_weights: `[K]`, weight of each depth. They are divided by their sum.
+        depth_weights: `[K]`, weight of each depth. They are divided by their sum, unless predictions of a depth weigh
+            differently or drafts were rejected.
         chunk_logits: number of logits that are computed at a time, for drafter and target each.
         scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
         d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more, which
