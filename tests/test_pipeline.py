@@ -385,7 +385,7 @@ def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import objectives, trainer
+    from hf_hsdraft.training import objectives
 
     def diverges(logits, teacher):
         scale = math.nan if torch.is_grad_enabled() and len(calls) > 4 else 1.0
@@ -393,7 +393,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokeniz
         return objectives.forward_kl(logits, teacher) * scale
 
     calls: list[None] = []
-    monkeypatch.setitem(trainer.OBJECTIVES, "forward_kl", diverges)
+    monkeypatch.setitem(objectives.OBJECTIVES, "forward_kl", diverges)
     with pytest.raises(TrainingDiverged, match=r"loss is nan at step 2: .*--init-from"):
         run(chatty, tokenizer, plan(tmp_path))
     checkpoint = HSDrafter.from_pretrained(tmp_path / "out" / "checkpoints" / "checkpoint-2")

@@ -62,8 +62,11 @@ def target():
 
 
 def fresh(target, kind: str):
+    return random_drafter(target, *KINDS[kind])
+
+
+def random_drafter(target, family: str, fields: dict):
     """A drafter of random weights large enough that every part of it matters."""
-    family, fields = KINDS[kind]
     torch.manual_seed(2)
     drafter = TRAINABLE[family].fresh(target, fields, 64, lambda size: IDS)
     with torch.no_grad():

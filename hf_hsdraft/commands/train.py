@@ -43,7 +43,7 @@ class Head(str, Enum):
     epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
     "--num-train-epochs, "
     "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
-    "--max-minutes, "
+    "--max-minutes, --ce-share, --rejected-drafts, --depth-weighting, "
     "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --chains-per-conversation, "
     "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. Run the same command again to resume.",
 )

@@ -9,9 +9,11 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from .objectives import OBJECTIVES
+from .depth_weights import DEPTH_WEIGHTINGS
+from .objectives import OBJECTIVES, objective_of
 
-DATA_POLICIES = ("teacher", "student", "mixed")
+DATA_POLICIES = ("teacher", "student", "mixed", "draft-opd")
+_DEPTH_DECAY = 0.8
 
 
 @dataclass
@@ -19,9 +21,14 @@ class DrafterTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
 
     Args:
-        objective: name in `objectives.OBJECTIVES` (DistillSpec, section 4).
+        objective: name in `objectives.OBJECTIVES`.
+        ce_share: share of the cross-entropy in the objective `ce_tv`; `None` for 0.1.
         data_policy: whose tokens the chains follow: `"teacher"` for the text, `"student"` for tokens that the drafter
-            draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4).
+            draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4); `"draft-opd"` for the
+            rounds that drafting along the text comes to, see `draft_opd`.
+        rejected_drafts: greatest number of rejected drafts of a round that `"draft-opd"` learns from; `None` for 1.
+        depth_weighting: `"fixed"` for weights of the depths that are the same in all chains, `"d-pace"` for weights by
+            the drafter's own estimate of how far each chain is accepted, see `depth_weights.d_pace`.
         depth_decay: depth d weighs `depth_decay ** d`.
         depth_weights: weight of each depth, instead of `depth_decay`.
         regression_weight: weight of the hidden-state regression at the first step.
@@ -55,8 +62,11 @@ class DrafterTrainingArguments(TrainingArguments):
     report_to: str = "none"
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
     objective: str = field(default="forward_kl", metadata={"help": ", ".join(OBJECTIVES)})
+    ce_share: float | None = field(default=None, metadata={"help": "Share of the cross-entropy in ce_tv (0.1)."})
     data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
-    depth_decay: float = field(default=0.8, metadata={"help": "Depth d weighs depth_decay ** d."})
+    rejected_drafts: int | None = field(default=None, metadata={"help": "Of a round, with draft-opd (1)."})
+    depth_weighting: str = field(default="fixed", metadata={"help": ", ".join(DEPTH_WEIGHTINGS)})
+    depth_decay: float = field(default=_DEPTH_DECAY, metadata={"help": "Depth d weighs depth_decay ** d."})
     depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
     regression_weight: float = field(default=0.0, metadata={"help": "Hidden-state regression at the first step."})
     regression_steps: int = field(default=500, metadata={"help": "Steps after which it has no weight."})
@@ -67,9 +77,24 @@ class DrafterTrainingArguments(TrainingArguments):
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
 
     def __post_init__(self) -> None:
-        for name, known in (("objective", tuple(OBJECTIVES)), ("data_policy", DATA_POLICIES)):
+        choices = {"objective": OBJECTIVES, "data_policy": DATA_POLICIES, "depth_weighting": DEPTH_WEIGHTINGS}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
+        objective_of(self.objective, self.ce_share)
+        if self.rejected_drafts is not None and self.data_policy != "draft-opd":
+            raise ValueError(
+                f"rejected_drafts={self.rejected_drafts} is invalid with data_policy={self.data_policy!r}, in which "
+                "nothing is rejected: leave it out, or take 'draft-opd'"
+            )
+        if self.rejected_drafts is not None and self.rejected_drafts < 0:
+            raise ValueError(f"rejected_drafts={self.rejected_drafts} is invalid: expected 0 or more")
+        for name, default in (("depth_weights", None), ("depth_decay", _DEPTH_DECAY)):
+            if self.depth_weighting == "d-pace" and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is invalid with depth_weighting='d-pace', which weighs depths by "
+                    "the drafter's own estimates: leave one or the other out"
+                )
         if not 0.0 < self.rolled_fraction <= 1.0:
             raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
         if self.chains_per_conversation < 1:
@@ -91,11 +116,13 @@ class DrafterTrainingArguments(TrainingArguments):
         super().__post_init__()
 
     def weights_of_depths(self, steps: int) -> list[float]:
-        """Returns the weight of each of K depths.
+        """Returns the weight of each of K depths, the same in all chains.
 
         Raises:
             ValueError: `depth_weights` has another length.
         """
+        if self.depth_weighting == "d-pace":
+            return [1.0] * steps
         if self.depth_weights is None:
             return [self.depth_decay**depth for depth in range(steps)]
         if len(self.depth_weights) != steps:

@@ -156,7 +156,9 @@ class CoTraining(TrainerCallback):
         with torch.no_grad():
             weights = self.drafter.borrow(embedding, head)
             rows = head.weight[weights.vocab_ids.to(head.weight.device)].to(device, torch.float32)
-        chunks = {} if device.type == "cpu" else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
+        chunks: dict[str, Any] = (
+            {} if device.type == "cpu" else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
+        )
         return weights, ChainLoss(weights, rows, self._objective, self._depth_weights, **chunks)
 
     def _step(self, batch: Sequence[Features], weights: TargetWeights, seed: int) -> float:

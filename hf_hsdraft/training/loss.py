@@ -6,6 +6,7 @@ only for a chunk of predictions at a time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,16 @@ import torch
 import torch.nn.functional as F
 
 from ..common.target_weights import TargetWeights
+from .chunks import sum_over_chunks
+from .depth_weights import d_pace, mean_of_depths, mean_of_predictions
 from .features import Features
-from .objectives import Objective
+from .objectives import Objective, hard_labels, rejected_draft
 from .predictions import Predictions
 from .trainable import family_of
+
+# Takes logits of drafter and target, `[N, V']` each, and the places of their predictions, `[N]`. Returns a sum over
+# them and a detached value of each.
+Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
 
@@ -90,6 +97,19 @@ class Chains:
 
 
 @dataclass(frozen=True)
+class RejectedDrafts:
+    """Drafted tokens that the target rejected. Entry `[s, d]` was drafted at depth d of chain s.
+
+    Attributes:
+        columns: `[S, K]`, int64, columns of the drafted tokens in the draft vocabulary.
+        weights: `[S, K]`, float32, weight of each in the loss; 0 where nothing was rejected.
+    """
+
+    columns: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ChainLabels:
     """What the chains are given and what they are compared with. Entry `[s, d]` is for depth d of chain s.
 
@@ -101,6 +121,8 @@ class ChainLabels:
         count: `[K]`, number by which the loss of a depth is divided. All processes of a step use the same.
         regression: weight of the hidden-state regression in this step.
         measured: whether confidence and accuracy of the first choice are measured too.
+        rejected: drafts that the loss also counts, by `rejected_draft`; `None` for none. With them or with weights
+            that differ from chain to chain, the loss is divided by the sum of `count`.
     """
 
     tokens: torch.Tensor
@@ -110,6 +132,7 @@ class ChainLabels:
     count: torch.Tensor
     regression: float = 0.0
     measured: bool = True
+    rejected: RejectedDrafts | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +169,12 @@ def chain_starts(pack: Pack) -> torch.Tensor:
 
 
 def sample_chains(
-    pack: Pack, per_conversation: int, rolled_fraction: float, seeds: Sequence[int], pad_to_multiple_of: int = 1
+    pack: Pack,
+    per_conversation: int,
+    rolled_fraction: float,
+    seeds: Sequence[int],
+    pad_to_multiple_of: int = 1,
+    starts: torch.Tensor | None = None,
 ) -> Chains:
     """Draws chain starts from every conversation of a pack.
 
@@ -159,8 +187,9 @@ def sample_chains(
         rolled_fraction: share of them that is followed beyond the first depth.
         seeds: seed of each conversation.
         pad_to_multiple_of: the number of rolled chains and the number of others become multiples of this.
+        starts: `[A]`, int64, positions that are drawn from; `None` for all `chain_starts`.
     """
-    starts = chain_starts(pack).cpu()
+    starts = (chain_starts(pack) if starts is None else starts).cpu()
     documents = pack.document_ids.cpu()[starts]
     rolled: list[torch.Tensor] = []
     short: list[torch.Tensor] = []
@@ -230,9 +259,12 @@ class ChainLoss:
         weights: weights that the drafter borrows from its target.
         teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
         objective: see `objectives`.
-        depth_weights: `[K]`, weight of each depth. They are divided by their sum.
+        depth_weights: `[K]`, weight of each depth. They are divided by their sum, unless predictions of a depth weigh
+            differently or drafts were rejected.
         chunk_logits: number of logits that are computed at a time, for drafter and target each.
         scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
+        d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more, which
+            takes another product by the drafter's head and one by the target's for each prediction, without gradients.
     """
 
     weights: TargetWeights
@@ -241,6 +273,7 @@ class ChainLoss:
     depth_weights: Sequence[float]
     chunk_logits: int = CHUNK_LOGITS["cpu"]
     scored_logits: int = 2**18
+    d_pace: bool = False
 
     @property
     def rows_per_chunk(self) -> int:
@@ -255,46 +288,98 @@ class ChainLoss:
         steps = len(hidden_states)
         predictions = family_of(drafter).predictions(drafter, self.weights)
         states = predictions.states(labels.tokens, hidden_states)
-        scale = torch.tensor(list(self.depth_weights), device=device)
-        assert len(scale) == steps, "one weight a depth"
-        scale = scale / scale.sum() / labels.count.clamp(min=1)
-        coefficients = [labels.valid[: len(h), d] * scale[d] for d, h in enumerate(hidden_states)]
-        rows = [labels.rows[: len(h), d] for d, h in enumerate(hidden_states)]
-
-        def compare(
-            hidden: torch.Tensor, coefficient: torch.Tensor, rows: torch.Tensor, states: torch.Tensor | None = None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            with torch.no_grad():
-                teacher = F.linear(labels.teacher[rows], self.teacher_head)
-            logits = predictions.logits(hidden, states)
-            return sum_over_chunks(score, [logits, teacher, coefficient], [], self._rows(self.scored_logits))
+        total = functools.partial(self._sum, predictions, hidden_states, states, labels)
+        place = torch.cat(_places(hidden_states))
+        weights, rejected = torch.tensor(list(self.depth_weights), device=device), labels.rejected
+        assert len(weights) == steps, "one weight a depth"
+        if self.d_pace:
+            weights = weights * d_pace(_label_probabilities(total, place, labels), labels.valid)
+        mean = mean_of_predictions if self.d_pace or rejected is not None else mean_of_depths
+        coefficients = mean(weights, labels.valid, labels.count).flatten()
+        if rejected is not None:
+            columns = rejected.columns.flatten()
+            costs = mean(rejected.weights, rejected.weights > 0, labels.count).flatten()
 
         def score(
-            logits: torch.Tensor, teacher: torch.Tensor, coefficient: torch.Tensor
+            logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            with torch.autocast(device.type, enabled=False):
-                logits, teacher = logits.float(), teacher.float()
-                distance = self.objective(logits, teacher)
-                return (distance * coefficient).sum(), _statistics(logits, teacher, distance, labels.measured)
+            distance = self.objective(logits, teacher)
+            loss = (distance * coefficients[place]).sum()
+            if rejected is not None:
+                loss = loss + (rejected_draft(logits, teacher, columns[place]) * costs[place]).sum()
+            return loss, _statistics(logits, teacher, distance, labels.measured)
 
-        loss, statistics = torch.zeros((), device=device), list[torch.Tensor]()
-        # Depths at which logits need nothing of the paths are compared apart from the others.
-        for told, depths in itertools.groupby(range(steps), key=lambda depth: states[depth] is not None):
-            alike = list(depths)
-            columns: list[Any] = [hidden_states, coefficients, rows, *([states] if told else [])]
-            parts = [torch.cat([column[depth] for depth in alike]) for column in columns]
-            more, further = sum_over_chunks(compare, parts, predictions.parameters, self.rows_per_chunk)
-            loss = loss + more
-            statistics.append(further)
+        loss, statistics = total(score)
         regression = torch.zeros((), device=device)
         if labels.regression > 0.0:
-            goals = labels.teacher[torch.cat(rows)]
+            goals = labels.teacher[labels.rows.flatten()[place]]
             distance = F.smooth_l1_loss(predictions.final(torch.cat(list(hidden_states))), goals, reduction="none")
-            regression = (distance.float().mean(dim=-1) * torch.cat(coefficients)).sum()
+            regression = (distance.float().mean(dim=-1) * coefficients[place]).sum()
             loss = loss + labels.regression * regression
-        depth = torch.cat([torch.full((len(h),), d, device=device) for d, h in enumerate(hidden_states)])
-        valid = torch.cat([labels.valid[: len(h), d] for d, h in enumerate(hidden_states)])
-        return _parts(loss, torch.cat(statistics)[valid], depth[valid], steps, regression.detach(), labels.measured)
+        valid = labels.valid.flatten()[place]
+        return _parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
+
+    def _sum(
+        self,
+        predictions: Predictions,
+        hidden_states: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor | None],
+        labels: ChainLabels,
+        score: Score,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the sum of what `score` makes of all predictions, and its values, depth by depth."""
+        device = hidden_states[0].device
+
+        def compare(
+            hidden: torch.Tensor, place: torch.Tensor, states: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad():
+                teacher = F.linear(labels.teacher[labels.rows.flatten()[place]], self.teacher_head)
+            logits = predictions.logits(hidden, states)
+            return sum_over_chunks(precisely, [logits, teacher, place], [], self._rows(self.scored_logits))
+
+        def precisely(
+            logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.autocast(device.type, enabled=False):
+                return score(logits.float(), teacher.float(), place)
+
+        total, values, places = torch.zeros((), device=device), list[torch.Tensor](), _places(hidden_states)
+        # Depths at which logits need nothing of the paths are compared apart from the others.
+        for told, depths in itertools.groupby(range(len(hidden_states)), key=lambda depth: states[depth] is not None):
+            alike = list(depths)
+            columns: list[Any] = [hidden_states, places, *([states] if told else [])]
+            parts = [torch.cat([column[depth] for depth in alike]) for column in columns]
+            more, further = sum_over_chunks(compare, parts, predictions.parameters, self.rows_per_chunk)
+            total = total + more
+            values.append(further)
+        return total, torch.cat(values)
+
+
+def _places(hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns for each depth d the places s * K + d of its predictions in tensors `[S, K]`."""
+    steps = len(hidden_states)
+    return [torch.arange(len(h), device=h.device) * steps + depth for depth, h in enumerate(hidden_states)]
+
+
+@torch.no_grad()
+def _label_probabilities(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
+    """Returns `[S, K]`, the drafter's probabilities of what `hard_labels` takes for right; 1 where it predicts nothing.
+
+    The weights of a chain's first depth need those of the last, so all logits are computed once more beforehand.
+    """
+
+    def score(logits: torch.Tensor, teacher: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probability = hard_labels(logits, teacher).neg().exp()
+        return probability.sum(), probability
+
+    kind = place.device.type
+    # Parameters that are cast here, without gradients, must not stand in for those that need them.
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
+        _, found = total(score)
+    probabilities = found.new_ones(labels.valid.numel())
+    probabilities[place] = found
+    return probabilities.view_as(labels.valid)
 
 
 def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Tensor, measured: bool) -> torch.Tensor:
@@ -323,70 +408,3 @@ def _parts(
     return LossParts(
         loss, means[:, 0], means[:, 2], count, regression, statistics[kept, 1], statistics[kept, 2], depth[kept]
     )
-
-
-def sum_over_chunks(
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    rows: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-    rows_per_chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums a loss over chunks of rows, and keeps the intermediate results of one chunk only.
-
-    Gradients are computed in the forward, chunk by chunk. The backward only scales them.
-
-    Args:
-        function: takes a chunk of each of `rows`; returns its loss, a scalar, and detached values `[n, ...]` of its
-            rows.
-        rows: tensors `[N, ...]`, which are split in the same way.
-        parameters: other tensors that the loss depends on and that need gradients.
-        rows_per_chunk: number of rows of a chunk.
-
-    Returns:
-        The summed loss and the values `[N, ...]`.
-    """
-    if not torch.is_grad_enabled():
-        pieces = [function(*chunk) for chunk in _chunks(rows, rows_per_chunk)]
-        return torch.stack([piece[0] for piece in pieces]).sum(), torch.cat([piece[1] for piece in pieces])
-    result: tuple[torch.Tensor, torch.Tensor] = _SumOverChunks.apply(
-        function, rows_per_chunk, len(rows), *rows, *parameters
-    )
-    return result
-
-
-def _chunks(rows: Sequence[torch.Tensor], size: int) -> Iterable[tuple[torch.Tensor, ...]]:
-    return zip(*(part.split(size) for part in rows), strict=True)
-
-
-class _SumOverChunks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, function: Any, size: int, num_rows: int, *tensors: torch.Tensor) -> Any:
-        rows, parameters = tensors[:num_rows], tensors[num_rows:]
-        wanted = [index for index, part in enumerate(rows) if part.requires_grad]
-        of_rows: list[list[torch.Tensor]] = [[] for _ in wanted]
-        of_parameters: list[torch.Tensor | None] = [None] * len(parameters)
-        total, values = rows[0].new_zeros((), dtype=torch.float32), []
-        for chunk in _chunks(rows, size):
-            leaves = [part.detach().requires_grad_(part.requires_grad) for part in chunk]
-            with torch.enable_grad():
-                loss, value = function(*leaves)
-            sources = [*(leaves[index] for index in wanted), *parameters]
-            gradients = torch.autograd.grad(loss, sources, allow_unused=True)
-            total += loss.detach()
-            values.append(value)
-            for kept, gradient, index in zip(of_rows, gradients[: len(wanted)], wanted, strict=True):
-                kept.append(torch.zeros_like(leaves[index]) if gradient is None else gradient)
-            for index, gradient in enumerate(gradients[len(wanted) :]):
-                if gradient is not None:
-                    known = of_parameters[index]
-                    of_parameters[index] = gradient if known is None else known.add_(gradient)
-        ctx.gradients = [None] * num_rows + of_parameters
-        for index, parts in zip(wanted, of_rows, strict=True):
-            ctx.gradients[index] = torch.cat(parts)
-        value = torch.cat(values)
-        ctx.mark_non_differentiable(value)
-        return total, value
-
-    @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor, _: Any) -> Any:
-        return (None, None, None, *(None if g is None else g * scale.to(g.dtype) for g in ctx.gradients))

@@ -1,11 +1,15 @@
-"""Training objectives: how far the drafter's distribution is from the target's (DistillSpec, section 4).
+"""Training objectives: how far the drafter's distribution q is from the target's p.
 
 Each takes logits of the drafter and of the target over the draft vocabulary, both `[N, V']`, and returns one value for
-each row, `[N]`, in nats. All but `hard_labels` are zero exactly where both distributions are equal.
+each row, `[N]`, in nats. All but `hard_labels` and `ce_tv` are zero exactly where both distributions are equal.
+
+The divergences are those of DistillSpec, section 4. `nla`, `lk_hybrid` and `ce_tv` aim at the acceptance of rejection
+sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), which `log_acceptance` defines.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,6 +17,9 @@ import torch
 import torch.nn.functional as F
 
 Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+CE_SHARE = 0.1  # share of the cross-entropy in `ce_tv`
+_LK_DECAY = 3.0
 
 
 def forward_kl(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -42,13 +49,94 @@ def hard_labels(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, teacher.max(dim=-1).indices, reduction="none")
 
 
+def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARE) -> torch.Tensor:
+    """`ce_share` of `hard_labels` and the rest of `total_variation` (the loss of DSpark).
+
+    The parts are those of the package speculators: the cross-entropy is with the target's first choice, and the total
+    variation is half the L1 distance. DeepSpec takes the cross-entropy with the text's token and the whole L1 distance:
+    its second part weighs twice as much at the same share.
+
+    Args:
+        logits: `[N, V']`, of the drafter.
+        teacher: `[N, V']`, of the target.
+        ce_share: share of the cross-entropy, 0 to 1.
+    """
+    return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * total_variation(logits, teacher)
+
+
+def nla(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """-log alpha; its sum over a chain is minus the logarithm of the chance that all of it is accepted (LK losses)."""
+    return -log_acceptance(teacher.log_softmax(dim=-1), logits.log_softmax(dim=-1))
+
+
+def lk_hybrid(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """`forward_kl` where little is accepted, `total_variation` where much is (LK losses).
+
+    The divergence weighs lambda = exp(-3 alpha), the total variation 1 - alpha weighs 1 - lambda. Each row has its own
+    lambda, which gets no gradient. SpecForge takes one lambda, by the mean alpha of a batch.
+    """
+    log_p, log_q = teacher.log_softmax(dim=-1), logits.log_softmax(dim=-1)
+    alpha = log_acceptance(log_p, log_q).exp()
+    share = (-_LK_DECAY * alpha.detach()).exp()
+    return share * _kl(log_p, log_q) + (1 - share) * (1 - alpha)
+
+
+def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Returns log alpha `[N]`: rejection sampling accepts a token drawn from q with probability alpha.
+
+    It is summed in logarithms, so that it is finite where p and q hardly overlap.
+
+    Args:
+        log_p: `[N, V']`, log-probabilities of the target within the draft vocabulary.
+        log_q: `[N, V']`, of the drafter.
+    """
+    return torch.minimum(log_p, log_q).logsumexp(dim=-1)
+
+
+def rejected_draft(logits: torch.Tensor, teacher: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """KL(drafter | target), estimated by one drafted token: exp(r) - r - 1 with r = log p - log q (Draft-OPD).
+
+    Its gradient lowers q where the target finds the token less probable than the drafter does. It is at most V' large
+    for a first choice of the drafter, as q is 1 / V' or more.
+
+    Args:
+        logits: `[N, V']`, of the drafter.
+        teacher: `[N, V']`, of the target.
+        drafted: `[N]`, int64, columns of the drafted tokens.
+    """
+    ratio = F.cross_entropy(logits, drafted, reduction="none") - F.cross_entropy(teacher, drafted, reduction="none")
+    return ratio.exp() - ratio - 1
+
+
 OBJECTIVES: dict[str, Objective] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jensen_shannon": jensen_shannon,
     "total_variation": total_variation,
     "hard_labels": hard_labels,
+    "ce_tv": ce_tv,
+    "nla": nla,
+    "lk_hybrid": lk_hybrid,
 }
+
+
+def objective_of(name: str, ce_share: float | None = None) -> Objective:
+    """Returns an objective by its name.
+
+    Args:
+        name: a name in `OBJECTIVES`.
+        ce_share: see `ce_tv`; `None` for the objective as it is.
+
+    Raises:
+        ValueError: another objective than `ce_tv` is to have a `ce_share`, or it is out of range.
+    """
+    if ce_share is None:
+        return OBJECTIVES[name]
+    if name != "ce_tv":
+        raise ValueError(f"ce_share={ce_share} is invalid with objective={name!r}: leave it out, or take 'ce_tv'")
+    if not 0.0 <= ce_share <= 1.0:
+        raise ValueError(f"ce_share={ce_share} is invalid: expected 0 to 1")
+    return functools.partial(ce_tv, ce_share=ce_share)
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,43 +44,86 @@ def drafted_labels(
     if not len(chosen) or steps < 2:
         return labels
     starts = chains.starts[chosen]
-    drawn, parents = _draw(drafter, weights, pack, starts, labels.tokens[chosen, 0], steps)
-    teacher = _read_branches(target, pack, starts, drawn)
-    length = len(pack.input_ids)
-    rows = labels.rows.clone()
-    branch = torch.arange(len(chosen), device=starts.device)[:, None] * (steps - 1)
-    rows[chosen, 1:] = length + branch + torch.arange(steps - 1, device=starts.device)
+    drawn = weights.vocab_ids[draft(drafter, weights, pack, starts, steps - 1, _sampled)]
     tokens, valid = labels.tokens.clone(), labels.valid.clone()
-    tokens[chosen] = parents
-    ends = torch.isin(drawn, torch.tensor(sorted(end_tokens(target)), device=drawn.device))
+    tokens[chosen, 1:] = drawn
+    ends = is_end(target, drawn)
     valid[chosen] = torch.cat([labels.valid[chosen, :1], ~ends], dim=1).cumprod(dim=1).bool()
-    teacher = torch.cat([labels.teacher, teacher.to(labels.teacher)])
-    return replace(labels, tokens=tokens, teacher=teacher, rows=rows, valid=valid, count=valid.sum(dim=0))
+    labels = replace(labels, tokens=tokens, valid=valid, count=valid.sum(dim=0))
+    return labelled_by_target(target, pack, chains, labels, chosen)
 
 
-def _draw(
+def labelled_by_target(
+    target: Any, pack: Pack, chains: Chains, labels: ChainLabels, chosen: torch.Tensor
+) -> ChainLabels:
+    """Returns labels in which some chains have the target's distributions after their own parents.
+
+    Args:
+        target: the target.
+        pack: the pack.
+        chains: the chains.
+        labels: labels with the parents. The parent of the first depth is the text's own.
+        chosen: `[C]`, int64, the chains whose other parents may be tokens that are not in the text.
+    """
+    drawn = labels.tokens[chosen, 1:]
+    teacher = _read_branches(target, pack, chains.starts[chosen], drawn)
+    rows = labels.rows.clone()
+    rows[chosen, 1:] = len(labels.teacher) + torch.arange(drawn.numel(), device=rows.device).view_as(drawn)
+    return replace(labels, teacher=torch.cat([labels.teacher, teacher.to(labels.teacher)]), rows=rows)
+
+
+def is_end(target: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns where tokens end a text of a target; bool, in the shape of `tokens`."""
+    return torch.isin(tokens, torch.tensor(sorted(end_tokens(target)), device=tokens.device))
+
+
+def _sampled(logits: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(logits.softmax(dim=-1), 1).squeeze(-1)
+
+
+@torch.no_grad()
+def draft(
     drafter: Any,
     weights: TargetWeights,
     pack: Pack,
     starts: torch.Tensor,
-    first: torch.Tensor,
-    steps: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens `[S, K-1]` drawn along each chain, and the parents `[S, K]`: the true first one and these."""
+    count: int,
+    choose: Callable[[torch.Tensor], torch.Tensor],
+    rows: int | None = None,
+) -> torch.Tensor:
+    """Drafts along chains, each token after those before it.
+
+    Args:
+        drafter: the drafter.
+        weights: weights that the drafter borrows from its target.
+        pack: the pack.
+        starts: `[S]`, int64, position of each chain.
+        count: number of tokens of each chain.
+        choose: takes logits `[N, V']`, float32; returns the column of the draft vocabulary that is drafted, `[N]`.
+        rows: number of chains whose logits are computed at a time; `None` for all.
+
+    Returns:
+        `[S, count]`, int64, columns of the draft vocabulary.
+    """
     pack = replace(pack, taps=pack.taps.to(drafter.dtype))
     weights = replace(weights, head=None if weights.head is None else weights.head.to(drafter.dtype))
     predictions = family_of(drafter).predictions(drafter, weights)
     chains = Chains(starts, len(starts), torch.ones_like(starts, dtype=torch.bool))
-    parents, hidden_states = [first], ()
-    for depth in range(steps - 1):
+    hidden_states: Sequence[torch.Tensor] = ()
+    parents, columns = [pack.input_ids[starts + 1]], list[torch.Tensor]()
+    for depth in range(count):
         tokens = torch.stack(parents, dim=1)
         if depth == 0 or predictions.reads_tokens:
             hidden_states = unroll(drafter, predictions, pack, chains, tokens).hidden_states
-        states = predictions.states(tokens, hidden_states[: depth + 1])[depth]
-        logits = predictions.logits(hidden_states[depth].to(drafter.dtype), states)
-        choice = torch.multinomial(logits.float().softmax(dim=-1), 1).squeeze(-1)
-        parents.append(weights.vocab_ids[choice])
-    return torch.stack(parents[1:], dim=1), torch.stack(parents, dim=1)
+        state = predictions.states(tokens, hidden_states[: depth + 1])[depth]
+        hidden: torch.Tensor = hidden_states[depth].to(drafter.dtype)
+        pieces = [
+            choose(predictions.logits(hidden[part], None if state is None else state[part]).float())
+            for part in torch.arange(len(starts), device=starts.device).split(rows or len(starts))
+        ]
+        columns.append(torch.cat(pieces))
+        parents.append(weights.vocab_ids[columns[-1]])
+    return torch.stack(columns, dim=1)
 
 
 def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,10 @@ _ARGUMENTS_FIXED = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "objective",
+    "ce_share",
     "data_policy",
+    "rejected_drafts",
+    "depth_weighting",
     "depth_decay",
     "depth_weights",
     "regression_weight",
@@ -437,11 +440,13 @@ def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | N
 
 def _what_is_computed(trainer: DrafterTrainer) -> str:
     args, loss = trainer.args, trainer.loss
+    share = "" if args.ce_share is None else f" (ce_share {args.ce_share:g})"
+    rejected = "" if args.rejected_drafts is None else f" (rejected_drafts {args.rejected_drafts})"
+    weights = "by D-PACE" if loss.d_pace else ", ".join(f"{weight:.2f}" for weight in loss.depth_weights)
     return (
-        f"{args.objective} on {args.data_policy} data; at most {args.chains_per_conversation} chains a conversation, "
-        f"{args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, depth weights "
-        f"{', '.join(f'{weight:.2f}' for weight in loss.depth_weights)}; logits of {loss.rows_per_chunk} predictions x "
-        f"{len(trainer.weights.vocab_ids):,} tokens at a time"
+        f"{args.objective}{share} on {args.data_policy} data{rejected}; at most {args.chains_per_conversation} chains "
+        f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, depth weights "
+        f"{weights}; logits of {loss.rows_per_chunk} predictions x {len(trainer.weights.vocab_ids):,} tokens at a time"
     )
 
 

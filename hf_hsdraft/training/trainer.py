@@ -27,6 +27,7 @@ from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .calibration import Calibration
 from .conversations import TokenizedConversation
+from .draft_opd import replay, two_streams
 from .features import Features, read_features
 from .loss import (
     CHUNK_LOGITS,
@@ -39,7 +40,7 @@ from .loss import (
     true_labels,
     unroll,
 )
-from .objectives import OBJECTIVES
+from .objectives import objective_of
 from .on_policy import drafted_labels
 from .parity import ParityError, parity
 from .trainable import family_of
@@ -100,8 +101,9 @@ class DrafterTrainer(Trainer):
         self.loss = ChainLoss(
             self.weights,
             self.teacher_head,
-            OBJECTIVES[args.objective],
+            objective_of(args.objective, args.ce_share),
             args.weights_of_depths(drafter.num_draft_steps),
+            d_pace=args.depth_weighting == "d-pace",
             **(
                 {}
                 if drafter.device.type == "cpu"
@@ -152,8 +154,7 @@ class DrafterTrainer(Trainer):
         drafter = _base(self.accelerator.unwrap_model(model))
         seeds = [zlib.crc32(chat.input_ids.cpu().numpy().tobytes()) + step for chat in conversations]
         args = self.args
-        chains = sample_chains(pack, args.chains_per_conversation, args.rolled_fraction, seeds, pad_to_multiple_of=32)
-        labels = self._labels(drafter, pack, chains)
+        chains, labels = self._chains(drafter, pack, seeds)
         count = labels.count
         if model.training and self.accelerator.num_processes > 1:
             # Gradients are averaged over all processes. With the average count they are those of one large batch.
@@ -175,12 +176,24 @@ class DrafterTrainer(Trainer):
         features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
         return Pack.of(features, pad_to_multiple_of=128).to(self.args.device, self.teacher_head.dtype)
 
-    def _labels(self, drafter: Any, pack: Pack, chains: Chains) -> ChainLabels:
+    def _chains(self, drafter: Any, pack: Pack, seeds: Sequence[int]) -> tuple[Chains, ChainLabels]:
+        """Returns the chains of a step and their labels. Evaluations follow the text."""
+        args, target, weights = self.args, self.target, self.weights
+        policy = args.data_policy if drafter.training else "teacher"
+        met = replay(drafter, weights, pack, self.loss.rows_per_chunk) if policy == "draft-opd" else None
+        starts = None if met is None else met.anchors
+        chains = sample_chains(
+            pack, args.chains_per_conversation, args.rolled_fraction, seeds, pad_to_multiple_of=32, starts=starts
+        )
         labels = true_labels(pack, chains, drafter.num_draft_steps)
-        if self.args.data_policy == "teacher" or not drafter.training:
-            return labels
-        every = 1 if self.args.data_policy == "student" else 2
-        return drafted_labels(drafter, self.target, self.weights, pack, chains, labels, every)
+        if met is not None:
+            labels = two_streams(
+                met, target, weights, pack, chains, labels, 1 if args.rejected_drafts is None else args.rejected_drafts
+            )
+        elif policy != "teacher":
+            every = 1 if policy == "student" else 2
+            labels = drafted_labels(drafter, target, weights, pack, chains, labels, every)
+        return chains, labels
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds tokens/s and the accuracy per depth of the latest step to every training log line."""

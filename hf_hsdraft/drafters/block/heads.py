@@ -124,7 +124,8 @@ class RecurrentMarkovHead(MarkovHead):
         if states is None or hidden is None:
             return torch.cat([torch.zeros_like(row), row], dim=-1)
         gate, candidate, _ = self._joined(self.project(hidden), states)
-        return torch.cat([torch.lerp(candidate.tanh(), states.chunk(2, dim=-1)[0], gate.sigmoid()), row], dim=-1)
+        before = states.chunk(2, dim=-1)[0].to(candidate.dtype)  # in mixed precision it has been kept in float32
+        return torch.cat([torch.lerp(candidate.tanh(), before, gate.sigmoid()), row], dim=-1)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.joint_proj.weight[:, -hidden.shape[-1] :], self.joint_proj.bias)

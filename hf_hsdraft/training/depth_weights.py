@@ -1,0 +1,49 @@
+"""How much each prediction of a chain counts in the loss: coefficients `[S, K]` for S chains of K depths."""
+
+from __future__ import annotations
+
+import torch
+
+DEPTH_WEIGHTINGS = ("fixed", "d-pace")
+_FLOOR = 0.5
+
+
+def mean_of_depths(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Returns coefficients by which the loss is the weighted mean, over the depths, of the mean of each depth.
+
+    Args:
+        weights: `[K]`, weight of each depth. They are divided by their sum.
+        valid: `[S, K]`, bool, True where the loss counts a prediction.
+        count: `[K]`, number of predictions at each depth.
+    """
+    return valid * (weights / weights.sum() / count.clamp(min=1))
+
+
+def mean_of_predictions(weights: torch.Tensor, valid: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Returns coefficients by which the loss is the sum of weighted predictions, divided by the number of predictions.
+
+    Args:
+        weights: `[K]` or `[S, K]`, weight of each prediction.
+        valid: `[S, K]`, bool, True where the loss counts a prediction.
+        count: `[K]`, number of predictions at each depth.
+    """
+    return valid * (weights / count.sum().clamp(min=1))
+
+
+def d_pace(probabilities: torch.Tensor, valid: torch.Tensor, floor: float = _FLOOR) -> torch.Tensor:
+    """Returns weights by the drafter's own estimate of how far its chains are accepted (D-PACE).
+
+    With s_j = (1 - floor) q_j(y_j) + floor at depth j, and s_j = 1 where nothing is predicted, a chain reaches depth m
+    with P_m = prod_{j <= m} s_j. The weight of depth k is w_k = sum_{m >= k} P_m. With a floor of 0, the gradient of
+    sum_k w_k (-log q_k(y_k)) is that of -sum_m P_m, minus the expected number of accepted tokens.
+
+    Args:
+        probabilities: `[S, K]`, the drafter's probability q_j(y_j) of each label. They need no gradients.
+        valid: `[S, K]`, bool, True where a prediction has a label.
+        floor: between 0 and 1. It keeps the weights of deep predictions up while the drafter is still bad.
+
+    Returns:
+        `[S, K]`, between 0 and K.
+    """
+    accepted = torch.where(valid, (1 - floor) * probabilities + floor, 1.0)
+    return accepted.cumprod(dim=1).flip(1).cumsum(dim=1).flip(1)
