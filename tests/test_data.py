@@ -301,3 +301,30 @@ def test_features_of_padded_batches_are_those_of_single_chats(chatty, tokenizer)
         assert torch.equal(features.input_ids, chat.input_ids)
         torch.testing.assert_close(features.taps, alone.taps, atol=0.05, rtol=0.05)
         torch.testing.assert_close(features.final, alone.final, atol=0.05, rtol=0.05)
+
+
+def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatty, tokenizer, tmp_path, monkeypatch):
+    """Chats of similar lengths are read together, several forwards a shard; in float32, so that little is rounded."""
+    from hf_hsdraft.training import features
+
+    forwards: list[list[int]] = []
+    read = features.read_features
+
+    def spied(target, taps, conversations):
+        forwards.append([len(chat.input_ids) for chat in conversations])
+        return read(target, taps, conversations, dtype=torch.float32)
+
+    monkeypatch.setattr(features, "read_features", spied)
+    monkeypatch.setattr(features, "_READ_AT_ONCE", 40)
+    chats = [
+        tokenize_conversation(tokenizer, Conversation((("user", f"w{length}"), ("assistant", "w2 " * length))), 100)
+        for length in (9, 1, 60, 4, 2, 11, 3)
+    ]
+    dataset = features.cache_features(chatty, [1, 2], chats, tmp_path)
+    assert len(dataset) == len(chats) and sorted(map(len, forwards)) == [1, 2, 4]
+    assert all(len(lengths) * max(lengths) <= 40 or len(lengths) == 1 for lengths in forwards)
+    for chat, cached in zip(chats, dataset, strict=True):
+        alone = read(chatty, [1, 2], [chat], dtype=torch.float32)[0]
+        assert torch.equal(cached.input_ids, chat.input_ids) and torch.equal(cached.answer_mask, chat.answer_mask)
+        torch.testing.assert_close(cached.taps, alone.taps, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(cached.final, alone.final, atol=1e-4, rtol=1e-4)
