@@ -122,6 +122,7 @@ def train(
     from ..target.target_loading import DEFAULT_TARGET, load_target
     from ..training.arguments import parse_arguments
     from ..training.plan import TrainingPlan
+    from ..training.progress import Reporter
     from ..training.run import train as run
 
     if lora is not None and init_from is None:
@@ -167,16 +168,23 @@ def train(
         family=family.value,
         drafter=overrides,
     )
+    _say(f"loading {target or DEFAULT_TARGET}")
     model, tokenizer = load_target(target, dtype.torch, device or _own_device())
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     try:
-        run(model, tokenizer, plan, arguments, report=console.print)
+        run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None))
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from what is in {out}")
         sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
         console.print(f"drafter saved in {out}")
+
+
+def _say(line: str) -> None:
+    """Prints a line whole, and at once."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.file.flush()
 
 
 def _own_device() -> str:

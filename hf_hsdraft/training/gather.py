@@ -15,7 +15,8 @@ from ..target.target_loading import is_sharded
 from .answers import Answered, answer_prompts, store_answers
 from .conversations import Conversation, Prompt, read_jsonl
 from .dataset import RowFolder
-from .plan import INVENTED_PROMPTS, Report, TrainingPlan
+from .plan import INVENTED_PROMPTS, TrainingPlan
+from .progress import Reporter
 from .prompts import invent_prompts, prompts_from_dataset
 from .server import answer_by_server
 
@@ -55,7 +56,7 @@ def answer_all(
     identity: str,
     prompts: Sequence[Prompt],
     out: Path,
-    report: Report,
+    report: Reporter,
 ) -> list[Conversation]:
     """Lets the target answer all prompts, and invent them first if the plan says so. What is on disk is not made again.
 
@@ -77,15 +78,10 @@ def answer_all(
         count = plan.num_prompts or INVENTED_PROMPTS
         made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, "openings": list(plan.openings)})
         if state.is_main_process or sharded:
-            invent_prompts(
-                target,
-                tokenizer,
-                count,
-                made,
-                openings=plan.openings,
-                seed=seed,
-                on_batch=lambda done: report(f"prompts invented: {done}/{count}"),
-            )
+            with report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
+                invent_prompts(
+                    target, tokenizer, count, made, openings=plan.openings, seed=seed, on_batch=stage.advance
+                )
         state.wait_for_everyone()
         prompts = [Prompt.of(row["turns"], "invented") for row in made.rows()][:count]
     together = sharded and plan.answers_from is None
@@ -129,11 +125,8 @@ def answer_all(
             seed=seed,
             on_skip=lambda prompt, why: skipped.append(why),
         )
-    store_answers(
-        batches,
-        store,
-        on_progress=lambda count, speed: report(f"answers: {count}/{len(share)} prompts, {speed:,.0f} tokens/s"),
-    )
+    with report.stage("answering", "prompts", len(share)) as stage:
+        store_answers(batches, store, on_progress=lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
     if skipped:
         report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
     state.wait_for_everyone()
