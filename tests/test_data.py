@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from hf_hsdraft.training.conversations import (
     tokenize_conversation,
 )
 from hf_hsdraft.training.dataset import RowFolder
-from hf_hsdraft.training.prompts import invent_prompts, prompts_from_dataset, user_header
+from hf_hsdraft.training.generating import user_header
+from hf_hsdraft.training.inventing import invent_prompts
+from hf_hsdraft.training.kinds import kind_of_openings
+from hf_hsdraft.training.prompts import prompts_from_dataset
 from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
 
 
@@ -148,7 +152,8 @@ def test_long_prompts_are_left_out_and_said_so(chatty, tokenizer, tmp_path):
 
 
 def test_invented_prompts_are_distinct_and_restartable(chatty, tokenizer, tmp_path):
-    kwargs = {"temperature": 1.5, "max_new_tokens": 30, "batch_size": 8, "openings": ("", "w7 ")}
+    kind = replace(kind_of_openings(["", "w7 "]), temperature=1.5, continued=30)
+    kwargs = {"kinds": [kind], "batch_size": 8}
     whole = invent_prompts(chatty, tokenizer, 12, RowFolder(tmp_path / "whole"), **kwargs)
     assert len({prompt.key for prompt in whole}) == 12
     assert any(prompt.turns[0].startswith("w7") for prompt in whole)

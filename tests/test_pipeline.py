@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from hf_hsdraft.repository import care
 from hf_hsdraft.training import loss as loss_module
 from hf_hsdraft.training import publish
 from hf_hsdraft.training.conversations import Conversation
+from hf_hsdraft.training.dataset import RowFolder
 from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.progress import Reporter
 from hf_hsdraft.training.run import train
@@ -469,6 +471,29 @@ def test_the_figures_of_the_saved_drafter_are_not_measured_twice(chatty, tokeniz
     history = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     found = [entry["eval_tau"] for entry in history if "eval_tau" in entry]
     assert found == [3.0, 2.0, 1.0, 3.0]
+
+
+def test_invented_chats_are_of_the_kinds_asked_for(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import answers, inventing
+
+    asked = plan(tmp_path, prompts=[], num_prompts=12, kinds={"mathematics": 1.0, "writing": 2.0}, max_length=200)
+    with pytest.raises(ValueError, match="--kinds and --opening are two ways"):
+        run(chatty, tokenizer, replace(asked, openings=["w1 "]))
+    with pytest.raises(ValueError, match="--kinds is for invented prompts"):
+        run(chatty, tokenizer, plan(tmp_path, kinds={"code": 1.0}))
+    with pytest.raises(ValueError, match="kinds='poetry' is unknown"):
+        run(chatty, tokenizer, replace(asked, kinds={"poetry": 1.0}))
+    assert not (tmp_path / "out").exists()
+    run(chatty, tokenizer, asked)
+    rows = list(RowFolder(tmp_path / "out" / "data").rows())
+    assert Counter(row["category"] for row in rows) == {"mathematics": 4, "writing": 8}
+    assert "mathematics, writing x 2" in (tmp_path / "out" / "training_recipe.json").read_text()
+    for module, name in ((answers, "_answer_batch"), (inventing, "_invent")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("made again"))
+    (tmp_path / "out" / "finished.json").unlink()
+    run(chatty, tokenizer, asked)
+    with pytest.raises(ValueError, match="kinds: "):
+        run(chatty, tokenizer, replace(asked, kinds={"mathematics": 1.0}), max_steps=6)
 
 
 def test_every_stage_of_a_run_says_how_far_it_is(chatty, tokenizer, tmp_path):

@@ -42,7 +42,7 @@ from .conversations import Conversation, tokenize_conversation
 from .family import TrainableFamily
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
-from .gather import answer_all, in_order, read_sources, recipe_of
+from .gather import answer_all, in_order, kinds_to_invent, read_sources, recipe_of
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
 from .progress import Reporter, TrainingProgress
@@ -120,11 +120,14 @@ def train(
     args.weights_of_depths(steps)
     args.check_metric(steps, generates=plan.eval_prompts > 0)
     bad: list[str] = []
-    finished, prompts = read_sources(plan, args.seed, bad.append if plan.skip_bad_lines else None)
+    finished, prompts = read_sources(plan, args.seed, bad.append if plan.skip_bad_lines else None, report)
     for line in bad:
         report(f"left out: {line}")
     plan.check_amount(len(finished) + len(prompts))
     plan.check_publishes(len(prompts))
+    plan.check_invents()
+    if plan.invents:
+        kinds_to_invent(plan, tokenizer)
     if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
         check_template_keeps_turns(tokenizer)
     push = (arguments or {}).get("push_to_hub", False) and state.is_main_process
@@ -393,11 +396,18 @@ def _token_counts(tokenized: Sequence[Any]) -> tuple[list[torch.Tensor], list[to
 
 
 def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments) -> dict[str, Any]:
-    digests = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in plan.prompts]
+    digests, excluded = (
+        [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in names]
+        for names in (plan.prompts, plan.exclude_near)
+    )
+    told = asdict(plan)
+    for name in () if plan.invents else ("kinds", "openings"):
+        del told[name]  # they decide nothing
     return {
-        **asdict(plan),
+        **told,
         "prompts": [Path(name).name for name in plan.prompts],
         "prompt_digests": digests,
+        "exclude_near": excluded,
         "target": identity,
         **{name: str(getattr(args, name)) for name in _ARGUMENTS_FIXED},
     }

@@ -234,11 +234,13 @@ class DrafterTrainer(Trainer):
                     distance = self._parity(self.tau_prompts[: min(2, len(calls))])
                 self.held_out = (batch.stop, len(calls))
             metrics = self._metrics(parts, calls, distance, metric_key_prefix)
+            calibration = Calibration.of(parts, len(parts[0].count))
             metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
             # All processes decide by the same numbers which checkpoint is the best, and when to stop.
             [metrics] = broadcast_object_list([metrics])
             stage.advance(sum(self.held_out), f"step {self.state.global_step:,}, {evaluation_figures(metrics)}")
-        self._figures[self.state.global_step] = (dict(metrics), self.calibration)
+        self.calibration = calibration
+        self._figures[self.state.global_step] = (dict(metrics), calibration)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         model.train()
@@ -261,7 +263,6 @@ class DrafterTrainer(Trainer):
             (torch.stack([getattr(part, name) for part in parts]) * counts).sum(dim=0) / counts.sum(dim=0).clamp(min=1)
             for name in ("divergence", "accuracy")
         )
-        self.calibration = Calibration.of(parts, len(divergence))
         scale = torch.tensor(self.args.weights_of_depths(len(divergence)), device=divergence.device)
         metrics = {f"{prefix}_loss": float((divergence * scale).sum() / scale.sum())}
         metrics |= _by_depth(f"{prefix}_accuracy", accuracy.tolist())
