@@ -41,7 +41,8 @@ def read_sources(
         report: told how many near-duplicates are left out.
 
     Raises:
-        ValueError: a file holds neither, or see `read_jsonl` and `prompts_from_dataset`.
+        ValueError: a file, or one that the plan excludes, holds neither; or see `read_jsonl` and
+            `prompts_from_dataset`.
     """
     finished, prompts = [], []
     for path in plan.prompts:
@@ -60,11 +61,12 @@ def read_sources(
 
 def leave_near_out(plan: TrainingPlan, chats: list[Asked], report: Report) -> list[Asked]:
     """Returns the chats or prompts that are no near-duplicates of the prompts that the plan excludes."""
-    if not plan.exclude_near or not chats:
+    if not plan.exclude_near:
         return chats
     judges = PromptIndex([chat.asked for path in plan.exclude_near for chat in read_chats(path)])
     kept = [chat for chat in chats if not judges.is_near(Chat.of(chat).asked)]
-    report(f"{len(chats) - len(kept):,} of {len(chats):,} chats left out: near-duplicates of --exclude-near")
+    if chats:
+        report(f"{len(chats) - len(kept):,} of {len(chats):,} chats left out: near-duplicates of --exclude-near")
     return kept
 
 

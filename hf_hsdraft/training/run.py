@@ -186,7 +186,11 @@ def _train_on(
 ) -> None:
     out, state = Path(plan.out), PartialState()
     conversations = in_order(conversations, args.seed)
-    pairs = [(chat, tokenize_conversation(tokenizer, chat, plan.max_length)) for chat in conversations]
+    pairs = []
+    with report.stage("tokenizing", "conversations", len(conversations)) as stage:
+        for chat in conversations:
+            pairs.append((chat, tokenize_conversation(tokenizer, chat, plan.max_length)))
+            stage.advance(len(pairs))
     pairs = [pair for pair in pairs if bool(pair[1].answer_mask[2:].any())]  # a chain predicts x_2 at the earliest
     if len(pairs) < len(conversations):
         report(
