@@ -33,6 +33,7 @@ target, tokenizer = load_target(None, dtype=torch.bfloat16)
 plan = TrainingPlan(
     out=options.out,
     num_prompts=options.prompts,  # no files, no data set: the target invents them
+    kinds={"question": 1, "summary": 1, "translation": 1, "code": 1},  # left out, all kinds that there are
     max_new_tokens=128,
     eval_conversations=max(4, options.prompts // 40),
     eval_prompts=4,

@@ -8,8 +8,20 @@ from typer.testing import CliRunner
 from hf_hsdraft import cli, commands
 from hf_hsdraft._version import __version__
 
-NAMES = ["average", "bench", "card", "check", "concurrent", "demo", "estimate", "exactness", "first-calls", "info"]
-NAMES += ["export", "list", "lm-eval", "pull", "push", "support", "throughput", "train"]
+NAMES = [
+    "average",
+    "bench",
+    "card",
+    "check",
+    "concurrent",
+    "coverage",
+    "demo",
+    "estimate",
+    "exactness",
+    "first-calls",
+    "info",
+]
+NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "support", "throughput", "train"]
 
 
 @pytest.mark.parametrize("name", NAMES)

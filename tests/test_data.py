@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from hf_hsdraft.training.conversations import (
     tokenize_conversation,
 )
 from hf_hsdraft.training.dataset import RowFolder
-from hf_hsdraft.training.prompts import invent_prompts, prompts_from_dataset, user_header
+from hf_hsdraft.training.generating import user_header
+from hf_hsdraft.training.inventing import invent_prompts
+from hf_hsdraft.training.kinds import kind_of_openings
+from hf_hsdraft.training.prompts import prompts_from_dataset
 from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
 
 
@@ -148,7 +152,8 @@ def test_long_prompts_are_left_out_and_said_so(chatty, tokenizer, tmp_path):
 
 
 def test_invented_prompts_are_distinct_and_restartable(chatty, tokenizer, tmp_path):
-    kwargs = {"temperature": 1.5, "max_new_tokens": 30, "batch_size": 8, "openings": ("", "w7 ")}
+    kind = replace(kind_of_openings(["", "w7 "]), temperature=1.5, continued=30)
+    kwargs = {"kinds": [kind], "batch_size": 8}
     whole = invent_prompts(chatty, tokenizer, 12, RowFolder(tmp_path / "whole"), **kwargs)
     assert len({prompt.key for prompt in whole}) == 12
     assert any(prompt.turns[0].startswith("w7") for prompt in whole)
@@ -301,3 +306,30 @@ def test_features_of_padded_batches_are_those_of_single_chats(chatty, tokenizer)
         assert torch.equal(features.input_ids, chat.input_ids)
         torch.testing.assert_close(features.taps, alone.taps, atol=0.05, rtol=0.05)
         torch.testing.assert_close(features.final, alone.final, atol=0.05, rtol=0.05)
+
+
+def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatty, tokenizer, tmp_path, monkeypatch):
+    """Chats of similar lengths are read together, several forwards a shard; in float32, so that little is rounded."""
+    from hf_hsdraft.training import features
+
+    forwards: list[list[int]] = []
+    read = features.read_features
+
+    def spied(target, taps, conversations):
+        forwards.append([len(chat.input_ids) for chat in conversations])
+        return read(target, taps, conversations, dtype=torch.float32)
+
+    monkeypatch.setattr(features, "read_features", spied)
+    monkeypatch.setattr(features, "_READ_AT_ONCE", 40)
+    chats = [
+        tokenize_conversation(tokenizer, Conversation((("user", f"w{length}"), ("assistant", "w2 " * length))), 100)
+        for length in (9, 1, 60, 4, 2, 11, 3)
+    ]
+    dataset = features.cache_features(chatty, [1, 2], chats, tmp_path)
+    assert len(dataset) == len(chats) and sorted(map(len, forwards)) == [1, 2, 4]
+    assert all(len(lengths) * max(lengths) <= 40 or len(lengths) == 1 for lengths in forwards)
+    for chat, cached in zip(chats, dataset, strict=True):
+        alone = read(chatty, [1, 2], [chat], dtype=torch.float32)[0]
+        assert torch.equal(cached.input_ids, chat.input_ids) and torch.equal(cached.answer_mask, chat.answer_mask)
+        torch.testing.assert_close(cached.taps, alone.taps, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(cached.final, alone.final, atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,9 @@ from hf_hsdraft.repository import care
 from hf_hsdraft.training import loss as loss_module
 from hf_hsdraft.training import publish
 from hf_hsdraft.training.conversations import Conversation
+from hf_hsdraft.training.dataset import RowFolder
 from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.progress import Reporter
 from hf_hsdraft.training.run import train
 from hf_hsdraft.training.trainer import TrainingDiverged
 from hf_hsdraft.training.vocabulary import with_draft_vocabulary
@@ -400,29 +403,116 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokeniz
     assert all(bool(torch.isfinite(value).all()) for value in checkpoint.state_dict().values())
 
 
-def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, monkeypatch):
+def clock_of(out: Path) -> dict:
+    """What the last checkpoint says of the time budget."""
+    states = sorted((out / "checkpoints").glob("*/trainer_state.json"), key=lambda path: int(path.parent.name[11:]))
+    return json.loads(states[-1].read_text())["stateful_callbacks"]["TimeBudget"]["attributes"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Lets each look at the clock take a second."""
     from hf_hsdraft.training import budget
 
     now = iter(range(10**6))
     monkeypatch.setattr(budget.time, "monotonic", lambda: float(next(now)))
-    timed = {"max_minutes": 2.0, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1}
-    train(chatty, tokenizer, plan(tmp_path), timed, report=lambda _: None)
+    return now
+
+
+def test_training_by_the_clock_ends_and_resumes(chatty, tokenizer, tmp_path, clock):
+    timed = {"max_minutes": 1.0, "eval_steps": 3, "eval_new_tokens": 6, "logging_steps": 1}
+    begin = next(clock)
+    train(chatty, tokenizer, plan(tmp_path), timed, report=Reporter(lambda _: None, every=1e9))
+    spent = clock_of(tmp_path / "out")["spent"]
+    assert 30.0 < spent < 60.0 and clock_of(tmp_path / "out")["ended"] == 1.0  # the rest is for what follows
+    assert next(clock) - begin < 90
     states = list((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))
-    states.sort(key=lambda path: int(path.parent.name.rsplit("-", 1)[1]))
-    spent = [json.loads(path.read_text())["stateful_callbacks"]["TimeBudget"]["attributes"]["spent"] for path in states]
-    assert max(spent) >= 120.0
-    rates = [entry["learning_rate"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
+    history = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+    rates = [entry["learning_rate"] for entry in history if "loss" in entry]
     assert rates[-1] < 0.1 * max(rates)
     assert decodes_as_plain(chatty, HSDrafter.from_pretrained(tmp_path / "out"))
     said: list[str] = []
     train(chatty, tokenizer, plan(tmp_path), timed, report=said.append)
-    assert said == ["already finished: max_minutes 2"]
+    assert said == ["already finished: max_minutes 1"]
     shutil.rmtree(tmp_path / "out" / "data")  # killed before the drafter was saved
     (tmp_path / "out" / "finished.json").unlink()
+    steps = last_step(tmp_path / "out")
     train(chatty, tokenizer, plan(tmp_path), timed, report=lambda _: None)
     assert len(list((tmp_path / "out" / "checkpoints").glob("*/trainer_state.json"))) == len(states)
+    assert last_step(tmp_path / "out") == steps
+    train(chatty, tokenizer, plan(tmp_path), {**timed, "max_minutes": 2.0}, report=lambda _: None)  # goes on
+    assert last_step(tmp_path / "out") > steps and clock_of(tmp_path / "out")["spent"] > 60.0
     with pytest.raises(ValueError, match="warmup_steps would have no effect"):
         train(chatty, tokenizer, plan(tmp_path), {**timed, "warmup_steps": 3}, report=lambda _: None)
+
+
+def test_an_evaluation_fits_into_a_short_time_and_measures_as_much_each_time(chatty, tokenizer, tmp_path, clock):
+    """In half a minute there is time for a part of the evaluation alone, and the figures say so."""
+    planned = plan(tmp_path, eval_conversations=9, eval_prompts=8)
+    said: list[str] = []
+    timed = {"max_minutes": 0.5, "eval_steps": 2, "eval_new_tokens": 6, "per_device_eval_batch_size": 1}
+    train(chatty, tokenizer, planned, timed, report=said.append)
+    measured = clock_of(tmp_path / "out")["measured"]
+    assert 1 <= measured["batches"] < 9 and 1 <= measured["prompts"] < 8
+    held_out = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["held_out"]
+    assert held_out.startswith(f"{measured['batches']} conversations; tau: {measured['prompts']} prompts")
+    amount = f"evaluating: {measured['batches'] + measured['prompts']}/17 conversations and prompts, step "
+    assert sum(line.startswith(amount) and "tau" in line for line in said) >= 1
+    train(chatty, tokenizer, planned, {**timed, "max_minutes": 1.0}, report=lambda _: None)
+    assert clock_of(tmp_path / "out")["measured"] == measured
+
+
+def test_the_figures_of_the_saved_drafter_are_not_measured_twice(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import trainer
+
+    values = iter([3.0, 2.0, 1.0])
+    monkeypatch.setattr(trainer, "pooled_tau", lambda _: next(values))  # raises an error at a fourth evaluation
+    run(chatty, tokenizer, plan(tmp_path), max_steps=6)
+    history = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+    found = [entry["eval_tau"] for entry in history if "eval_tau" in entry]
+    assert found == [3.0, 2.0, 1.0, 3.0]
+
+
+def test_invented_chats_are_of_the_kinds_asked_for(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import answers, inventing
+
+    asked = plan(tmp_path, prompts=[], num_prompts=12, kinds={"mathematics": 1.0, "writing": 2.0}, max_length=200)
+    with pytest.raises(ValueError, match="--kinds and --opening are two ways"):
+        run(chatty, tokenizer, replace(asked, openings=["w1 "]))
+    with pytest.raises(ValueError, match="--kinds is for invented prompts"):
+        run(chatty, tokenizer, plan(tmp_path, kinds={"code": 1.0}))
+    with pytest.raises(ValueError, match="kinds='poetry' is unknown"):
+        run(chatty, tokenizer, replace(asked, kinds={"poetry": 1.0}))
+    assert not (tmp_path / "out").exists()
+    run(chatty, tokenizer, asked)
+    rows = list(RowFolder(tmp_path / "out" / "data").rows())
+    assert Counter(row["category"] for row in rows) == {"mathematics": 4, "writing": 8}
+    assert "mathematics, writing x 2" in (tmp_path / "out" / "training_recipe.json").read_text()
+    for module, name in ((answers, "_answer_batch"), (inventing, "_invent")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("made again"))
+    (tmp_path / "out" / "finished.json").unlink()
+    run(chatty, tokenizer, asked)
+    with pytest.raises(ValueError, match="kinds: "):
+        run(chatty, tokenizer, replace(asked, kinds={"mathematics": 1.0}), max_steps=6)
+
+
+def test_every_stage_of_a_run_says_how_far_it_is(chatty, tokenizer, tmp_path):
+    said: list[str] = []
+    arguments = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1}
+    planned = plan(tmp_path, cache_taps=True)
+    train(chatty, tokenizer, planned, arguments, report=Reporter(said.append, every=0.0))
+    for line in (
+        "answering: 0/12 prompts",
+        "taps: 0/1 files",
+        "training: 0/4 steps",
+        "evaluating: 0/5 conversations and prompts",
+        "drawing: 0/3 pictures",
+    ):
+        name = line.split(":")[0]
+        assert line in said
+        assert any(other.startswith(f"{name}: ") and "; took" in other for other in said)
+    assert any(line.startswith("training: 3/4 steps, loss") and line.endswith(" left") for line in said)
+    assert any(line.startswith("evaluating: 5/5 ") and "tau" in line and "step 4" in line for line in said)
 
 
 def test_epochs_and_their_end(chatty, tokenizer, tmp_path):

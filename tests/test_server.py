@@ -126,7 +126,7 @@ def test_a_run_learns_from_what_the_server_answered(served, chatty, tokenizer, t
     arguments = {"max_steps": 1, "eval_steps": 1, "metric_for_best_model": "eval_loss", "greater_is_better": False}
     lines: list[str] = []
     train(chatty, tokenizer, plan, arguments, report=lines.append)
-    assert any("answers: 6/6 prompts" in line for line in lines)
+    assert any("answering: 6/6 prompts" in line for line in lines)
     monkeypatch.setattr(server_module, "_as_they_finish", lambda *_: pytest.fail("asked again"))
     train(chatty, tokenizer, plan, arguments | {"max_steps": 2}, report=lines.append)
 

@@ -45,7 +45,9 @@ class Head(str, Enum):
     "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
     "--max-minutes, --ce-share, --rejected-drafts, --depth-weighting, "
     "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --chains-per-conversation, "
-    "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. Run the same command again to resume.",
+    "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. --max-minutes bounds the time from the first "
+    "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps. "
+    "Run the same command again to resume.",
 )
 def train(
     context: typer.Context,
@@ -64,8 +66,11 @@ def train(
         int | None,
         typer.Option(min=1, help="Prompts at most; without files and data set, prompts the target invents (2000)."),
     ] = None,
+    kinds: Annotated[
+        str, typer.Option(help="Of invented prompts, with shares, as code,summary=2; default: all kinds evenly.")
+    ] = "",
     opening: Annotated[
-        list[str] | None, typer.Option(help="How invented prompts begin, for a domain; repeat, taken in turn.")
+        list[str] | None, typer.Option(help="How invented prompts begin, for a domain, instead of kinds; repeat.")
     ] = None,
     invented_turns: Annotated[int, typer.Option(min=0, help="Further user turns the target makes up.")] = 0,
     answers_from: Annotated[str | None, typer.Option(help="OpenAI-compatible server that runs the target.")] = None,
@@ -77,6 +82,10 @@ def train(
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a conversation.")] = 1024,
     answer_batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 64,
     greedy_only: Annotated[bool, typer.Option(help="Learn from greedy answers only.")] = False,
+    exclude_near: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Prompts that will judge: leave near-duplicates out; repeat."),
+    ] = None,
     skip_bad_lines: Annotated[bool, typer.Option(help="Report unusable lines of --prompts and go on.")] = False,
     chat_template: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Template file, for a target without one.")
@@ -122,6 +131,7 @@ def train(
     from ..target.target_loading import DEFAULT_TARGET, load_target
     from ..training.arguments import parse_arguments
     from ..training.plan import TrainingPlan
+    from ..training.progress import Reporter
     from ..training.run import train as run
 
     if lora is not None and init_from is None:
@@ -148,7 +158,8 @@ def train(
         dataset_split=dataset_split,
         dataset_column=dataset_column,
         num_prompts=num_prompts,
-        openings=opening or [""],
+        kinds=_shares(kinds),
+        openings=opening or [],
         invented_turns=invented_turns,
         answers_from=answers_from,
         server_model=server_model,
@@ -157,6 +168,7 @@ def train(
         max_length=max_length,
         greedy_only=greedy_only,
         answer_batch_size=answer_batch_size,
+        exclude_near=[str(path) for path in exclude_near or ()],
         skip_bad_lines=skip_bad_lines,
         cache_taps=cache_taps,
         eval_conversations=eval_conversations,
@@ -167,11 +179,12 @@ def train(
         family=family.value,
         drafter=overrides,
     )
+    _say(f"loading {target or DEFAULT_TARGET}")
     model, tokenizer = load_target(target, dtype.torch, device or _own_device())
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     try:
-        run(model, tokenizer, plan, arguments, report=console.print)
+        run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None))
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from what is in {out}")
         sys.exit(130)
@@ -179,11 +192,28 @@ def train(
         console.print(f"drafter saved in {out}")
 
 
+def _say(line: str) -> None:
+    """Prints a line whole, and at once."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.file.flush()
+
+
 def _own_device() -> str:
     """The GPU that `accelerate launch` gave this process, the first one without it, or the CPU."""
     import torch
 
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+
+
+def _shares(text: str) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, share = part.partition("=")
+        try:
+            shares[name] = float(share or 1)
+        except ValueError:
+            raise typer.BadParameter(f"expected names and shares such as code,summary=2, found {text!r}") from None
+    return shares
 
 
 def _layers(text: str) -> list[int]:

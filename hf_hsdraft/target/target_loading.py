@@ -65,6 +65,16 @@ def load_target(
     return _load(str(cached), dtype, device)
 
 
+def load_tokenizer(name: str | None) -> Any:
+    """Loads the tokenizer of a target alone, see `load_target`."""
+    source = embedded_gguf() if name in (None, DEFAULT_TARGET) else Path(str(name))
+    if source is None:
+        return AutoTokenizer.from_pretrained(DEFAULT_TARGET)
+    if source.suffix == ".gguf":
+        return AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    return AutoTokenizer.from_pretrained(str(source))
+
+
 def is_sharded(target: Any) -> bool:
     """Whether a forward of the target takes all processes at the same time; what `generate()` goes by, too."""
     return is_fsdp_managed_module(target) or is_deepspeed_zero3_enabled()

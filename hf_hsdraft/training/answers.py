@@ -12,7 +12,8 @@ import torch
 
 from .conversations import Message, Prompt, with_padding
 from .dataset import RowFolder
-from .prompts import invent_turns
+from .generating import reply
+from .inventing import invent_turns
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 _PART_ROWS, _PART_SECONDS = 64, 60.0  # a killed run loses at most this many answers of a server, or seconds of them
@@ -144,7 +145,7 @@ def _answer_batch(
     while active := [index for index, left in enumerate(turns) if left]:
         for index in active:
             histories[index].append({"role": "user", "content": turns[index].pop(0)})
-        replies = _reply(target, tokenizer, [histories[index] for index in active], temperature, max_new_tokens)
+        replies = reply(target, tokenizer, [histories[index] for index in active], temperature, max_new_tokens)
         for index, (text, count) in zip(active, replies, strict=True):
             histories[index].append({"role": "assistant", "content": text})
             tokens[index] += count
@@ -160,24 +161,3 @@ def _answer_batch(
         Answered(prompt, temperature, history, count)
         for prompt, history, count in zip(batch, histories, tokens, strict=True)
     ]
-
-
-def _reply(
-    target: Any, tokenizer: Any, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int
-) -> list[tuple[str, int]]:
-    """Returns the target's next message in each chat, and its number of tokens."""
-    inputs = tokenizer.apply_chat_template(
-        list(histories),
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-        padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
-    ).to(target.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    pad = tokenizer.pad_token_id
-    output = target.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, pad_token_id=pad)
-    replies = output[:, inputs["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
-    counts = (replies != pad).sum(dim=1).tolist()  # the end of a text is not counted if it is the padding token
-    return [(text.strip(), count) for text, count in zip(texts, counts, strict=True)]

@@ -36,8 +36,9 @@ class DrafterTrainingArguments(TrainingArguments):
         chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
         eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
-        max_minutes: minutes of training, evaluations included. The learning rate rises for a twentieth of them and
-            falls as a cosine. `max_steps`, `warmup_steps` and `lr_scheduler_type` then have no effect.
+        max_minutes: minutes from the first step to the saved drafter, evaluations and pictures included, see
+            `TimeBudget`. The learning rate rises for a twentieth of the training and falls as a cosine. `max_steps`,
+            `warmup_steps` and `lr_scheduler_type` then have no effect.
         early_stopping_patience: number of evaluations without a better tau after which training stops; `None` for no
             such limit.
     """
@@ -73,7 +74,7 @@ class DrafterTrainingArguments(TrainingArguments):
     chains_per_conversation: int = field(default=160, metadata={"help": "Chain starts drawn from a conversation."})
     rolled_fraction: float = field(default=0.5, metadata={"help": "Share of them followed beyond the first depth."})
     eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
-    max_minutes: float | None = field(default=None, metadata={"help": "Minutes of training, instead of steps."})
+    max_minutes: float | None = field(default=None, metadata={"help": "Minutes from the first step to the end."})
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
 
     def __post_init__(self) -> None:

@@ -1,41 +1,89 @@
-"""Training by the clock: the learning rate follows the time that is left, and training ends when none is left."""
+"""Training by the clock: the learning rate follows the time that is left, and the run ends when none is left."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+_EVALUATION = 1 / 8  # greatest share of the time that an evaluation takes
+_FINISH, _FINISH_SECONDS = 0.1, 20.0  # share of the time that saving and pictures get, and the most that they need
+
+Item = TypeVar("Item")
+
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training after some minutes. Evaluations count, and so does the time before a resumption.
+    """Ends training so that the whole of it takes some minutes: from the first step to the saved drafter.
+
+    Steps, evaluations, pictures and the saving count, and so does the time before a resumption. Training stops early
+    enough for a last evaluation and for what comes after it. An evaluation takes an eighth of the time at most:
+    `within` cuts it, and later ones measure as much as the first one did.
 
     All processes go by the clock of the first one, so that their learning rates and last steps are the same.
 
     Args:
-        minutes: minutes of training.
-        warmup: share of them in which the learning rate rises. After that it falls as a cosine.
+        minutes: the minutes.
+        warmup: share of the training in which the learning rate rises. After that it falls as a cosine.
         spent: seconds spent before this process.
 
     Attributes:
         spent: seconds spent when the clock was last read, those before this process included.
+        evaluation_seconds: what the last evaluation took; `None` before the first one.
+        measured: how much an evaluation measures, by name; empty before the first one.
+        ended: minutes of the budget that ended training; 0 while it goes on.
     """
 
     def __init__(self, minutes: float, warmup: float = 0.05, spent: float = 0.0) -> None:
         self.minutes = minutes
         self.warmup = warmup
         self.spent = spent
+        self.evaluation_seconds: float | None = None
+        self.measured: dict[str, int] = {}
+        self.ended = 0.0
         self._begin = 0.0
+
+    @classmethod
+    def resumed(cls, minutes: float, stored: Mapping[str, Any]) -> TimeBudget:
+        """Returns a budget that goes on where another one was.
+
+        Args:
+            minutes: the minutes, those before the resumption included.
+            stored: attributes of the other one; empty for a new run.
+        """
+        budget = cls(minutes)
+        for name, value in stored.items():
+            setattr(budget, name, value)
+        return budget
+
+    @property
+    def evaluation_limit(self) -> float:
+        """Greatest number of seconds that an evaluation takes."""
+        return _EVALUATION * 60.0 * self.minutes
+
+    @property
+    def _evaluation(self) -> float:
+        return self.evaluation_limit if self.evaluation_seconds is None else self.evaluation_seconds
+
+    @property
+    def _reserve(self) -> float:
+        """Seconds that are kept for the last evaluation and for what comes after it."""
+        return self._evaluation + min(_FINISH * 60.0 * self.minutes, _FINISH_SECONDS)
+
+    @property
+    def _left(self) -> float:
+        """Seconds that training may still take."""
+        return 60.0 * self.minutes - self._reserve - self.spent
 
     @property
     def progress(self) -> float:
-        """Share of the time that is spent, 0 to 1."""
-        return min(1.0, self.spent / (60.0 * self.minutes))
+        """Share of the training that is done, 0 to 1."""
+        return min(1.0, self.spent / max(self.spent + self._left, 1e-9))
 
     def scale(self) -> float:
         """Returns the factor of the peak learning rate now."""
@@ -47,15 +95,48 @@ class TimeBudget(TrainerCallback, ExportableState):
         """Returns a scheduler that sets the learning rates of an optimizer."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self.scale())
 
+    def within(self, items: Iterable[Item], name: str, seconds: float) -> Iterator[Item]:
+        """Yields what an evaluation has time for: the first time until `seconds` have passed, later as many again.
+
+        So the figures of all evaluations are comparable. At least one item is yielded.
+
+        Args:
+            items: what could be measured.
+            name: what it is.
+            seconds: time for it.
+        """
+        known, begin, done = self.measured.get(name), time.monotonic(), 0
+        for item in items:
+            if known is not None:
+                over = done >= known
+            else:
+                [over] = broadcast_object_list([done > 0 and time.monotonic() - begin >= seconds])
+            if over:
+                break
+            yield item
+            done += 1
+        self.measured[name] = done
+
+    def _read_clock(self) -> None:
+        [self.spent] = broadcast_object_list([time.monotonic() - self._begin])
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begin = time.monotonic() - self.spent
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        [self.spent] = broadcast_object_list([time.monotonic() - self._begin])
-        if self.progress >= 1.0:
+        self._read_clock()
+        if self._left <= 0.0:
+            self.ended = self.minutes
             control.should_evaluate = control.should_save = control.should_training_stop = True
+        elif self._left <= self._evaluation:  # the last evaluation would follow at once
+            control.should_evaluate = control.should_save = False
         return control
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self._read_clock()
+        self.evaluation_seconds = (metrics or {}).get("eval_seconds", self.evaluation_seconds)
+
     def state(self) -> dict[str, Any]:
+        names = ("spent", "evaluation_seconds", "measured", "ended")
         args = {"minutes": self.minutes, "warmup": self.warmup, "spent": self.spent}
-        return {"args": args, "attributes": {"spent": self.spent}}
+        return {"args": args, "attributes": {name: getattr(self, name) for name in names}}

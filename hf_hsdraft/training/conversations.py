@@ -114,21 +114,31 @@ def read_jsonl(
     Raises:
         ValueError: a line cannot be used. The message names file and line.
     """
-    found = list(_parsed_lines(Path(path), _parse, on_bad_line))
+    found = list(read_rows(path, on_bad_line))
     chats = [
-        chat for chat, temperature in found if isinstance(chat, Conversation) and not (greedy_only and temperature)
+        chat
+        for row, chat in found
+        if isinstance(chat, Conversation) and not (greedy_only and float(row.get("temperature") or 0.0))
     ]
-    return chats, [prompt for prompt, _ in found if isinstance(prompt, Prompt)]
+    return chats, [prompt for _, prompt in found if isinstance(prompt, Prompt)]
 
 
-def _parse(row: dict[str, Any]) -> tuple[Conversation | Prompt, float]:
+def read_rows(
+    path: str | os.PathLike[str], on_bad_line: OnBadLine | None = None
+) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
+    """Yields the object of each line of a file, and the conversation or prompt that it is. See `read_jsonl`."""
+    return _parsed_lines(Path(path), _parse, on_bad_line)
+
+
+def _parse(row: dict[str, Any]) -> tuple[dict[str, Any], Conversation | Prompt]:
     if row.get("messages") is not None:
-        return Conversation.of(row["messages"]), float(row.get("temperature") or 0.0)
+        float(row.get("temperature") or 0.0)  # raises a ValueError
+        return row, Conversation.of(row["messages"])
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         found = f"`turns` is {turns!r:.80}" if "turns" in row else f"found keys {sorted(row)}"
         raise ValueError(f"expected `turns`, a non-empty list of strings, or `messages`; {found}")
-    return Prompt.of(turns, str(row.get("category", ""))), 0.0
+    return row, Prompt.of(turns, str(row.get("category", "")))
 
 
 def _parsed_lines(path: Path, parse: Callable[[dict[str, Any]], Any], on_bad_line: OnBadLine | None) -> Iterator[Any]:

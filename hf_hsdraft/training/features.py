@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from .conversations import TokenizedConversation
 from .files import write_complete
+from .progress import Stage
 
 _SHARD = 32  # number of conversations per file, and so of those that a killed run loses at most
 _READ_AT_ONCE = 4096  # number of positions of a forward, padding included
@@ -58,7 +59,7 @@ def cache_features(
     conversations: Sequence[TokenizedConversation],
     folder: str | os.PathLike[str],
     identity: str = "",
-    on_shard: Callable[[int, int], None] | None = None,
+    stage: Stage | None = None,
     share: tuple[int, int] = (0, 1),
     wait: Callable[[], None] = lambda: None,
 ) -> FeatureDataset:
@@ -73,7 +74,7 @@ def cache_features(
         conversations: the conversations.
         folder: folder of the shards, which is created if it is missing.
         identity: fingerprint of the target.
-        on_shard: called with the number of shards done, and of all shards.
+        stage: told of the number of shards done.
         share: index of this process, and number of processes that share the work.
         wait: function that waits for the other processes.
 
@@ -101,12 +102,15 @@ def cache_features(
     missing = [index for index, path in enumerate(paths) if not path.exists()]
     wait()  # until all processes know which shards are missing
     number, of = share
+    done = len(shards) - len(missing)
+    if stage is not None:
+        stage.start(len(shards), done)
     for begin in range(0, len(missing), of):
         # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
         index = missing[min(begin + number, len(missing) - 1)]
         _write_shard(target, tap_layers, shards[index], paths[index])
-        if on_shard is not None:
-            on_shard(len(shards) - len(missing) + min(begin + of, len(missing)), len(shards))
+        if stage is not None:
+            stage.advance(done + min(begin + of, len(missing)))
     wait()
     return FeatureDataset(paths)
 

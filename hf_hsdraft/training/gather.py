@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import PartialState
 from transformers import __version__ as transformers_version
@@ -13,15 +14,23 @@ from transformers import __version__ as transformers_version
 from .._version import __version__
 from ..target.target_loading import is_sharded
 from .answers import Answered, answer_prompts, store_answers
+from .chats import Chat, read_chats
+from .checks import check_template_keeps_turns
 from .conversations import Conversation, Prompt, read_jsonl
 from .dataset import RowFolder
+from .inventing import invent_prompts, prompt_of
+from .kinds import Kind, chosen_kinds, kind_of_openings
+from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
-from .prompts import invent_prompts, prompts_from_dataset
+from .progress import Reporter
+from .prompts import prompts_from_dataset
 from .server import answer_by_server
+
+Asked = TypeVar("Asked", Conversation, Prompt)
 
 
 def read_sources(
-    plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None
+    plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
 ) -> tuple[list[Conversation], list[Prompt]]:
     """Reads finished conversations and prompts from the files and the data set of a plan.
 
@@ -29,9 +38,11 @@ def read_sources(
         plan: the plan. Both lists are empty if the target is to invent the prompts.
         seed: seed of the order of the prompts.
         on_bad_line: see `read_jsonl`.
+        report: told how many near-duplicates are left out.
 
     Raises:
-        ValueError: a file holds neither, or see `read_jsonl` and `prompts_from_dataset`.
+        ValueError: a file, or one that the plan excludes, holds neither; or see `read_jsonl` and
+            `prompts_from_dataset`.
     """
     finished, prompts = [], []
     for path in plan.prompts:
@@ -42,9 +53,21 @@ def read_sources(
         prompts += asked
     if plan.dataset is not None:
         prompts += prompts_from_dataset(plan.dataset, plan.dataset_config, plan.dataset_split, plan.dataset_column)
+    finished, prompts = leave_near_out(plan, finished, report), leave_near_out(plan, prompts, report)
     unique = {prompt.key: prompt for prompt in prompts}
     order = sorted(unique, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).hexdigest())
     return finished, [unique[key] for key in order][: plan.num_prompts]
+
+
+def leave_near_out(plan: TrainingPlan, chats: list[Asked], report: Report) -> list[Asked]:
+    """Returns the chats or prompts that are no near-duplicates of the prompts that the plan excludes."""
+    if not plan.exclude_near:
+        return chats
+    judges = PromptIndex([chat.asked for path in plan.exclude_near for chat in read_chats(path)])
+    kept = [chat for chat in chats if not judges.is_near(Chat.of(chat).asked)]
+    if chats:
+        report(f"{len(chats) - len(kept):,} of {len(chats):,} chats left out: near-duplicates of --exclude-near")
+    return kept
 
 
 def answer_all(
@@ -55,7 +78,7 @@ def answer_all(
     identity: str,
     prompts: Sequence[Prompt],
     out: Path,
-    report: Report,
+    report: Reporter,
 ) -> list[Conversation]:
     """Lets the target answer all prompts, and invent them first if the plan says so. What is on disk is not made again.
 
@@ -73,21 +96,36 @@ def answer_all(
     recipe = recipe_of(target, tokenizer, plan, seed, identity)
     sharded = is_sharded(target)
     same = RowFolder if state.is_main_process else _UnwrittenRows  # where all processes make the same rows, one writes
+    # A conversation is cut at `max_length`, so a prompt must leave room for an answer. It must also fit the window.
+    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
+    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    limit = limit if window is None else min(limit, window - plan.max_new_tokens)
     if plan.invents:
         count = plan.num_prompts or INVENTED_PROMPTS
-        made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, "openings": list(plan.openings)})
+        kinds = kinds_to_invent(plan, tokenizer)
+        invented = (
+            {"openings": list(plan.openings)}
+            if plan.openings
+            else {"kinds": {kind.name: kind.share for kind in kinds}, "max_prompt_tokens": limit}
+        )
+        made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, **invented})
         if state.is_main_process or sharded:
-            invent_prompts(
-                target,
-                tokenizer,
-                count,
-                made,
-                openings=plan.openings,
-                seed=seed,
-                on_batch=lambda done: report(f"prompts invented: {done}/{count}"),
-            )
+            with report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
+                invent_prompts(
+                    target,
+                    tokenizer,
+                    count,
+                    made,
+                    kinds,
+                    max_prompt_tokens=limit,
+                    seed=seed,
+                    on_batch=stage.advance,
+                    on_given_up=lambda name: report(f"the target invents too few prompts of kind {name}: others do"),
+                )
         state.wait_for_everyone()
-        prompts = [Prompt.of(row["turns"], "invented") for row in made.rows()][:count]
+        prompts = leave_near_out(plan, [prompt_of(row) for row in made.rows()][:count], report)
+        kinds_found = Counter(prompt.category for prompt in prompts)
+        report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in kinds_found.most_common())}")
     together = sharded and plan.answers_from is None
     rows = same if together else RowFolder
     store = rows(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
@@ -98,10 +136,6 @@ def answer_all(
     state.wait_for_everyone()  # until all processes have read the same rows
     share = pending if together else pending[state.process_index :: state.num_processes]
     skipped: list[str] = []
-    # A conversation is cut at `max_length`, so a prompt must leave room for an answer. It must also fit the window.
-    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
-    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    limit = limit if window is None else min(limit, window - plan.max_new_tokens)
     batches: Iterable[Sequence[Answered]]
     if plan.answers_from is not None and share:
         batches = (
@@ -129,16 +163,34 @@ def answer_all(
             seed=seed,
             on_skip=lambda prompt, why: skipped.append(why),
         )
-    store_answers(
-        batches,
-        store,
-        on_progress=lambda count, speed: report(f"answers: {count}/{len(share)} prompts, {speed:,.0f} tokens/s"),
-    )
+    with report.stage("answering", "prompts", len(share)) as stage:
+        store_answers(batches, store, on_progress=lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
     if skipped:
         report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
     state.wait_for_everyone()
     wanted = {prompt.key for prompt in prompts}
     return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+
+def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
+    """Returns the kinds of the prompts that the target invents.
+
+    Kinds with several turns are left out if the template cannot render them and the plan does not name them.
+
+    Raises:
+        ValueError: the plan names a kind that is unknown or cannot be rendered.
+    """
+    if plan.openings:
+        return [kind_of_openings(plan.openings)]
+    kinds = chosen_kinds(plan.kinds)
+    if any(kind.follow_ups for kind in kinds):
+        try:
+            check_template_keeps_turns(tokenizer)
+        except ValueError:
+            if plan.kinds:
+                raise
+            return [kind for kind in kinds if not kind.follow_ups]
+    return kinds
 
 
 class _UnwrittenRows(RowFolder):

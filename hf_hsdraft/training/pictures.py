@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .progress import Stage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +22,10 @@ _COLUMNS = 4  # greatest number of panels side by side
 
 
 def draw_pictures(
-    history: Sequence[Mapping[str, float]], calibration: Mapping[str, list] | None, folder: str | Path
+    history: Sequence[Mapping[str, float]],
+    calibration: Mapping[str, list] | None,
+    folder: str | Path,
+    stage: Stage | None = None,
 ) -> list[Path]:
     """Draws `learning_curves.png`, `acceptance.png` and `calibration.png`, as far as there are data for them.
 
@@ -32,6 +37,7 @@ def draw_pictures(
             hold mean confidence and accuracy of the drafted tokens in a bin, and their number.
         folder: folder of the pictures, which is created if it is missing. Only a finished picture replaces an older
             one.
+        stage: told of the number of pictures done.
 
     Returns:
         The paths written. A picture without data is left out.
@@ -39,12 +45,19 @@ def draw_pictures(
     Raises:
         ImportError: matplotlib is missing.
     """
-    figures = {
-        "learning_curves": _learning_curves(history),
-        "acceptance": _acceptance(history),
-        "calibration": _calibration(calibration) if calibration else None,
+    draw: dict[str, Callable[[], Figure | None]] = {
+        "learning_curves": lambda: _learning_curves(history),
+        "acceptance": lambda: _acceptance(history),
+        "calibration": lambda: _calibration(calibration) if calibration else None,
     }
-    return [save_figure(figure, Path(folder) / f"{name}.png") for name, figure in figures.items() if figure is not None]
+    stage = stage or Stage("drawing", "pictures")
+    stage.start(len(draw))
+    written = []
+    for number, (name, figure_of) in enumerate(draw.items(), 1):
+        if (figure := figure_of()) is not None:
+            written.append(save_figure(figure, Path(folder) / f"{name}.png"))
+        stage.advance(number)
+    return written
 
 
 def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -> Path | None:

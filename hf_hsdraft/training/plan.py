@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,8 @@ class TrainingPlan:
         dataset_split: see `prompts_from_dataset`.
         dataset_column: see `prompts_from_dataset`.
         num_prompts: greatest number of prompts used; number of invented prompts where no others are given.
-        openings: beginnings of invented prompts, see `invent_prompts`.
+        kinds: share of each kind of invented prompts, by its name in `kinds.KINDS`; empty for all kinds evenly.
+        openings: beginnings of invented prompts, instead of kinds.
         invented_turns: number of further user turns that the target makes up in each chat it answers.
         answers_from: URL of an OpenAI-compatible server that runs the target; `None` to answer in this process.
         server_model: name of the target on that server.
@@ -34,6 +35,8 @@ class TrainingPlan:
         max_length: greatest number of tokens of a conversation. The rest is cut.
         greedy_only: whether finished conversations with a `temperature` above 0 are left out, and answers are greedy.
         answer_batch_size: number of prompts that the target answers at once.
+        exclude_near: JSONL files of prompts that are to judge the drafter. Near-duplicates of them are not learned
+            from, see `overlap`.
         skip_bad_lines: whether lines of `prompts` that cannot be used are reported and left out.
         cache_taps: whether the target's hidden states are kept on disk, not computed in every step.
         eval_conversations: number of held-out conversations.
@@ -52,7 +55,8 @@ class TrainingPlan:
     dataset_split: str = "train"
     dataset_column: str | None = None
     num_prompts: int | None = None
-    openings: Sequence[str] = ("",)
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    openings: Sequence[str] = ()
     invented_turns: int = 0
     answers_from: str | None = None
     server_model: str | None = None
@@ -61,6 +65,7 @@ class TrainingPlan:
     max_length: int = 1024
     greedy_only: bool = False
     answer_batch_size: int = 64
+    exclude_near: Sequence[str] = ()
     skip_bad_lines: bool = False
     cache_taps: bool = False
     eval_conversations: int = 48
@@ -81,11 +86,25 @@ class TrainingPlan:
         files = f"{len(self.prompts)} file{'s' * (len(self.prompts) > 1)} of prompts or conversations"
         sources = [files] if self.prompts else []
         sources += [f"the data set {public_name(self.dataset)}"] if self.dataset is not None else []
-        sources += ["invented by the target"] if self.invents else []
+        sources += [f"invented by the target ({self._invented()})"] if self.invents else []
         turns = f", {self.invented_turns} further turns invented" if self.invented_turns else ""
         kinds = ", ".join(f"{temperature:g}" for temperature in sorted(set(self.temperatures)))
         answers = f"new answers at temperatures {kinds}, of {self.max_new_tokens} tokens at most"
         return f"{' and '.join(sources)}{turns}; {answers}"
+
+    def _invented(self) -> str:
+        if self.openings:
+            return f"{len(self.openings)} opening{'s' * (len(self.openings) > 1)}"
+        shares = [name if share == 1 else f"{name} x {share:g}" for name, share in self.kinds.items()]
+        return f"kinds: {', '.join(shares)}" if shares else "all kinds evenly"
+
+    def check_invents(self) -> None:
+        """Raises a ValueError if kinds or openings are given that would not be used."""
+        for name, given in (("kinds", self.kinds), ("opening", self.openings)):
+            if given and not self.invents:
+                raise ValueError(f"--{name} is for invented prompts: leave it out, or --prompts and --dataset")
+        if self.kinds and self.openings:
+            raise ValueError("--kinds and --opening are two ways to say what the target invents: give one of them")
 
     def check_publishes(self, prompts: int) -> None:
         """Raises a ValueError if chats are to be published and the target answers none of the `prompts` given."""

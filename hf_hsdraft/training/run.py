@@ -42,9 +42,10 @@ from .conversations import Conversation, tokenize_conversation
 from .family import TrainableFamily
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
-from .gather import answer_all, in_order, read_sources, recipe_of
+from .gather import answer_all, in_order, kinds_to_invent, read_sources, recipe_of
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
+from .progress import Reporter, TrainingProgress
 from .publish import name_data_set, prepare_repository, publish
 from .published_chats import PublishedChats
 from .start import draft_vocabulary, drafter_to_start_from, fresh_drafter
@@ -91,7 +92,7 @@ def train(
         tokenizer: the target's tokenizer.
         plan: what to learn from and what to make.
         arguments: fields of `DrafterTrainingArguments` that differ from their defaults.
-        report: told of the progress.
+        report: told of the progress: a function that takes lines, or a `Reporter`.
 
     Returns:
         The drafter as it was saved.
@@ -105,7 +106,7 @@ def train(
     family = trainable(plan.family, plan.drafter)
     args = _training_arguments(target, out, {**family.arguments, **(arguments or {})})
     state = PartialState()
-    report = report if state.is_main_process else _silent
+    report = Reporter.of(report if state.is_main_process else _silent)
     if is_sharded(target):
         report(f"target sharded over {state.num_processes} processes")
     if plan.answers_from is not None and plan.invented_turns:
@@ -122,11 +123,14 @@ def train(
     args.weights_of_depths(steps)
     args.check_metric(steps, generates=plan.eval_prompts > 0)
     bad: list[str] = []
-    finished, prompts = read_sources(plan, args.seed, bad.append if plan.skip_bad_lines else None)
+    finished, prompts = read_sources(plan, args.seed, bad.append if plan.skip_bad_lines else None, report)
     for line in bad:
         report(f"left out: {line}")
     plan.check_amount(len(finished) + len(prompts))
     plan.check_publishes(len(prompts))
+    plan.check_invents()
+    if plan.invents:
+        kinds_to_invent(plan, tokenizer)
     if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
         check_template_keeps_turns(tokenizer)
     push = (arguments or {}).get("push_to_hub", False) and state.is_main_process
@@ -181,11 +185,15 @@ def _train_on(
     start: Any,
     identity: str,
     conversations: Sequence[Conversation],
-    report: Report,
+    report: Reporter,
 ) -> None:
     out, state = Path(plan.out), PartialState()
     conversations = in_order(conversations, args.seed)
-    pairs = [(chat, tokenize_conversation(tokenizer, chat, plan.max_length)) for chat in conversations]
+    pairs = []
+    with report.stage("tokenizing", "conversations", len(conversations)) as stage:
+        for chat in conversations:
+            pairs.append((chat, tokenize_conversation(tokenizer, chat, plan.max_length)))
+            stage.advance(len(pairs))
     pairs = [pair for pair in pairs if bool(pair[1].answer_mask[2:].any())]  # a chain predicts x_2 at the earliest
     if len(pairs) < len(conversations):
         report(
@@ -212,16 +220,17 @@ def _train_on(
         width = target.config.get_text_config().hidden_size
         size = feature_bytes(tokens, len(drafter.taps_of(target)), width)
         report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
-        dataset = cache_features(
-            target,
-            drafter.taps_of(target),
-            tokenized,
-            out / "features",
-            identity,
-            on_shard=lambda done, of: report(f"taps: {done}/{of} shards"),
-            share=(state.process_index, state.num_processes),
-            wait=state.wait_for_everyone,
-        )
+        with report.stage("taps", "files") as stage:
+            dataset = cache_features(
+                target,
+                drafter.taps_of(target),
+                tokenized,
+                out / "features",
+                identity,
+                stage=stage,
+                share=(state.process_index, state.num_processes),
+                wait=state.wait_for_everyone,
+            )
     drafter = drafter.to(args.device)
     if not start:
         sample = read_features(target, drafter.taps_of(target), tokenized[: min(16, len(tokenized))])
@@ -239,7 +248,8 @@ def _train_on(
         tau_prompts=_tau_prompts(target, tokenizer, [chat for chat, _ in pairs[: plan.eval_conversations]], plan, args),
         train_dataset=Subset(dataset, range(plan.eval_conversations, len(pairs))),
         eval_dataset=Subset(dataset, range(plan.eval_conversations)),
-        budget=_budget(args, last),
+        budget=(budget := _budget(args, last)),
+        report=report,
         callbacks=_callbacks(args),
     )
     report(_what_is_computed(trainer))
@@ -247,15 +257,17 @@ def _train_on(
     if last is not None and _had_ended(last, args):  # the Trainer would take one more step
         trainer.restore(last)
     else:
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
-    seconds = time.perf_counter() - begin
+        if budget is not None:
+            report(f"{args.max_minutes:g} minutes begin: steps, evaluations and pictures, until the drafter is saved")
+        with report.stage("training", "steps" if budget is None else "minutes") as stage:
+            trainer.add_callback(TrainingProgress(stage, budget))
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
     best = trainer.state.best_model_checkpoint
     if best:
         report(f"best {args.metric_for_best_model} {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")
     if trainer.calibration is None or (best and int(best.rsplit("-", 1)[1]) != trainer.state.global_step):
-        trainer.evaluate()  # so that the last figures are those of the saved drafter
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
-    report(f"trained for {seconds / 60:.1f} minutes, peak memory {peak:.1f} GB")
+        # The last figures are to be those of the saved drafter.
+        trainer.show(int(best.rsplit("-", 1)[1]) if best else trainer.state.global_step)
     if plan.lora is None:
         try:
             family.record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
@@ -263,7 +275,10 @@ def _train_on(
             report(f"what the target writes could not be recorded: {error}")
     if state.is_main_process:
         amount = f"{len(pairs):,} conversations, {answers:,} answer tokens, by the target itself"
-        _save(trainer, plan, family, out, {"data": amount, "prompts": plan.describe_prompts()})
+        _save(trainer, plan, family, out, {"data": amount, "prompts": plan.describe_prompts()}, report)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+        minutes = (time.perf_counter() - begin) / 60
+        report(f"{minutes:.1f} minutes from the first step of this run to the saved drafter, peak memory {peak:.1f} GB")
         finish(out, trainer.state.global_step, _limits(args))
     state.wait_for_everyone()
 
@@ -285,16 +300,17 @@ def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
     """Returns whether training had taken its last step before it was interrupted."""
     state = read_state(last)
     if args.max_minutes is not None:
-        return _spent(last) >= 60 * args.max_minutes
+        clock = _clock(last)  # earlier versions trained until the time was over, and noted no end
+        return max(clock.get("ended", 0.0), clock.get("spent", 0.0) / 60) >= args.max_minutes
     if args.max_steps > 0:
         return bool(state["global_step"] >= args.max_steps)
     return bool(state["epoch"] >= args.num_train_epochs)
 
 
-def _spent(last: Path) -> float:
-    """Returns the seconds of training before a checkpoint; 0 for a run by steps, which does not count them."""
-    clock = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {})
-    return float(clock.get("attributes", {}).get("spent", 0.0))
+def _clock(last: Path) -> dict[str, Any]:
+    """Returns what a checkpoint says of its time budget; nothing for a run by steps."""
+    clock: dict[str, Any] = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
+    return clock
 
 
 def _hub_name(args: DrafterTrainingArguments, out: Path) -> str:
@@ -316,7 +332,12 @@ def _tau_prompts(
 
 
 def _save(
-    trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily, out: Path, data: dict[str, Any]
+    trainer: DrafterTrainer,
+    plan: TrainingPlan,
+    family: TrainableFamily,
+    out: Path,
+    data: dict[str, Any],
+    report: Reporter,
 ) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if plan.lora is None:
@@ -332,10 +353,11 @@ def _save(
     history = trainer.state.log_history
     calibration = asdict(trainer.calibration) if trainer.calibration else None
     figures = [{name: None if value != value else value for name, value in entry.items()} for entry in history]
-    held_out = f"{plan.eval_conversations} conversations; tau: {len(trainer.tau_prompts)} prompts, at most "
+    held_out = f"{trainer.held_out[0]} conversations; tau: {trainer.held_out[1]} prompts, at most "
     held_out += f"{trainer.args.eval_new_tokens} tokens each"
     write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration, "held_out": held_out}})
-    draw_pictures(history, calibration, out)
+    with report.stage("drawing", "pictures") as stage:
+        draw_pictures(history, calibration, out, stage)
     recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan, family)}}
     if plan.dataset is not None:
         recipe["datasets"] = [public_name(plan.dataset)]
@@ -381,11 +403,18 @@ def _token_counts(tokenized: Sequence[Any]) -> tuple[list[torch.Tensor], list[to
 
 
 def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments) -> dict[str, Any]:
-    digests = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in plan.prompts]
+    digests, excluded = (
+        [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in names]
+        for names in (plan.prompts, plan.exclude_near)
+    )
+    told = asdict(plan)
+    for name in () if plan.invents else ("kinds", "openings"):
+        del told[name]  # they decide nothing
     return {
-        **asdict(plan),
+        **told,
         "prompts": [Path(name).name for name in plan.prompts],
         "prompt_digests": digests,
+        "exclude_near": excluded,
         "target": identity,
         **{name: str(getattr(args, name)) for name in _ARGUMENTS_FIXED},
     }
@@ -406,8 +435,7 @@ def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) ->
         raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}
     fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
-    if fields.get("max_minutes") is not None:
-        fields.setdefault("disable_tqdm", True)  # a bar needs a number of steps; the log shows the minutes
+    fields.setdefault("disable_tqdm", True)  # the run says by itself how far it is
     if "num_train_epochs" in fields and "max_steps" not in fields:
         fields["max_steps"] = -1
     for name in ("fsdp", "deepspeed"):
@@ -435,7 +463,7 @@ def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | N
     """Returns the clock of a run, which has counted the time before the last checkpoint; `None` for a run by steps."""
     if args.max_minutes is None:
         return None
-    return TimeBudget(args.max_minutes, spent=0.0 if last is None else _spent(last))
+    return TimeBudget.resumed(args.max_minutes, {} if last is None else _clock(last))
 
 
 def _what_is_computed(trainer: DrafterTrainer) -> str:

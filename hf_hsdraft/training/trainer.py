@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ..bench.measure import pooled_tau
 from ..engine.call_output import DraftStatistics
@@ -43,6 +43,7 @@ from .loss import (
 from .objectives import objective_of
 from .on_policy import drafted_labels
 from .parity import ParityError, parity
+from .progress import Reporter, evaluation_figures
 from .trainable import family_of
 
 
@@ -64,6 +65,7 @@ class DrafterTrainer(Trainer):
         target: the target. It makes features that are not on disk, labels for drafted tokens, and the texts for tau.
         tau_prompts: inputs of `generate()` for measuring tau.
         budget: clock that ends training and sets the learning rate; `None` to leave both to `args`.
+        report: told how far evaluations are; `None` to say nothing, and to leave what is printed to the Trainer.
         kwargs: arguments of `Trainer`. The data sets hold `Features`, or `TokenizedConversation`s whose features are
             computed in every step.
     """
@@ -80,6 +82,7 @@ class DrafterTrainer(Trainer):
         target: Any,
         tau_prompts: Sequence[dict[str, torch.Tensor]] = (),
         budget: TimeBudget | None = None,
+        report: Reporter | None = None,
         **kwargs: Any,
     ) -> None:
         self.target = target
@@ -118,9 +121,14 @@ class DrafterTrainer(Trainer):
             super().__init__(model=model, args=args, data_collator=collate, **kwargs)
         if budget is not None:
             self.add_callback(budget)
+        if report is not None:
+            self.remove_callback(PrinterCallback)
+        self.report = report or Reporter(lambda _: None)
+        self._figures: dict[int, tuple[dict[str, Any], Calibration]] = {}
         self._recent: LossParts | None = None
         self._tokens, self._since = 0, time.perf_counter()
         self.calibration: Calibration | None = None
+        self.held_out = (0, 0)  # numbers of conversations and of prompts that the last evaluation measured
 
     @property
     def drafter(self) -> Any:
@@ -210,66 +218,106 @@ class DrafterTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Measures held-out loss and accuracy by depth and, by generating texts, tau and acceptance by depth."""
-        begin = time.perf_counter()
+        """Measures held-out loss and accuracy by depth and, by generating texts, tau and acceptance by depth.
+
+        With a time budget it measures as much as there is time for, see `TimeBudget.within`.
+        """
+        begin, since = time.monotonic(), time.perf_counter()
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model_wrapped if self.model_wrapped is not None else self.model
         model.eval()
         size = self.args.per_device_eval_batch_size
         batches = [range(at, min(at + size, len(dataset))) for at in range(0, len(dataset), size)]
-        parts = [self._parts(model, [dataset[i] for i in batch], 0, measured=True) for batch in batches]
+        parts: list[LossParts] = []
+        calls: list[DraftStatistics] = []
+        distance = math.nan
+        with self.report.stage(
+            "evaluating", "conversations and prompts", len(dataset) + len(self.tau_prompts)
+        ) as stage:
+            for batch in self._within(batches, "batches", 0.4 * self._limit):
+                parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
+                stage.advance(batch.stop)
+            self.held_out = (batch.stop, 0)
+            if self.tau_prompts:
+                with _in_lockstep(self.target):
+                    left = 0.8 * self._limit - (time.monotonic() - begin)
+                    for call in self._decode(self._within(self.tau_prompts, "prompts", left)):
+                        calls.append(call)
+                        stage.advance(batch.stop + len(calls))
+                    distance = self._parity(self.tau_prompts[: min(2, len(calls))])
+                self.held_out = (batch.stop, len(calls))
+            metrics = self._metrics(parts, calls, distance, metric_key_prefix)
+            calibration = Calibration.of(parts, len(parts[0].count))
+            metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
+            # All processes decide by the same numbers which checkpoint is the best, and when to stop.
+            [metrics] = broadcast_object_list([metrics])
+            stage.advance(sum(self.held_out), f"step {self.state.global_step:,}, {evaluation_figures(metrics)}")
+        self.calibration = calibration
+        self._figures[self.state.global_step] = (dict(metrics), calibration)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        model.train()
+        self._since += time.perf_counter() - since  # tokens/s counts the time of training alone
+        return metrics
+
+    @property
+    def _limit(self) -> float:
+        return math.inf if self.budget is None else self.budget.evaluation_limit
+
+    def _within(self, items: Sequence[Any], name: str, seconds: float) -> Iterable[Any]:
+        return items if self.budget is None else self.budget.within(items, name, seconds)
+
+    def _metrics(
+        self, parts: Sequence[LossParts], calls: Sequence[DraftStatistics], distance: float, prefix: str
+    ) -> dict[str, Any]:
         # The means are over predictions, because a pack with few of them must not count as much as the others.
         counts = torch.stack([part.count for part in parts])
         divergence, accuracy = (
             (torch.stack([getattr(part, name) for part in parts]) * counts).sum(dim=0) / counts.sum(dim=0).clamp(min=1)
             for name in ("divergence", "accuracy")
         )
-        self.calibration = Calibration.of(parts, len(divergence))
         scale = torch.tensor(self.args.weights_of_depths(len(divergence)), device=divergence.device)
-        metrics = {f"{metric_key_prefix}_loss": float((divergence * scale).sum() / scale.sum())}
-        metrics |= _by_depth(f"{metric_key_prefix}_accuracy", accuracy.tolist())
-        if self.tau_prompts:
-            with _in_lockstep(self.target):
-                calls, distance = self._decode(), self._parity()
-            metrics[f"{metric_key_prefix}_tau"] = pooled_tau(calls)
-            metrics |= _by_depth(f"{metric_key_prefix}_acceptance", acceptance(calls, len(divergence)))
-            metrics[f"{metric_key_prefix}_parity"] = distance
-        metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - begin, 1)
-        # All processes decide by the same numbers which checkpoint is the best, and when to stop.
-        [metrics] = broadcast_object_list([metrics])
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        model.train()
-        self._since += time.perf_counter() - begin  # tokens/s counts the time of training alone
+        metrics = {f"{prefix}_loss": float((divergence * scale).sum() / scale.sum())}
+        metrics |= _by_depth(f"{prefix}_accuracy", accuracy.tolist())
+        if calls:
+            metrics[f"{prefix}_tau"] = pooled_tau(calls)
+            metrics |= _by_depth(f"{prefix}_acceptance", acceptance(calls, len(divergence)))
+            metrics[f"{prefix}_parity"] = distance
         return metrics
 
-    def _parity(self) -> float:
+    def show(self, step: int) -> None:
+        """Makes the figures of a checkpoint, which is loaded, the last ones of the log."""
+        if step in self._figures:
+            metrics, self.calibration = self._figures[step]
+            self.log(dict(metrics))
+        else:  # an earlier process measured it
+            self.evaluate()
+
+    def _parity(self, prompts: Sequence[dict[str, torch.Tensor]]) -> float:
         """Returns how far training is from decoding: the greatest total variation of all depths.
 
         Raises:
             ParityError: they are further apart than rounding explains. Such training would never improve tau.
         """
-        prompts = [prompt["input_ids"] for prompt in self.tau_prompts[:2]]
-        report = parity(self.snapshot(), self.target, prompts, self.args.eval_new_tokens, labels_of=true_labels)
+        ids = [prompt["input_ids"] for prompt in prompts]
+        report = parity(self.snapshot(), self.target, ids, self.args.eval_new_tokens, labels_of=true_labels)
         if report.depths and not report.passed:
             raise ParityError("\n".join([*report.lines(), report.explain()]))
         return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
 
-    def _decode(self) -> list[DraftStatistics]:
+    def _decode(self, prompts: Iterable[dict[str, torch.Tensor]]) -> Iterator[DraftStatistics]:
         drafter = copy.copy(self.snapshot())  # shares the weights, and gets options of its own
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
         drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
         drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
-        return [
-            self.target.generate(
+        for prompt in prompts:
+            yield self.target.generate(
                 **prompt,
                 assistant_model=drafter,
                 do_sample=False,
                 max_new_tokens=self.args.eval_new_tokens,
                 return_dict_in_generate=True,
             ).statistics
-            for prompt in self.tau_prompts
-        ]
 
     def restore(self, checkpoint: Path) -> None:
         """Takes over the state of a run that ended at a checkpoint, and its best or last weights."""

@@ -1,0 +1,63 @@
+"""Chats as texts, for looking at data: from JSONL files and from the folders that runs make."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .conversations import Conversation, Prompt, read_rows
+from .dataset import RowFolder
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat or a prompt.
+
+    Attributes:
+        asked: what the user says, turn by turn.
+        answers: what the assistant says; empty for a prompt.
+        kind: label of the chat; `""` if it has none.
+    """
+
+    asked: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+    kind: str = ""
+
+    @classmethod
+    def of(cls, found: Conversation | Prompt, kind: str = "") -> Chat:
+        if isinstance(found, Prompt):
+            return cls(found.turns, (), kind or found.category)
+        said = {role: tuple(text for who, text in found.messages if who == role) for role in ("user", "assistant")}
+        return cls(said["user"], said["assistant"], kind)
+
+
+def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
+    """Reads chats and prompts.
+
+    Args:
+        path: a JSONL file whose lines hold `messages` or `turns`; a folder of rows, as `hsdraft train` makes in `data`;
+            or the folder of a run.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: it holds no chats.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(f"there is no file or folder {place}")
+    if place.is_dir():
+        inner = place / "data" if list((place / "data" / "data").glob("*.parquet")) else place
+        rows: Iterable[dict[str, Any]] = RowFolder(inner).rows()
+        chats = [Chat.of(Conversation.of(row["messages"]), _label(row)) for row in rows if row.get("messages")]
+    else:
+        chats = [Chat.of(found, _label(row)) for row, found in read_rows(place)]
+    if not chats:
+        raise ValueError(f"{place} holds no chats: expected lines with `messages` or `turns`, or a folder of a run")
+    return chats
+
+
+def _label(row: dict[str, Any]) -> str:
+    return str(row.get("category") or row.get("source") or "")

@@ -1,0 +1,122 @@
+"""How much of what a drafter will meet its training chats hold, in numbers.
+
+All counts are of tokens. n-grams do not cross the ends of texts.
+
+- distinct-n: number of different n-grams of the answers divided by the number of n-grams, 0 to 1 (Li et al. 2016). It
+  falls with the amount of text, so only equally large amounts compare.
+- covered-n: share of the n-grams of other texts that occur in the training answers, 0 to 1. Repeated n-grams count
+  repeatedly, as a drafter meets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .chats import Chat
+
+DISTINCT = (1, 2, 4)
+COVERED = (1, 2, 3)
+DEFINITION = (
+    "distinct-n: different n-grams of the answers / all of them; it falls as the amount grows. covered-n: share of the "
+    "n-grams of the other texts, repetitions counted, that occur in the training answers. All n-grams are of tokens."
+)
+
+Tokenize = Callable[[str], Sequence[int] | Sequence[str]]
+Tokens = Sequence[int] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class KindCounts:
+    """What the chats of one kind hold.
+
+    Attributes:
+        kind: name of the kind; `""` for chats without a label.
+        chats: number of chats.
+        asked: number of tokens of the user.
+        answered: number of tokens of the assistant.
+        distinct: distinct-n of the answers for each n of `DISTINCT`, see above.
+    """
+
+    kind: str
+    chats: int
+    asked: int
+    answered: int
+    distinct: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CoveredCounts:
+    """How much of the texts of one kind occurs in the training answers.
+
+    Attributes:
+        kind: name of the kind; `""` for texts without a label.
+        texts: number of texts.
+        tokens: number of their tokens.
+        covered: covered-n for each n of `COVERED`, see above.
+    """
+
+    kind: str
+    texts: int
+    tokens: int
+    covered: tuple[float, ...]
+
+
+def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
+    """Returns the counts of each kind, the largest first, and of all chats together at the end.
+
+    Args:
+        chats: the chats.
+        tokenize: returns the tokens of a text.
+    """
+    tokenized = [
+        (chat.kind, [tokenize(text) for text in chat.asked], [tokenize(text) for text in chat.answers])
+        for chat in chats
+    ]
+
+    def counted(kind: str, members: Sequence[tuple[str, list[Tokens], list[Tokens]]]) -> KindCounts:
+        answers = [tokens for _, _, texts in members for tokens in texts]
+        asked = sum(len(tokens) for _, texts, _ in members for tokens in texts)
+        distinct = tuple(_distinct(answers, n) for n in DISTINCT)
+        return KindCounts(kind, len(members), asked, sum(map(len, answers)), distinct)
+
+    kinds = {
+        kind: [each for each in tokenized if each[0] == kind] for kind in dict.fromkeys(kind for kind, *_ in tokenized)
+    }
+    rows = sorted((counted(kind, members) for kind, members in kinds.items()), key=lambda row: -row.answered)
+    return [*rows, counted("all", tokenized)]
+
+
+def count_covered(train: Sequence[Chat], others: Sequence[Chat], tokenize: Tokenize) -> list[CoveredCounts]:
+    """Returns for each kind of other texts how much of them occurs in the training answers, and for all at the end.
+
+    Args:
+        train: the training chats.
+        others: chats, whose answers are looked up, or prompts, whose user turns are.
+        tokenize: returns the tokens of a text.
+    """
+    answers = [tokenize(text) for chat in train for text in chat.answers]
+    known = {n: set(_grams(answers, n)) for n in COVERED}
+    texts = [(chat.kind, tokenize(text)) for chat in others for text in chat.answers or chat.asked]
+
+    def counted(kind: str, members: Sequence[Tokens]) -> CoveredCounts:
+        shares = tuple(_share([gram in known[n] for gram in _grams(members, n)]) for n in COVERED)
+        return CoveredCounts(kind, len(members), sum(map(len, members)), shares)
+
+    kinds = sorted({kind for kind, _ in texts})
+    rows = [counted(kind, [tokens for own, tokens in texts if own == kind]) for kind in kinds]
+    return [*rows, counted("all", [tokens for _, tokens in texts])]
+
+
+def _grams(texts: Iterable[Tokens], n: int) -> Iterator[tuple[int | str, ...]]:
+    for tokens in texts:
+        yield from zip(*(tokens[start:] for start in range(n)), strict=False)
+
+
+def _distinct(texts: Sequence[Tokens], n: int) -> float:
+    every = list(_grams(texts, n))
+    return len(set(every)) / len(every) if every else float("nan")
+
+
+def _share(found: Sequence[bool]) -> float:
+    return sum(found) / len(found) if found else float("nan")

@@ -1,0 +1,169 @@
+"""Prompts that the target itself invents, of the kinds that users write."""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .conversations import Message, Prompt
+from .dataset import RowFolder
+from .generating import continue_texts, reply, seeded, user_header
+from .kinds import Kind, Sketch, quotas, sketch
+
+_SHORTEST_PROMPT, _SHORTEST_DOCUMENT = 12, 40  # characters
+_PATIENCE = 10  # number of batches without a new prompt after which a kind is given up
+_SENTENCES = re.compile(r".*[.!?\u3002\uff01\uff1f\n]", re.DOTALL)
+
+
+def invent_prompts(
+    target: Any,
+    tokenizer: Any,
+    count: int,
+    store: RowFolder,
+    kinds: Sequence[Kind],
+    *,
+    max_prompt_tokens: int = 1024,
+    batch_size: int = 64,
+    seed: int = 0,
+    on_batch: Callable[[int], None] | None = None,
+    on_given_up: Callable[[str], None] | None = None,
+) -> list[Prompt]:
+    """Lets the target invent prompts of some kinds, by their shares.
+
+    A batch is of one kind, the one that lacks most. First the target writes the documents that its prompts need, then
+    it continues openings in the place of the user. A restarted run makes the same prompts, because each batch has its
+    own seed. Stored prompts are not made again.
+
+    Args:
+        target: the target.
+        tokenizer: the target's tokenizer.
+        count: number of prompts.
+        store: where they are kept. Each row holds the `turns` of a prompt and the name of its `kind`.
+        kinds: the kinds.
+        max_prompt_tokens: greatest number of tokens of a first turn. Documents are chosen so long that they fit.
+        batch_size: greatest number of prompts invented at once.
+        seed: seed of the draws.
+        on_batch: called with the number of prompts so far.
+        on_given_up: called with the name of each kind of which the target invents too few. The others take its place.
+
+    Raises:
+        ValueError: the target invents too few prompts.
+    """
+    header = user_header(tokenizer)
+    rows = {row["key"]: row for row in store.rows()}
+    batch = 1 + max((row["batch"] for row in rows.values()), default=-1)
+    open_kinds, idle = list(kinds), Counter[str]()
+    have = Counter(row.get("kind", kinds[0].name) for row in rows.values())
+    while len(rows) < count and open_kinds:
+        wanted = quotas(open_kinds, count - sum(have.values()) + sum(have[kind.name] for kind in open_kinds))
+        lacking = [kind for kind in open_kinds if have[kind.name] < wanted[kind.name]] or open_kinds
+        kind = min(lacking, key=lambda kind: have[kind.name] / max(wanted[kind.name], 1))
+        missing = min(max(wanted[kind.name] - have[kind.name], 1), count - len(rows))
+        size = min(batch_size, missing + 2 + missing // 4)  # some will not end, or be there already
+        found = _invent(target, tokenizer, header, kind, size, max_prompt_tokens, f"{seed} {batch}")
+        fresh = {prompt.key: prompt for prompt in found if prompt.key not in rows}
+        added = [
+            {"key": key, "turns": list(prompt.turns), "kind": kind.name, "batch": batch}
+            for key, prompt in list(fresh.items())[:missing]
+        ]
+        store.append(added)
+        rows |= {row["key"]: row for row in added}
+        have[kind.name] += len(added)
+        idle[kind.name] = 0 if added else idle[kind.name] + 1
+        if idle[kind.name] >= _PATIENCE:
+            open_kinds.remove(kind)
+            if on_given_up is not None and open_kinds:
+                on_given_up(kind.name)
+        if on_batch is not None:
+            on_batch(len(rows))
+        batch += 1
+    if len(rows) < count:
+        raise ValueError(
+            f"the target invented only {len(rows)} of {count} prompts that end and differ; it may not be tuned to "
+            "chat. Ask for fewer (--num-prompts), or pass prompts (--prompts, --dataset)"
+        )
+    return [prompt_of(row) for row in rows.values()][:count]
+
+
+def prompt_of(row: dict[str, Any]) -> Prompt:
+    """Returns the prompt of a stored row."""
+    return Prompt.of(row["turns"], row.get("kind", "invented"))
+
+
+def invent_turns(
+    target: Any, tokenizer: Any, histories: Sequence[Sequence[Message]], *, max_new_tokens: int = 96, seed: int = 0
+) -> list[str]:
+    """Lets the target guess what the user says next in each chat. Returns `""` where the text does not end."""
+    headers = [user_header(tokenizer, history) for history in histories]
+    return [text.strip() for text in continue_texts(target, tokenizer, headers, 0.9, max_new_tokens, seed)]
+
+
+def _invent(
+    target: Any, tokenizer: Any, header: str, kind: Kind, size: int, max_prompt_tokens: int, seed: str
+) -> list[Prompt]:
+    """Returns prompts of one kind, fewer than `size` where a document or a continuation is of no use."""
+    sketches = [sketch(kind, random.Random(f"{seed} {index}")) for index in range(size)]
+    documents = _documents(target, tokenizer, kind, sketches, max_prompt_tokens // 2, seed)
+    room = max_prompt_tokens - (kind.continued if any(each.goes_on for each in sketches) else 0)
+    texts = [_with_document(tokenizer, each.text, parts, room) for each, parts in zip(sketches, documents, strict=True)]
+    going = [index for index, text in enumerate(texts) if text is not None and sketches[index].goes_on]
+    if going:
+        openings = [str(texts[index]) for index in going]
+        headers = [header + opening for opening in openings]
+        written = continue_texts(target, tokenizer, headers, kind.temperature, kind.continued, _number(seed))
+        for index, opening, more in zip(going, openings, written, strict=True):
+            whole = _joined(opening, more)
+            texts[index] = whole if more.strip() and len(whole.strip()) >= _SHORTEST_PROMPT else None
+    return [
+        Prompt.of([text.strip(), *each.follow_ups], kind.name)
+        for text, each in zip(texts, sketches, strict=True)
+        if text is not None
+    ]
+
+
+def _documents(
+    target: Any, tokenizer: Any, kind: Kind, sketches: Sequence[Sketch], max_tokens: int, seed: str
+) -> list[list[str]]:
+    """Returns the documents of each prompt, in whole sentences."""
+    found: list[list[str]] = [[] for _ in sketches]
+    tokens = min(kind.document_tokens, max_tokens)
+    for part in range(max((len(each.asks) for each in sketches), default=0)):
+        histories = [[{"role": "user", "content": each.asks[part]}] for each in sketches]
+        with seeded(target, _number(f"{seed} document {part}")):
+            written = reply(target, tokenizer, histories, kind.temperature, tokens)
+        for parts, (text, count) in zip(found, written, strict=True):
+            whole = text if count < tokens else _whole_sentences(text)
+            if len(whole) >= _SHORTEST_DOCUMENT:
+                parts.append(whole)
+    return found
+
+
+def _with_document(tokenizer: Any, text: str, parts: Sequence[str], room: int) -> str | None:
+    """Puts as many documents into a text as there is room for; returns `None` if that is not even one."""
+    if "{document}" not in text:
+        return text
+    for count in range(len(parts), 0, -1):
+        filled = text.replace("{document}", "\n\n".join(parts[:count]))
+        message = [{"role": "user", "content": filled}]
+        if len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]) <= room:
+            return filled
+    return None
+
+
+def _whole_sentences(text: str) -> str:
+    """Returns a text without a last sentence that does not end."""
+    match = _SENTENCES.match(text)
+    return match[0].strip() if match else ""
+
+
+def _joined(opening: str, more: str) -> str:
+    """Joins an opening and its continuation. Tokenizers differ in whether a continuation begins with the space."""
+    return opening + (more.lstrip(" ") if opening.endswith(" ") else more)
+
+
+def _number(seed: str) -> int:
+    return zlib.crc32(seed.encode())

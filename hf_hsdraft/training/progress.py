@@ -1,0 +1,231 @@
+"""What a run says while it works: lines, and how far each stage of the work is.
+
+In a terminal an open stage is a bar. Elsewhere it is a line now and then, so that a log stays readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .budget import TimeBudget
+
+EVERY = 20.0  # seconds
+
+
+class Reporter:
+    """Takes what a run says. It is called with a line; `stage` is for work that takes a while.
+
+    Args:
+        say: takes a line.
+        every: least number of seconds between two lines of a stage. Its first and its last line always come.
+        console: a terminal, which shows open stages as bars instead; `None` for lines.
+    """
+
+    def __init__(
+        self, say: Callable[[str], object] = print, every: float = EVERY, console: Console | None = None
+    ) -> None:
+        self._say = say
+        self._every = every
+        self._bars = None if console is None else _Bars(console)
+
+    @classmethod
+    def of(cls, report: Callable[[str], object]) -> Reporter:
+        """Returns a reporter as it is, and makes one of a function that takes lines."""
+        return report if isinstance(report, Reporter) else cls(report)
+
+    def __call__(self, line: str) -> None:
+        self._say(line)
+
+    @contextlib.contextmanager
+    def stage(self, name: str, unit: str, total: float | None = None, done: float = 0) -> Iterator[Stage]:
+        """Opens a stage, whose last line is said when the block ends without an error.
+
+        Args:
+            name: what is done.
+            unit: what is counted.
+            total: amount of the whole; `None` if `Stage.advance` will tell.
+            done: amount that was done before, in an earlier run.
+        """
+        stage = Stage(name, unit, total, done)
+        said, lock, ended = -math.inf, threading.Lock(), threading.Event()
+
+        def show() -> None:
+            nonlocal said
+            with lock:
+                if self._bars is not None:
+                    self._bars.show(stage)
+                elif time.monotonic() - said >= self._every:
+                    said = time.monotonic()
+                    self._say(stage.line())
+
+        def beat() -> None:
+            while not ended.wait(self._every):
+                if stage.started:
+                    show()
+
+        stage.show = show
+        beating = threading.Thread(target=beat, daemon=True)  # one batch of answers may take minutes
+        beating.start()
+        try:
+            if total is not None and done < total:
+                show()
+            yield stage
+        finally:
+            ended.set()
+            beating.join()
+            if self._bars is not None:
+                self._bars.remove(stage)
+        if stage.advanced:
+            self._say(stage.line(ended=True))
+
+
+class Stage:
+    """A part of a run's work.
+
+    Attributes:
+        name: what is done.
+        unit: what is counted.
+        total: amount of the whole; `None` while it is unknown.
+        done: amount that is done.
+        note: what else there is to say.
+        advanced: whether anything was done.
+    """
+
+    def __init__(self, name: str, unit: str, total: float | None = None, done: float = 0) -> None:
+        self.name, self.unit, self.total, self.done = name, unit, total, done
+        self.note = ""
+        self.advanced = False
+        self.show: Callable[[], None] = lambda: None
+        self._begin, self._first = time.monotonic(), done
+
+    @property
+    def started(self) -> bool:
+        """Whether there is anything to say."""
+        return self.total is not None and (self.advanced or self.done < self.total)
+
+    def start(self, total: float, done: float = 0) -> None:
+        """Tells how much there is to do, of a stage that was opened before this was known."""
+        self.total, self.done, self._first, self._begin = total, done, done, time.monotonic()
+        self.show()
+
+    def advance(self, done: float, note: str | None = None) -> None:
+        """Tells how much is done, and what else there is to say; `None` leaves that as it is."""
+        self.done, self.advanced = done, True
+        self.note = self.note if note is None else note
+        self.show()
+
+    def seconds_left(self) -> float | None:
+        """Returns about how long the rest takes, at the pace so far; `None` if there is no pace yet."""
+        gained = self.done - self._first
+        if self.total is None or gained <= 0:
+            return None
+        return (time.monotonic() - self._begin) / gained * max(self.total - self.done, 0.0)
+
+    def line(self, ended: bool = False) -> str:
+        """Returns a line that says how far the stage is."""
+        of = "" if self.total is None else f"/{_amount(self.total)}"
+        text = f"{self.name}: {_amount(self.done)}{of} {self.unit}" + (f", {self.note}" if self.note else "")
+        left = self.seconds_left()
+        if ended:
+            return f"{text}; took {span(time.monotonic() - self._begin)}"
+        return text if left is None else f"{text}; about {span(left)} left"
+
+
+class TrainingProgress(TrainerCallback):
+    """Tells a stage how far the Trainer is: in minutes with a time budget, in steps without one.
+
+    Args:
+        stage: the stage.
+        budget: the time budget; `None` for a run by steps.
+    """
+
+    def __init__(self, stage: Stage, budget: TimeBudget | None = None) -> None:
+        self._stage = stage
+        self._budget = budget
+        self._figures = ""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._budget is None:
+            self._stage.start(state.max_steps, state.global_step)
+        else:
+            self._stage.start(self._budget.minutes, self._budget.spent / 60)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._budget is None:
+            self._stage.advance(state.global_step, self._figures)
+        else:
+            note = ", ".join(filter(None, [f"step {state.global_step:,}", self._figures]))
+            self._stage.advance(self._budget.spent / 60, note)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self._figures = training_figures(logs)
+
+
+def training_figures(logs: dict[str, float]) -> str:
+    """Returns the figures of an entry of the training log, in words."""
+    words = {
+        "loss": "loss {:.3f}",
+        "accuracy_1": "first depth right {:.0%}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+    }
+    return ", ".join(text.format(float(logs[name])) for name, text in words.items() if name in logs)
+
+
+def evaluation_figures(metrics: dict[str, float]) -> str:
+    """Returns the figures of an evaluation, in words."""
+    words = {
+        "eval_tau": "tau {:.2f}",
+        "eval_loss": "held-out loss {:.3f}",
+        "eval_accuracy_1": "first depth right {:.0%}",
+        "eval_parity": "parity {:.4f}",
+    }
+    return ", ".join(text.format(metrics[name]) for name, text in words.items() if name in metrics)
+
+
+def span(seconds: float) -> str:
+    """Returns a time in words, with two digits or so."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+
+
+class _Bars:
+    """A bar for each open stage, below the lines of a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._shown: dict[Stage, Any] = {}
+        self._progress = Progress(BarColumn(), TextColumn("{task.description}"), console=console, transient=True)
+
+    def show(self, stage: Stage) -> None:
+        from rich.markup import escape
+
+        if stage not in self._shown:
+            self._progress.start()
+            self._shown[stage] = self._progress.add_task("", total=None)
+        self._progress.update(
+            self._shown[stage], description=escape(stage.line()), completed=stage.done, total=stage.total
+        )
+
+    def remove(self, stage: Stage) -> None:
+        if stage in self._shown:
+            self._progress.remove_task(self._shown.pop(stage))
+        if not self._shown:
+            self._progress.stop()
