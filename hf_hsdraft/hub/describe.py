@@ -30,7 +30,7 @@ from ..repository.drafter_files import (
     read_json,
     weight_files,
 )
-from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe
+from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe, trunk_in_words
 from ..repository.pretrained_drafter import drafting_options
 
 
@@ -122,6 +122,7 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
             f"{config.draft_vocab_size:,} tokens",
             "reads": f"hidden states {', '.join(map(str, config.target_tap_layers))}; {config.injector} injector, "
             f"{config.head} head",
+            "trunk": trunk_in_words(config.to_dict()),
         },
         "training recipe": {printable(title): printable(line, 400) for title, line in recipe["training"].items()}
         or {"recipe": "none recorded"},
