@@ -134,7 +134,7 @@ def test_batches_of_padded_prompts(target, drafter, rows, side):
 
 
 @pytest.mark.parametrize("reuse", ["none", "ensemble", "resample"])
-@pytest.mark.parametrize("injector", ["path", "low_rank"])
+@pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])
 def test_a_batch_drafts_for_each_row_what_it_drafts_alone(target, injector, reuse):
     """A real drafter: the batch accepts row by row just as many tokens as calls for single prompts do."""
     drafter = make_drafter(target, injector=injector)

@@ -75,7 +75,10 @@ def small(**overrides) -> tuple[LlamaConfig, HSDraftConfig]:
 VARIANTS = [
     {},
     {"injector": "low_rank"},
+    {"injector": "selector"},
     {"num_hidden_layers": 3},
+    {"num_hidden_layers": 3, "num_roll_layers": 1},
+    {"num_hidden_layers": 3, "num_roll_layers": 2, "num_step_modules": 3},
     {"head": "trained", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
 ]
 
@@ -284,6 +287,34 @@ def test_the_command_estimates_decoding_of_a_fresh_drafter(tmp_path):
     result = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tau", "2.5", "--num-draft-steps", "4"])
     assert result.exit_code == 0, result.output
     assert "draft: trunk layers" in result.output and "speed-up, at most: plain steps / round" in result.output
+
+
+def test_the_command_estimates_other_shapes_of_drafter(tmp_path):
+    make_target().config.save_pretrained(tmp_path)
+    shape = ["--num-hidden-layers", "3", "--num-roll-layers", "1", "--num-step-modules", "2"]
+    for more, words in (
+        ([], ("drafter parameters: fusion + roll + layers + step modules + injector + head",)),
+        (["--tau", "2.5"], ("draft: context layers", "draft: trunk layers", "draft: step module 1")),
+    ):
+        result = CliRunner().invoke(app, ["estimate", str(tmp_path), *shape, *more])
+        assert result.exit_code == 0, result.output
+        assert all(word in result.output for word in words)
+    result = CliRunner().invoke(app, ["estimate", str(tmp_path), *shape, "--tau", "2.5", "--drafter", "mine"])
+    assert result.exit_code != 0 and "mine has its own sizes" in result.output
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_each_step_reads_its_own_weights(depth):
+    """Every layer as often as a draft of that depth runs it: g_0 the trunk, step 1 its own set, the others the last."""
+    shape = {"num_hidden_layers": 3, "num_roll_layers": 2, "num_step_modules": 3}
+    drafter = HSDrafter(HSDraftConfig.for_target(make_target(), draft_vocab_size=50, **shape))
+    reads = {read.part: read for read in drafter.reads(depth, 4)}
+    layer = sum(p.numel() for p in drafter.layers[0].parameters())
+    assert (reads["context layers"].weights, reads["context layers"].times) == (layer, 1)
+    assert (reads["trunk layers"].weights, reads["trunk layers"].times) == (2 * layer, 1)
+    assert reads["step module 1"].weights == 2 * layer + 32 * 32 + 32
+    times = {1: (0, 0), 2: (1, 0), 4: (1, 2)}[depth]
+    assert (reads["step module 1"].times, reads["step module 2"].times) == times
 
 
 @pytest.mark.parametrize(

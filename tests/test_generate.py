@@ -296,7 +296,7 @@ def test_a_bfloat16_target_parts_only_at_ties(prompt, trained):
 
 @torch.no_grad()
 @pytest.mark.parametrize("accepted", [0, 1, 2])
-@pytest.mark.parametrize("injector", ["path", "low_rank"])
+@pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])
 def test_leftover_states_go_on_predicting_their_positions(target, injector, accepted):
     """Reuse, by brute force: resampling after a tokens is depth a + 1 of the old chain, told the accepted tokens."""
     drafter = options(make_drafter(target, injector=injector), reuse="resample", tree_size=500, beam_width=VOCAB)
@@ -316,7 +316,7 @@ def test_leftover_states_go_on_predicting_their_positions(target, injector, acce
     for token in ids[10 : root + 1]:
         path = drafter.injector.advance(weights.embed(token[None]), path)
     hidden = states_before[accepted + 1][None]
-    resampled = (drafter.logits(hidden, weights) + drafter.injector(hidden, path)).log_softmax(-1)[0]
+    resampled = drafter.injector.told(drafter.logits(hidden, weights), hidden, path).log_softmax(-1)[0]
     fresh = drafter.logits(generator._rows[0].drafted[:1], weights).log_softmax(-1)[0]
     expected = torch.maximum(resampled, fresh)
     first = {tree.tokens[node]: tree.scores[node] for node in range(1, len(tree)) if tree.depths[node] == 1}

@@ -26,6 +26,9 @@ HOSTILE = {
     "layers": {"num_hidden_layers": HUGE},
     "heads": {"num_attention_heads": HUGE},
     "head width": {"head_dim": HUGE},
+    "layers to roll on": {"num_roll_layers": HUGE},
+    "sets of parameters": {"num_step_modules": HUGE},
+    "candidates": {"injector_top_k": HUGE},
     "steps": {"num_draft_steps": HUGE, "tree_size": HUGE},
     "nodes": {"tree_size": HUGE},
     "beam": {"beam_width": HUGE},
@@ -44,6 +47,7 @@ HOSTILE = {
     "a mapping for a list": {"target_tap_layers": {"0": 1}},
     "nested lists": {"draft_vocab_ids": [[1, 2], [3]]},
     "a list for a name": {"injector": ["path"]},
+    "a list for a number": {"num_roll_layers": [1]},
     "token ids out of range": {"draft_vocab_ids": [0, HUGE], "draft_vocab_size": 2},
     # other places, other code
     "weights elsewhere": {"transformers_weights": "../../../../etc/passwd"},

@@ -33,6 +33,7 @@ CODE = {
     "calibration.py",
     "call_checks.py",
     "call_output.py",
+    "candidates.py",
     "capture_hooks.py",
     "care.py",
     "chain_reading.py",

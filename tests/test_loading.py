@@ -17,7 +17,7 @@ def generate(target, drafter, prompt, **kwargs):
 
 
 @pytest.mark.parametrize("head", ["target", "trained"])
-@pytest.mark.parametrize("injector", ["path", "low_rank"])
+@pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])
 def test_round_trip_keeps_weights_options_and_text(target, prompt, tmp_path, head, injector):
     drafter = make_drafter(
         target, head=head, injector=injector, draft_vocab_ids=list(range(3, 60)), draft_vocab_size=57

@@ -158,7 +158,7 @@ def test_objectives_pull_towards_the_target(name):
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("head", ["target", "trained"])
-@pytest.mark.parametrize("injector", ["path", "low_rank"])
+@pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])
 def test_neither_padding_nor_chunks_change_loss_or_gradients(target, features, layers, head, injector):
     drafter = make_drafter(target, num_hidden_layers=layers, head=head, injector=injector, initializer_range=0.05)
     weights = borrow(drafter, target)

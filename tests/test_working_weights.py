@@ -43,7 +43,7 @@ HAS_KERNEL = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and s
 
 @torch.no_grad()
 @pytest.mark.parametrize("head", ["target", "trained"])
-@pytest.mark.parametrize("injector", ["path", "low_rank"])
+@pytest.mark.parametrize("injector", ["path", "low_rank", "selector"])
 @pytest.mark.parametrize(
     "rounded", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_KERNEL, reason="no kernel for 8 bits"))]
 )
@@ -56,9 +56,9 @@ def test_the_network_is_the_drafters(injector, head, rounded):
     working = QuickWeights.of(drafter, weights.head)
     if rounded:
         layer = working.layers[0]
-        products = [working.roll, layer.qkv, layer.output, layer.gate_up, layer.down, working.injector.up]
+        products = [working.steps[0].project, layer.qkv, layer.output, layer.gate_up, layer.down, working.injector.up]
         assert all(product._small is not None for product in products)
-    close = {"atol": 0.05, "rtol": 0.05} if rounded else {"atol": 1e-4, "rtol": 1e-4}
+    close = {"atol": 0.08, "rtol": 0.05} if rounded else {"atol": 1e-4, "rtol": 1e-4}
 
     def compare(found, expected):
         torch.testing.assert_close(found / expected.std(), expected / expected.std(), **close)
@@ -67,11 +67,13 @@ def test_the_network_is_the_drafters(injector, head, rounded):
     embeds = torch.randn(3, 5, config.target_hidden_size, dtype=dtype)
     hidden = drafter.fuse_inputs(taps, embeds[0])
     compare(working.fuse_inputs(taps, embeds[0]), hidden)
-    compare(working.logits(hidden), drafter.logits(hidden, weights))
+    logits = drafter.logits(hidden, weights)
+    compare(working.logits(hidden), logits)
     states = ours = None
     for step in embeds:
         states, ours = drafter.injector.advance(step, states), working.injector.advance(step, ours)
         compare(working.injector(hidden, ours), drafter.injector(hidden, states))
+        compare(working.injector.told(logits, hidden, ours), drafter.injector.told(logits, hidden, states))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +131,7 @@ def test_they_are_kept_until_something_changes(target):
     def current() -> QuickWeights:
         weights = quick_weights(drafter, *modules_of(target))
         assert quick_weights(drafter, *modules_of(target)) is weights
-        torch.testing.assert_close(weights.roll(x), drafter.roll_proj(x))
+        torch.testing.assert_close(weights.steps[0].project(x), drafter.roll_proj(x))
         torch.testing.assert_close(weights.logits(x), drafter.logits(x, borrowed(drafter, target)))
         attention = drafter.layers[0].attention
         torch.testing.assert_close(weights.layers[0].qkv(x)[:, : attention.q_proj.out_features], attention.q_proj(x))

@@ -29,6 +29,12 @@ class Dtype(str, Enum):
         return getattr(torch, self.value)
 
 
+class Injector(str, Enum):
+    path = "path"
+    low_rank = "low_rank"
+    selector = "selector"
+
+
 TargetOption = Annotated[
     str | None,
     typer.Option("--target", help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct."),

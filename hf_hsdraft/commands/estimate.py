@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import console
+from ._shared import Injector, console
 
 app = typer.Typer()
 
@@ -24,6 +24,10 @@ def estimate(
     world_size: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
     sharded: Annotated[bool, typer.Option(help="Target sharded over the devices (FSDP, ZeRO 3).")] = False,
     num_draft_steps: Annotated[int, typer.Option(min=1, help="K.")] = 6,
+    num_hidden_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the drafter.")] = None,
+    num_roll_layers: Annotated[int | None, typer.Option(min=1, help="Layers of a roll-out step.")] = None,
+    num_step_modules: Annotated[int | None, typer.Option(min=1, help="Sets of parameters by step.")] = None,
+    injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters.")] = None,
     tau: Annotated[
         float | None,
         typer.Option(min=1.0, help="Tokens per target forward, as measured: estimates decoding instead of training."),
@@ -46,11 +50,20 @@ def estimate(
     from ..training.estimate import estimate as run
     from ..training.estimate import explain
 
+    sizes = {
+        "num_hidden_layers": num_hidden_layers,
+        "num_roll_layers": num_roll_layers,
+        "num_step_modules": num_step_modules,
+        "injector": injector and injector.value,
+    }
+    fields = {name: value for name, value in sizes.items() if value is not None}
+    if drafter is not None and fields:
+        raise typer.BadParameter(f"{drafter} has its own sizes: leave {', '.join(fields)} out", param_hint="--drafter")
     config = AutoConfig.from_pretrained(target)
     if tau is not None:
         from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
 
-        made = _drafter(config, drafter, family)
+        made = _drafter(config, drafter, family, fields)
         depth = min(num_draft_steps, made.num_draft_steps)
         plan = Drafting(depth, made.generation_config.beam_width, nodes, tau, length)
         device = Device(bytes_per_second, flops_per_second or 9.9e14)
@@ -58,7 +71,7 @@ def estimate(
     else:
         figures = run(
             config,
-            HSDraftConfig.for_target_config(config, num_draft_steps=num_draft_steps),
+            HSDraftConfig.for_target_config(config, num_draft_steps=num_draft_steps, **fields),
             tokens=tokens,
             epochs=epochs,
             flops_per_second=flops_per_second,
@@ -74,7 +87,7 @@ def estimate(
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _drafter(config: Any, name: str | None, family: str) -> Any:
+def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> Any:
     """The drafter that was named, or a fresh one without storage."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,7 +97,7 @@ def _drafter(config: Any, name: str | None, family: str) -> Any:
 
     if name is not None:
         return load_drafter(name)
-    kind = trainable(family, {})
+    kind = trainable(family, fields)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
-        return kind.drafter(kind.config_for(target, {}))
+        return kind.drafter(kind.config_for(target, fields))

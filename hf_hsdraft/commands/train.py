@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import Dtype, TargetOption, console
+from ._shared import Dtype, Injector, TargetOption, console
 
 app = typer.Typer()
 
@@ -19,11 +19,6 @@ class Family(str, Enum):
     hidden_state = "hidden-state"
     block = "block"
     eagle3 = "eagle3"
-
-
-class Injector(str, Enum):
-    path = "path"
-    low_rank = "low_rank"
 
 
 class MarkovHead(str, Enum):
@@ -106,6 +101,12 @@ def train(
     num_hidden_layers: Annotated[
         int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3.")
     ] = None,
+    num_roll_layers: Annotated[
+        int | None, typer.Option(min=1, help="Of hidden-state drafters: layers of a roll-out step; default: all.")
+    ] = None,
+    num_step_modules: Annotated[
+        int | None, typer.Option(min=1, help="Of hidden-state drafters: sets of parameters by step; default: 1.")
+    ] = None,
     injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters; default: path.")] = None,
     head: Annotated[Head | None, typer.Option(help="Of hidden-state drafters; default: target.")] = None,
     markov_rank: Annotated[
@@ -142,6 +143,8 @@ def train(
         "num_draft_steps": num_draft_steps,
         "tree_size": tree_size,
         "num_hidden_layers": num_hidden_layers,
+        "num_roll_layers": num_roll_layers,
+        "num_step_modules": num_step_modules,
         "draft_vocab_size": draft_vocab_size,
         "injector": injector and injector.value,
         "head": head and head.value,

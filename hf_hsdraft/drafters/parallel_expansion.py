@@ -6,7 +6,7 @@ is a bias of low rank. So a node costs a few products of small size, whatever th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from ..common.tensors import Transform
 from ..common.tuning import TUNING
 from ..trees.tree_builders import Expansion
 from ..verifiers.foresight import Race
+from .candidates import biased
 
 
 class TokenBias:
@@ -60,12 +61,14 @@ class _Part:
         up: the bias of codes for those columns.
         logits: `[B, depth, C]`, their logits.
         race: the race among them.
+        reach: `[B, depth, C]`, where the bias changes their logits; `None` for everywhere.
     """
 
     columns: torch.Tensor | None
     up: Transform | None
     logits: torch.Tensor
     race: Race | None
+    reach: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,14 @@ class ParallelExpansion(Expansion):
         bias: what the path says about them; `None` where it says nothing. Nodes have no states then.
         temperature: of the distributions given.
         race: where the target's draws are foreseen. Probabilities are those of winning the race then.
+        reach: `[B, depth, V']`, bool, the tokens of each depth whose logits the bias changes; `None` for all tokens.
     """
 
     logits: torch.Tensor
     bias: TokenBias | None = None
     temperature: float = 1.0
     race: Race | None = None
+    reach: torch.Tensor | None = None
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -91,13 +96,7 @@ class ParallelExpansion(Expansion):
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = self.logits[:, level - 1 : level]
-        if self.bias is None:
-            return self._log_probs(level, logits, self.race), None
-        states = self.bias.advance(level, tokens, states)
-        code = self.bias.code(level, states)
-        if code is not None:
-            logits = logits + self.bias.up(code)
+        logits, states = self._known(self._whole, level, tokens, states)
         return self._log_probs(level, logits, self.race), states
 
     def best(
@@ -107,13 +106,8 @@ class ParallelExpansion(Expansion):
 
         Of large vocabularies only the part that is likely at any depth is looked at.
         """
-        columns, logits, race = self._part.columns, self._part.logits[:, level - 1 : level], self._part.race
-        if self.bias is not None:
-            states = self.bias.advance(level, tokens, states)
-            code = self.bias.code(level, states)
-            if code is not None:
-                assert self._part.up is not None
-                logits = logits + self._part.up(code)
+        columns, race = self._part.columns, self._part.race
+        logits, states = self._known(self._part, level, tokens, states)
         if race is not None and columns is None and race.vocab_ids.dim() > 1:  # of each row its own part
             columns = self._columns
             logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
@@ -122,11 +116,31 @@ class ParallelExpansion(Expansion):
         parents, found = places // totals.shape[-1], places % totals.shape[-1]
         return values, found if columns is None else columns.gather(1, found), parents, states
 
+    def _known(
+        self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits of the children of some nodes, which are told their paths, and the states of the nodes."""
+        logits = part.logits[:, level - 1 : level]
+        if self.bias is None:
+            return logits, None
+        states = self.bias.advance(level, tokens, states)
+        code = self.bias.code(level, states)
+        if code is not None:
+            assert part.up is not None
+            reach = None if part.reach is None else part.reach[:, level - 1 : level]
+            logits = biased(logits, part.up(code), reach)
+        return logits, states
+
     def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
         if race is not None:
             return race(level, logits)
         logits = logits if self.temperature == 1.0 else logits.float() / self.temperature
         return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+    @cached_property
+    def _whole(self) -> _Part:
+        """All of the vocabulary."""
+        return _Part(None, None if self.bias is None else self.bias.up, self.logits, self.race, self.reach)
 
     @cached_property
     def _part(self) -> _Part:
@@ -137,13 +151,14 @@ class ParallelExpansion(Expansion):
         """
         bias, race = self.bias, self.race
         if self.logits.shape[-1] < 2 * TUNING.likely_columns:
-            return _Part(None, None if bias is None else bias.up, self.logits, race)
+            return self._whole
         up = None if bias is None else bias.among(self._columns)
         if bias is not None and up is None:
-            return _Part(None, bias.up, self.logits, None if race is None else race.among(self._columns))
+            return replace(self._whole, race=None if race is None else race.among(self._columns))
         columns = self._columns[:, None].expand(-1, self.depth, -1)
         race = None if race is None else race.among(self._columns)
-        return _Part(self._columns, up, self.logits.gather(-1, columns), race)
+        reach = None if self.reach is None else self.reach.gather(-1, columns)
+        return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach)
 
     @cached_property
     def _columns(self) -> torch.Tensor:

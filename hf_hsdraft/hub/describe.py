@@ -29,7 +29,7 @@ from ..repository.drafter_files import (
     find_folder,
     read_json,
 )
-from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe
+from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe, trunk_in_words
 from ..repository.pretrained_drafter import stored_options
 from ..repository.speculators_format import target_of
 
@@ -126,6 +126,7 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
             f"{config.draft_vocab_size:,} tokens",
             "reads": f"hidden states {', '.join(map(str, config.target_tap_layers))}; {config.injector} injector, "
             f"{config.head} head",
+            "trunk": trunk_in_words(config.to_dict()),
         },
         "training recipe": {printable(title): printable(line, 400) for title, line in recipe["training"].items()}
         or {"recipe": "none recorded"},

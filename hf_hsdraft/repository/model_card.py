@@ -196,12 +196,25 @@ def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: st
         ),
         "digest of its tokenizer": config.get("target_tokenizer_hash") or "not recorded",
         "reads hidden states": ", ".join(map(str, config.get("target_tap_layers", []))),
+        "trunk": trunk_in_words(config),
         "attends to": f"the last {window:,} positions" if isinstance(window, int) else "all positions",
         "draft": f"{depth} deep, {options.get('tree_size')} nodes",
         "draft vocabulary": f"{config.get('draft_vocab_size', 0):,} tokens",
         "format": f"{config.get('format_version', 1)}",
     }
     return "\n\n".join([text, paper, table(["", ""], rows.items())])
+
+
+def trunk_in_words(config: Mapping[str, Any]) -> str:
+    """Returns how many layers of a hidden-state drafter read the text and roll on, and what takes turns by step.
+
+    Args:
+        config: fields of its configuration. Those of earlier versions may be missing.
+    """
+    layers, modules = config.get("num_hidden_layers", 1), config.get("num_step_modules", 1)
+    rolled = config.get("num_roll_layers") or layers
+    text = f"{layers} layers for the text, {rolled} for the roll-out" if rolled != layers else f"layers: {layers}"
+    return text if modules == 1 else f"{text}; sets of parameters by step: {modules}"
 
 
 def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:

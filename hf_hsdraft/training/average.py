@@ -37,6 +37,8 @@ _MEANING = (
     "injector",
     "head",
     "num_draft_steps",
+    "num_roll_layers",
+    "num_step_modules",
     "num_attention_heads",
     "rope_theta",
     "rms_norm_eps",

@@ -22,8 +22,14 @@ _NOT_COUNTED = (
     "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "
     "of the target's activations. Steps are assumed to run in float32; in bfloat16 activations need about half."
 )
+# Parts of a drafter by its modules; all others belong to the roll step.
 _PARTS = {"tap_norms": "fusion", "token_norm": "fusion", "fuse": "fusion"}
-_PARTS |= {"layers": "layers", "injector": "injector", "lm_head": "head"}  # all others belong to the roll step
+_PARTS |= {
+    "layers": "layers",
+    "step_modules": "step modules",
+    "injector": "injector",
+    "lm_head": "head",
+}
 
 
 @dataclass(frozen=True)
@@ -103,13 +109,14 @@ def estimate(
     weights = add("target parameters", "", " + ".join(target), *target.values(), sign="+")
     own = add("drafter parameters", "", " + ".join(parts), *parts.values(), sign="+")
     features, hidden, wide = len(d.target_tap_layers) + 1, d.hidden_size, d.target_hidden_size
-    layers, vocab, heads = d.num_hidden_layers, d.draft_vocab_size, d.num_attention_heads
+    layers, rolled, modules = d.num_hidden_layers, d.num_roll_layers, d.num_step_modules
+    vocab, heads = d.draft_vocab_size, d.num_attention_heads
     queries, keys = heads * d.head_dim, d.num_key_value_heads * d.head_dim
     unrolled = (chains, rolled_fraction, d.num_draft_steps - 1)
     rolls = add("roll steps", "", "chains per token x rolled x (depths - 1)", *unrolled)
     drafts = add("predictions", "", "chains + roll steps", chains, rolls, sign="+")
-    deep = (layers - 1, chains, layers * rolls)
-    rows = add("layer rows", "", "(layers - 1) + chains + layers x roll steps", *deep, sign="+")
+    deep = (layers - 1, chains, rolled * rolls)
+    rows = add("layer rows", "", "(layers - 1) + chains + layers of a roll step x roll steps", *deep, sign="+")
 
     if cached:
         add("taps on disk", "B", "tokens x (taps + 1) x hidden x 2 bytes", tokens, features, wide, 2)
@@ -137,8 +144,9 @@ def estimate(
     trunk = add("weights that read a token", "", formula, *read, sign="+")
     again = 3 if parts["head"] else 2
     add("trunk read per token", "FLOP", "2 x 3 products x weights that read a token", 2, 3, trunk)
-    formula = "2 x 3 products x roll steps x (roll + layers + injector)"
-    add("roll steps per token", "FLOP", formula, 2, 3, rolls, parts["roll"] + parts["layers"] + parts["injector"])
+    step = parts["step modules"] // (modules - 1) if modules > 1 else rolled * layer
+    formula = "2 x 3 products x roll steps x (roll + layers of a roll step + injector)"
+    add("roll steps per token", "FLOP", formula, 2, 3, rolls, parts["roll"] + step + parts["injector"])
     formula = "predictions x draft vocabulary x hidden"
     add("draft head per token", "FLOP", f"2 x {again} products x {formula}", 2, again, drafts, vocab, hidden)
     add("teacher head per token", "FLOP", f"2 x {formula}", 2, drafts, vocab, wide)
@@ -169,7 +177,7 @@ def target_parts(config: PreTrainedConfig) -> dict[str, int]:
 def _drafter_parts(config: HSDraftConfig) -> dict[str, int]:
     with torch.device("meta"):
         drafter = HSDrafter(config)
-    parts = dict.fromkeys(("fusion", "roll", "layers", "injector", "head"), 0)
+    parts = dict.fromkeys(("fusion", "roll", "layers", "step modules", "injector", "head"), 0)
     for name, parameter in drafter.named_parameters():
         parts[_PARTS.get(name.partition(".")[0], "roll")] += parameter.numel()
     return parts

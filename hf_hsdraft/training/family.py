@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..common.target_weights import TargetWeights
 from ..drafters.protocol import Session
@@ -25,7 +26,7 @@ class TrainableFamily:
       states of every chain, as K tensors `hidden_states`, and as `loss` what `loss_function(drafter, hidden_states,
       labels)` makes of them. Only the first `num_rolled` chains have states beyond the first depth;
     - `borrow(embedding, output_head)`, which returns the `TargetWeights` that the drafter uses;
-    - `layers`, the modules of its layers;
+    - `layers`, the modules of its layers, unless the family's `layers` finds them elsewhere;
     - `config`, `device`, `dtype`, `from_pretrained` and `save_pretrained`, as models of transformers have them.
 
     Attributes:
@@ -74,6 +75,15 @@ class TrainableFamily:
         """
         raise NotImplementedError
 
+    def grown(self, drafter: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns a drafter as large as a plan asks for, which drafts as the given one does; or the given one.
+
+        Args:
+            drafter: the drafter that training starts from.
+            fields: fields of the plan. Those that say nothing of its size are not looked at.
+        """
+        return drafter
+
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         """Gives a drafter that is trained further those of the fields that no weights depend on.
 
@@ -114,6 +124,10 @@ class TrainableFamily:
             output_rows: `[V, D]`, the target's output embedding.
         """
         raise NotImplementedError
+
+    def layers(self, drafter: Any) -> list[nn.Module]:
+        """Returns the layers of a drafter, which are computed again in the backward where memory is short."""
+        return list(drafter.layers)
 
     def predictions(self, drafter: Any, weights: TargetWeights) -> Predictions:
         """Returns what a drafter predicts with the weights that it borrows of a target."""

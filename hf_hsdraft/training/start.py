@@ -34,6 +34,7 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, plan: TrainingPl
     fixed = sorted(plan.drafter.keys() - {"target_name"})
     if plan.lora is not None and fixed:
         raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")
+    drafter = family.grown(drafter, plan.drafter)
     family.continued(drafter, plan.drafter)
     size = plan.drafter.get("draft_vocab_size", 1)
     if not 1 <= size <= drafter.config.vocab_size:

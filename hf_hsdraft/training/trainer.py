@@ -352,7 +352,7 @@ class DrafterTrainer(Trainer):
 
 def _recompute_layers(drafter: Any) -> None:
     """Lets the backward compute the trunk's layers again. For long packs, they would take most of a step's memory."""
-    for layer in drafter.layers:
+    for layer in family_of(drafter).layers(drafter):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..candidates import best_of
+
 
 class TokenHead(nn.Module):
     """What these heads share. Parameters are named as in the package speculators.
@@ -172,8 +174,7 @@ class CandidateSelector(TokenHead):
         return projected * states
 
     def keep_candidates(self, logits: torch.Tensor) -> torch.Tensor:
-        best = logits.topk(self.top_k, dim=-1, sorted=False)
-        return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
+        return logits.masked_fill(~best_of(logits, self.top_k), -torch.inf)
 
 
 class ConfidenceHead(nn.Module):

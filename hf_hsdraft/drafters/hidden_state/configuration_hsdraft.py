@@ -19,15 +19,17 @@ from ..special_tokens import AnySpecialTokens
 
 logger = logging.get_logger(__name__)
 
-INJECTORS = ("low_rank", "path")
+INJECTORS = ("low_rank", "path", "selector")
 HEADS = ("target", "trained")
 
 # The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.
 LIMITS = {
     "format_version": 10**6, "vocab_size": 2**22, "target_hidden_size": 2**17, "target_num_hidden_layers": 4096,
-    "hidden_size": 2**17, "num_hidden_layers": 64, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
-    "head_dim": 2**13, "intermediate_size": 2**20, "num_draft_steps": 64, "injector_rank": 2**16,
-    "injector_hidden_size": 2**17, "draft_vocab_size": 2**22, "tree_size": MOST_NODES, "beam_width": MOST_NODES,
+    "hidden_size": 2**17, "num_hidden_layers": 64, "num_roll_layers": 64, "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12, "head_dim": 2**13, "intermediate_size": 2**20, "num_draft_steps": 64,
+    "num_step_modules": 64, "injector_rank": 2**16,
+    "injector_hidden_size": 2**17, "injector_top_k": 2**16, "draft_vocab_size": 2**22, "tree_size": MOST_NODES,
+    "beam_width": MOST_NODES,
 }  # fmt: skip
 _MOST_TAPS, _LONGEST_REFERENCE, _MOST_CODE_FILES = 64, 512, 1024
 
@@ -65,7 +67,12 @@ class HSDraftConfig(PreTrainedConfig):
             `save_pretrained` writes them.
         format_version: Version of the files. Newer ones than this version's are refused, older ones load.
         hidden_size: Width of the drafted hidden states; `target_hidden_size` unless `head="trained"`.
-        num_hidden_layers: Number of layers of the trunk.
+        num_hidden_layers: Number of layers of the trunk. All of them read the accepted text; g_0 comes of the last one.
+        num_roll_layers: Number of layers that a roll-out step goes through, which are the last ones; `None` means all.
+            Fewer make the text's part deeper than the roll-out, which is what drafts cost.
+        num_step_modules: M, the number of parameter sets that take turns by step (PRISM, processing modules). The first
+            one reads the text and gives g_0. Step k has set k, and all steps from M - 1 on have the last one. A set is
+            the projection of the state before and the `num_roll_layers` layers. They share keys and values.
         num_attention_heads: Number of attention heads of a trunk layer.
         num_key_value_heads: Number of key/value heads of a trunk layer (grouped-query attention).
         head_dim: Width of one head. `None` means `hidden_size // num_attention_heads`.
@@ -76,9 +83,11 @@ class HSDraftConfig(PreTrainedConfig):
         rms_norm_eps: Epsilon of all RMS norms.
         rope_theta: Base of the rotary position embedding.
         injector: How token information joins the hidden states. `"low_rank"` is the paper's bias W2 W1 e(parent);
-            `"path"` is a gated network on hidden state, parent and the path from the root.
+            `"path"` is a gated network on hidden state, parent and the path from the root. `"selector"` scores pairs of
+            the parent and each of the best candidates of a depth (DFlash2).
         injector_rank: r, the rank through which token information reaches the logits.
         injector_hidden_size: Inner width of the path injector.
+        injector_top_k: Number of candidates of a depth that the selector scores.
         head: `"target"` uses the target's own output rows and stores none, `"trained"` has its own.
         draft_vocab_size: V', the number of tokens the drafter can propose. `None` means all of them.
         draft_vocab_ids: Token ids behind the V' rows, ascending. `None` means the first V'.
@@ -107,6 +116,8 @@ class HSDraftConfig(PreTrainedConfig):
         format_version: int = FORMAT_VERSION,
         hidden_size: int | None = None,
         num_hidden_layers: int = 1,
+        num_roll_layers: int | None = None,
+        num_step_modules: int = 1,
         num_attention_heads: int = 16,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
@@ -118,6 +129,7 @@ class HSDraftConfig(PreTrainedConfig):
         injector: str = "path",
         injector_rank: int = 128,
         injector_hidden_size: int = 256,
+        injector_top_k: int = 16,
         head: str = "target",
         draft_vocab_size: int | None = None,
         draft_vocab_ids: Sequence[int] | None = None,
@@ -128,28 +140,29 @@ class HSDraftConfig(PreTrainedConfig):
     ) -> None:
         self.format_version = format_version
         self._check_format()  # before anything that a newer format may have changed
-        self.vocab_size, self.num_attention_heads = vocab_size, num_attention_heads
+        self.vocab_size, self.num_attention_heads, self.head = vocab_size, num_attention_heads, head
         self.target_hidden_size, self.target_num_hidden_layers = target_hidden_size, target_num_hidden_layers
         self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
         for name in ("target_num_hidden_layers", "target_hidden_size", "num_attention_heads", "hidden_size"):
             _check_integer(name, getattr(self, name))  # others are derived from these
-        self.target_tap_layers = (
-            default_tap_layers(target_num_hidden_layers) if target_tap_layers is None else _as_list(target_tap_layers)
-        )
-        self.target_name, self.target_revision = target_name, target_revision
-        self.target_tokenizer_hash = target_tokenizer_hash
-        self.target_reference = dict(target_reference) if isinstance(target_reference, Mapping) else target_reference
-        self.weights_digest = dict(weights_digest) if isinstance(weights_digest, Mapping) else weights_digest
-        self.code_files = None if code_files is None else _as_list(code_files)
+        taps = default_tap_layers(target_num_hidden_layers) if target_tap_layers is None else target_tap_layers
+        self.target_tap_layers, self.target_name, self.target_revision = _as_list(taps), target_name, target_revision
+        self.target_tokenizer_hash, self.target_reference = target_tokenizer_hash, _as_dict(target_reference)
+        self.weights_digest, self.code_files = _as_dict(weights_digest), _as_list(code_files)
         self.num_hidden_layers, self.tree_size, self.beam_width = num_hidden_layers, tree_size, beam_width
+        self.num_roll_layers = num_hidden_layers if num_roll_layers is None else num_roll_layers
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
-        self.num_draft_steps, self.sliding_window, self.head = num_draft_steps, sliding_window, head
+        self.num_draft_steps, self.num_step_modules, self.sliding_window = (
+            num_draft_steps,
+            num_step_modules,
+            sliding_window,
+        )
         self.rms_norm_eps, self.rope_theta, self.initializer_range = rms_norm_eps, rope_theta, initializer_range
-        self.injector, self.injector_rank, self.injector_hidden_size = injector, injector_rank, injector_hidden_size
+        self.injector, self.injector_rank, self.injector_top_k = injector, injector_rank, injector_top_k
+        self.injector_hidden_size, self.draft_vocab_ids = injector_hidden_size, _as_list(draft_vocab_ids)
         self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.draft_vocab_ids = None if draft_vocab_ids is None else _as_list(draft_vocab_ids)
         self.check()
         super().__init__(**_with_auto_model(_allowed(kwargs)))
 
@@ -222,6 +235,7 @@ class HSDraftConfig(PreTrainedConfig):
         window, steps = self.sliding_window, self.num_draft_steps
         wanted = f"expected None, or an integer above num_draft_steps={steps}"
         _demand(window is None or (is_integer(window) and steps < window < 2**31), "sliding_window", window, wanted)
+        self._check_steps()
         self._check_taps()
         self._check_vocabulary()
         self._check_target()
@@ -236,6 +250,14 @@ class HSDraftConfig(PreTrainedConfig):
             )
         wanted = f"a tree of depth num_draft_steps={steps} needs at least as many nodes"
         _demand(self.tree_size >= steps, "tree_size", self.tree_size, wanted)
+
+    def _check_steps(self) -> None:
+        layers, rolled = self.num_hidden_layers, self.num_roll_layers
+        wanted = f"the trunk has only num_hidden_layers={layers}"
+        _demand(rolled <= layers, "num_roll_layers", rolled, wanted)
+        steps, modules = self.num_draft_steps, self.num_step_modules
+        wanted = f"there are only num_draft_steps={steps}, and each set of parameters needs a step"
+        _demand(modules <= steps, "num_step_modules", modules, wanted)
 
     def _check_taps(self) -> None:
         taps, layers = self.target_tap_layers, self.target_num_hidden_layers
@@ -345,9 +367,16 @@ def _check_integer(name: str, value: Any) -> None:
     _demand(is_integer(value) and 1 <= value <= LIMITS[name], name, value, f"expected an integer of {wanted}")
 
 
-def _as_list(value: Any) -> list[Any]:
-    """A list that checks can look into, whatever a file holds instead of one."""
+def _as_list(value: Any) -> Any:
+    """A list that checks can look into, whatever a file holds instead of one; `None` stays."""
+    if value is None:
+        return None
     return list(value) if isinstance(value, list | tuple | range) else [value]
+
+
+def _as_dict(value: Any) -> Any:
+    """A copy of a mapping as a dict; anything else as it is, for checks to refuse."""
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _integer(config: Any, name: str) -> int | None:

@@ -69,7 +69,8 @@ class HSDraftSession(Session):
     ) -> None:
         config = drafter.config
         self.drafter, self.weights = drafter, weights
-        self.kind = config.hidden_size, config.num_hidden_layers, config.draft_vocab_size, drafter.dtype, drafter.device
+        layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
+        self.kind = config.hidden_size, layers, config.draft_vocab_size, drafter.dtype, drafter.device
         self._options = options or DraftOptions.of(drafter)
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)

@@ -64,4 +64,5 @@ class Expansion(ParallelExpansion):
     ) -> Expansion:
         """Of drafted states `[B, depth, D]`; `logits` where they are not what the head alone makes of them."""
         bias = InjectedTokens(working.injector, weights, working.injector.project(hidden), since)
-        return cls(working.logits(hidden) if logits is None else logits, bias, temperature, race)
+        logits = working.logits(hidden) if logits is None else logits
+        return cls(logits, bias, temperature, race, working.injector.reach(logits))

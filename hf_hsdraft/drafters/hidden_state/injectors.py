@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...common.norms import RMSNorm
+from ..candidates import best_of, biased
 from .configuration_hsdraft import HSDraftConfig
 
 
@@ -35,6 +36,18 @@ class Injector(nn.Module):
     def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """The bias before its last product, `[N, rank]`, of nodes in `states` `[N, ...]`."""
         raise NotImplementedError
+
+    def reach(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Where the bias changes draft logits `[..., V']`: `[..., V']`, bool; `None` for everywhere.
+
+        Args:
+            logits: of some drafted states, as the head makes them.
+        """
+        return None
+
+    def told(self, logits: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The logits `[N, V']` of drafted states `hidden` `[N, D]`, told of the paths in `states` `[N, ...]`."""
+        return biased(logits, self(hidden, states), self.reach(logits))
 
     def forward(self, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logit bias `[N, V']` for the children of nodes in `states`, drafted from `hidden` `[N or 1, D]`."""
@@ -94,4 +107,32 @@ class PathInjector(Injector):
         return self.down(F.silu(gate) * value)
 
 
-INJECTORS: dict[str, type[Injector]] = {"low_rank": LowRankInjector, "path": PathInjector}
+class SelectorInjector(LowRankInjector):
+    """Token information for the best candidates of a depth alone, by pairs of tokens (DFlash2, candidate selector).
+
+    With A = W1 e(parent), the bias of candidate c is the sum of A * (P g) * B[c] over the rank, g the drafted state. In
+    DFlash2 A is a table of the vocabulary, and only candidates can be chosen. Here the embedding takes the place of the
+    table, and other tokens keep their own logits, so that any divergence from the target is finite.
+    """
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__(config)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_proj = nn.Linear(config.hidden_size, config.injector_rank, bias=False)
+        self.top_k = min(config.injector_top_k, config.draft_vocab_size)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.hidden_proj(self.hidden_norm(hidden))
+
+    def code(self, projected: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return projected * states
+
+    def reach(self, logits: torch.Tensor) -> torch.Tensor | None:
+        return best_of(logits, self.top_k)
+
+
+INJECTORS: dict[str, type[Injector]] = {
+    "low_rank": LowRankInjector,
+    "path": PathInjector,
+    "selector": SelectorInjector,
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -96,11 +96,22 @@ class HSDrafter(HSDraftNetwork, Drafter):
         bias = weights_of(self.injector.up)
         return (
             Read("fusion", weights_of(self.fuse), 1, 1),
-            Read("trunk layers", weights_of(self.layers), depth, 1),
+            *self._trunk_reads(depth),
             Read("head", head, 1, depth, borrowed=self.lm_head is None),
             Read("injector", weights_of(self.injector) - bias, depth, width),
             Read("token bias", bias, depth - 1, width),
         )
+
+    def _trunk_reads(self, depth: int) -> Iterator[Read]:
+        """The layers, each set of parameters as often as a draft runs it: `Trunk.step` says which step has which."""
+        config, layers = self.config, [*self.layers]
+        context, modules = config.num_hidden_layers - config.num_roll_layers, [*self.step_modules]
+        if context:
+            yield Read("context layers", weights_of(*layers[:context]), 1, 1)
+        yield Read("trunk layers", weights_of(*layers[context:]), 1 if modules else depth, 1)
+        for step, module in enumerate(modules, 1):
+            times = max(depth - step, 0) if step == len(modules) else int(step < depth)
+            yield Read(f"step module {step}", weights_of(module), times, 1)
 
 
 __all__ = ["HSDrafter"]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from ...repository.pretrained_drafter import PretrainedDrafter
 from ..packed_texts import Attend, DraftContext, PackedTexts
 from .configuration_hsdraft import HSDraftConfig
 from .injectors import INJECTORS
-from .trunk import LayerProducts, Rope, Trunk, read, roll, rotary_frequencies
+from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, read, roll, rotary_frequencies
 
 
 @dataclass
@@ -88,6 +89,16 @@ class HSDraftLayer(nn.Module):
         return self.products(side_by_side)(x, rope, attend, rows)
 
 
+class HSDraftStep(nn.Module):
+    """Parameters of roll-out steps that do not share those of the trunk's layers (PRISM, a processing module)."""
+
+    def __init__(self, config: HSDraftConfig) -> None:
+        super().__init__()
+        self.roll_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.roll_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(HSDraftLayer(config) for _ in range(config.num_roll_layers))
+
+
 class HSDraftNetwork(PretrainedDrafter):
     """The network of a hidden-state drafter: parameters, forward, and what it borrows of its target."""
 
@@ -104,9 +115,11 @@ class HSDraftNetwork(PretrainedDrafter):
         self.token_norm = RMSNorm(config.target_hidden_size, eps)
         sources = len(config.target_tap_layers) + 1
         self.fuse = nn.Linear(sources * config.target_hidden_size, size, bias=False)
-        self.roll_norm = RMSNorm(size, eps)
-        self.roll_proj = nn.Linear(size, size, bias=False)
+        own_steps = config.num_step_modules > 1
+        self.roll_norm = None if own_steps else RMSNorm(size, eps)
+        self.roll_proj = None if own_steps else nn.Linear(size, size, bias=False)
         self.layers = nn.ModuleList(HSDraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.step_modules = nn.ModuleList(HSDraftStep(config) for _ in range(config.num_step_modules - 1))
         self.norm = RMSNorm(size, eps)
         self.injector = INJECTORS[config.injector](config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
@@ -156,12 +169,39 @@ class HSDraftNetwork(PretrainedDrafter):
         steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
         past = DraftContext() if context is None else context
         texts = PackedTexts(past, position_ids, document_ids, starts, self.config.sliding_window, steps)
-        layers = cast(Sequence[HSDraftLayer], self.layers)
-        trunk = Trunk(self.fuse_inputs, self.roll_norm, self.roll_proj, layers, self.frequencies())
+        trunk = self.trunk()
         x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
         states = roll(trunk, x, ropes, texts, num_rolled)
         loss = None if labels is None else self.loss_function(self, states, labels)
         return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
+
+    def steps(self) -> list[tuple[RMSNorm, nn.Linear, Sequence[HSDraftLayer]]]:
+        """The modules of roll-out steps, as `Trunk.steps`: norm, projection and layers of each set of parameters."""
+        if self.step_modules:
+            return [(step.roll_norm, step.roll_proj, [*step.layers]) for step in self.step_modules]  # type: ignore
+        assert self.roll_norm is not None and self.roll_proj is not None
+        return [(self.roll_norm, self.roll_proj, [*self.layers][-self.config.num_roll_layers :])]
+
+    def trunk(
+        self,
+        made_of: Callable[[nn.Module], Transform] = side_by_side,
+        of_layer: Callable[[HSDraftLayer], Layer] = lambda layer: layer,
+        fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> Trunk:
+        """The trunk, by what is made of its modules.
+
+        Args:
+            made_of: of a norm or a projection; the module itself by default.
+            of_layer: of a layer; the module itself by default. What is made of a layer serves all that go through it.
+            fuse_inputs: in place of the drafter's own.
+        """
+        of_layer = cache(of_layer)
+        steps = tuple(
+            StepProducts(made_of(norm), made_of(project), tuple(map(of_layer, layers)))
+            for norm, project, layers in self.steps()
+        )
+        layers = tuple(map(of_layer, self.layers))
+        return Trunk(fuse_inputs or self.fuse_inputs, layers, steps, self.frequencies())
 
     def frequencies(self) -> torch.Tensor:
         """`[head_dim / 2]`, float32, of the rotary embedding."""

@@ -6,6 +6,7 @@ computes, the text cannot.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from ...acceleration.cpu.products import Product, are_rounded, are_weights, join
 from ...common.norms import RMSNorm
 from ...common.tensors import is_unhooked
 from .injectors import INJECTORS, Injector
-from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork
+from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep
 from .working_weights import WorkingWeights
 
 
@@ -36,22 +37,19 @@ class QuickWeights(WorkingWeights):
     @classmethod
     def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> QuickWeights:
         assert head is not None or drafter.lm_head is not None
+        trunk = drafter.trunk(joined, lambda layer: layer.products(joined), _fusing(drafter))
         return cls(
-            _fusing(drafter),
-            joined(drafter.roll_norm),
-            joined(drafter.roll_proj),
-            tuple(layer.products(joined) for layer in drafter.layers),  # type: ignore[operator]
-            drafter.frequencies(),
-            joined(drafter.norm),
-            Product(head) if drafter.lm_head is None else joined(drafter.lm_head),  # type: ignore[arg-type]
-            _by_products(drafter.injector),
+            **vars(trunk),
+            norm=joined(drafter.norm),
+            head=Product(head) if drafter.lm_head is None else joined(drafter.lm_head),  # type: ignore[arg-type]
+            injector=_by_products(drafter.injector),
         )
 
 
 def _by_products(injector: Injector) -> Injector:
-    """The same rules with products in place of the injector's modules."""
-    other = type(injector).__new__(type(injector))
-    nn.Module.__init__(other)
+    """The same rules with products in place of the injector's modules. All else of it stays."""
+    other = copy.copy(injector)
+    vars(other)["_modules"] = {}
     for name, part in injector.named_children():
         setattr(other, name, joined(part))
     return other
@@ -153,6 +151,7 @@ def quick_weights(drafter: HSDraftNetwork, embedding: nn.Embedding, output_head:
 _PARTS = (
     nn.ModuleList,
     HSDraftLayer,
+    HSDraftStep,
     HSDraftAttention,
     *INJECTORS.values(),
     nn.Linear,

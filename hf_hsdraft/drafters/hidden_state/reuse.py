@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from ...common.checks import is_number
 from ...common.options import Option
+from .injectors import Injector
 
 logger = logging.get_logger(__name__)
 
@@ -73,7 +74,7 @@ def ensemble(
     root: int,
     weight: float,
     head: Callable[[torch.Tensor], torch.Tensor],
-    injector: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    injector: Injector,
     advance: Advance,
 ) -> None:
     """Form A: the old logits join the new ones `[depth, V']`, in place, each at its own position of the text.
@@ -82,10 +83,10 @@ def ensemble(
         root: the last accepted token. The new state at the first depth has read it; the old one is told it.
         weight: of the old logits, the new ones weighing 1.
         head: maps drafted states to draft logits.
-        injector: maps drafted states and injector's states to a bias of the logits.
+        injector: of the drafter.
     """
     hidden = leftover.hidden[: len(logits)]
     old = head(hidden)
-    told = old[:1] + injector(hidden[:1], advance(root, leftover.since(advance)))
+    told = injector.told(old[:1], hidden[:1], advance(root, leftover.since(advance)))
     old = torch.cat([told, old[1:]])
     logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)

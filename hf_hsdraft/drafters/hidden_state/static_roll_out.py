@@ -65,7 +65,7 @@ class StaticRollOut(RollOut):
         text.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in text.values]
         self._run = roll_out if compile_config is None else compiled(roll_out, compile_config)
         if compile_config is not None:
-            used = trunk.fuse_inputs, trunk.roll_norm, trunk.roll, trunk.frequencies, trunk.layers
+            used = trunk.fuse_inputs, trunk.layers, trunk.steps, trunk.frequencies
             keep_in_place(*used, text.keys, text.values)
 
     def forget(self) -> None:

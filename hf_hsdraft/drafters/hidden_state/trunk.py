@@ -65,22 +65,42 @@ class LayerProducts:
         return x + self.down(F.silu(gate) * value)
 
 
+Layer = Callable[..., torch.Tensor]  # a `LayerProducts`, or a module that calls like one
+
+
+@dataclass(frozen=True)
+class StepProducts:
+    """What a roll-out step multiplies by (PRISM, a processing module).
+
+    Attributes:
+        norm, project: from the drafted state before to the input of the step.
+        layers: their keys and values stand behind those of the trunk's last layers, and all steps look at them.
+    """
+
+    norm: Transform
+    project: Transform
+    layers: Sequence[Layer]
+
+
 @dataclass(frozen=True)
 class Trunk:
     """What a trunk is made of.
 
     Attributes:
         fuse_inputs: from taps `[T, taps * D]` and embeddings `[T, D]` to inputs `[T, D]`.
-        roll_norm, roll: from a drafted state to the next input.
-        layers: each a `LayerProducts`, or a module that calls like one.
+        layers: the layers that read accepted positions.
+        steps: what roll-out steps multiply by: each its own, and all further ones the last.
         frequencies: `[head_dim / 2]`, float32, of the rotary embedding.
     """
 
     fuse_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    roll_norm: Transform
-    roll: Transform
-    layers: Sequence[Callable[..., torch.Tensor]]
+    layers: Sequence[Layer]
+    steps: Sequence[StepProducts]
     frequencies: torch.Tensor
+
+    def step(self, number: int) -> StepProducts:
+        """What the step makes its state with that comes `number` steps after g_0, 1 or more."""
+        return self.steps[min(number, len(self.steps)) - 1]
 
 
 def read(
@@ -99,7 +119,7 @@ def read(
     starts = position_ids[context.starts]
     further = starts + torch.arange(1, ahead + 1, device=starts.device)[:, None]
     cos, sin = rotary_embedding(torch.cat([position_ids, further.flatten()]), trunk.frequencies, x.dtype)
-    x = _through(trunk, x, (cos[:count], sin[:count]), context.reading(), context.starts)
+    x = _through(trunk.layers, x, (cos[:count], sin[:count]), context.reading(), rows=context.starts)
     ropes = zip(cos[count:].split(len(starts)), sin[count:].split(len(starts)), strict=True) if ahead else ()
     return x, list(ropes)
 
@@ -115,17 +135,24 @@ def roll(
     states = [x]
     if chains is not None:
         x, ropes = x[:chains], [(cos[:chains], sin[:chains]) for cos, sin in ropes]
-    for step, rope in enumerate(ropes, 1):
-        x = _through(trunk, trunk.roll(trunk.roll_norm(x)), rope, context.rolling(step, len(x)))
+    for number, rope in enumerate(ropes, 1):
+        step = trunk.step(number)
+        first = len(trunk.layers) - len(step.layers)
+        x = _through(step.layers, step.project(step.norm(x)), rope, context.rolling(number, len(x)), first)
         states.append(x)
     return states
 
 
-def _through(trunk: Trunk, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
-    """All layers on inputs `[n, D]`; of the last one the outputs at `rows` only."""
-    last = len(trunk.layers) - 1
-    for index, layer in enumerate(trunk.layers):
-        x = layer(x, rope, partial(attend, index), rows if index == last else None)
+def _through(
+    layers: Sequence[Layer], x: torch.Tensor, rope: Rope, attend: Attend, first: int = 0, rows: Any = None
+) -> torch.Tensor:
+    """Layers on inputs `[n, D]`; of the last one the outputs at `rows` only.
+
+    Args:
+        first: whose keys and values the first of these layers looks at; the next ones follow.
+    """
+    for index, layer in enumerate(layers, 1):
+        x = layer(x, rope, partial(attend, first + index - 1), rows if index == len(layers) else None)
     return x
 
 

@@ -35,15 +35,12 @@ class WorkingWeights(Trunk):
             drafter: the drafter.
             head: `TargetWeights.head`.
         """
+        trunk = drafter.trunk(of_layer=lambda layer: layer.products(side_by_side))
         return cls(
-            drafter.fuse_inputs,
-            drafter.roll_norm,
-            drafter.roll_proj,
-            tuple(layer.products(side_by_side) for layer in drafter.layers),  # type: ignore[operator]
-            drafter.frequencies(),
-            drafter.norm,
-            partial(F.linear, weight=head) if drafter.lm_head is None else drafter.lm_head,  # type: ignore[arg-type]
-            drafter.injector,
+            **vars(trunk),
+            norm=drafter.norm,
+            head=partial(F.linear, weight=head) if drafter.lm_head is None else drafter.lm_head,  # type: ignore[arg-type]
+            injector=drafter.injector,
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,11 @@ from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.expansion import Expansion
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.protocol import Ask, Session
+from ...repository.model_card import trunk_in_words
 from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import Expansion as TreeExpansion
 from ..family import Choose, TrainableFamily
+from ..growth import grown
 from ..identity import record_target
 from ..noting import NotingSession
 from ..predictions import Predictions, trained
@@ -63,7 +65,7 @@ class InjectedPredictions(Predictions):
 
     def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         logits = self.drafter.logits(hidden, self.weights)
-        return logits if states is None else logits + self.drafter.injector(hidden, states)
+        return logits if states is None else self.drafter.injector.told(logits, hidden, states)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.drafter.norm(hidden)
@@ -109,6 +111,15 @@ class HiddenStateFamily(TrainableFamily):
                     "scratch"
                 )
 
+    def grown(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
+        config = drafter.config
+        has = config.num_step_modules, config.num_hidden_layers
+        wanted = fields.get("num_step_modules", has[0]), fields.get("num_hidden_layers", has[1])
+        return grown(drafter, *map(max, has, wanted)) if wanted != has else drafter
+
+    def layers(self, drafter: HSDrafter) -> list[nn.Module]:
+        return [*drafter.layers, *(layer for step in drafter.step_modules for layer in step.layers)]  # type: ignore
+
     def start_from_target(self, drafter: HSDrafter, target: Any, finals: torch.Tensor) -> None:
         if drafter.config.hidden_size == drafter.config.target_hidden_size:
             rows = target.get_output_embeddings().weight.detach()
@@ -125,7 +136,8 @@ class HiddenStateFamily(TrainableFamily):
         record_target(drafter, target, tokenizer, name)
 
     def describe(self, drafter: HSDrafter) -> str:
-        return f"{drafter.config.injector} injector"
+        config = drafter.config
+        return f"{trunk_in_words(config.to_dict())}, {config.injector} injector"
 
     def noting(self, session: Session, drafts: dict[int, TreeExpansion]) -> Session:
         return _NotingSession(session, drafts)
