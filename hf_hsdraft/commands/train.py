@@ -19,6 +19,7 @@ class Family(str, Enum):
     hidden_state = "hidden-state"
     block = "block"
     eagle3 = "eagle3"
+    specformer = "specformer"
 
 
 class Injector(str, Enum):
@@ -89,7 +90,7 @@ def train(
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
     num_draft_steps: Annotated[
-        int | None, typer.Option(min=1, help="K, depth of a draft; default 6, of block drafters 8, of eagle3 7.")
+        int | None, typer.Option(min=1, help="K, depth of a draft; default 6, of block and specformer 8, of eagle3 7.")
     ] = None,
     tree_size: Annotated[
         int | None, typer.Option(min=1, help="Nodes per round, at least K; default 24. Decides no weights.")
@@ -98,11 +99,14 @@ def train(
         int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3.")
     ] = None,
     injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters; default: path.")] = None,
-    head: Annotated[Head | None, typer.Option(help="Of hidden-state drafters; default: target.")] = None,
+    head: Annotated[Head | None, typer.Option(help="Of hidden-state and specformer drafters; default: target.")] = None,
     markov_rank: Annotated[
         int | None, typer.Option(min=0, help="Of block drafters' bias by the token before; default 256, 0 for none.")
     ] = None,
     markov_head: Annotated[MarkovHead | None, typer.Option(help="Formula of that bias; default: vanilla.")] = None,
+    reads_tokens: Annotated[
+        bool | None, typer.Option(help="Whether specformer drafters read the last accepted token; default: they do.")
+    ] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     lora: Annotated[
         int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
@@ -137,6 +141,7 @@ def train(
         "head": head and head.value,
         "markov_rank": markov_rank,
         "markov_head_type": markov_head and markov_head.value,
+        "reads_tokens": reads_tokens,
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET
