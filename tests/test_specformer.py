@@ -30,6 +30,7 @@ KINDS = {
     "part": {"draft_vocab_ids": PART},
     "own head": {"head": "trained", "draft_vocab_ids": PART, "hidden_size": 16},
     "two layers": {"num_hidden_layers": 2, "target_tap_layers": [1, 3]},
+    "frames": {"ctc": True},
 }
 
 
@@ -178,7 +179,7 @@ def test_greedy_texts_are_those_of_plain_decoding(kind, rows, target):
     assert sum(output.statistics.drafted_nodes) > 0
 
 
-@pytest.mark.parametrize("kind", ["default", "without tokens", "part"])
+@pytest.mark.parametrize("kind", ["default", "without tokens", "part", "frames"])
 @pytest.mark.parametrize("options", [{}, {"beam_width": 1}], ids=["trees", "chains"])
 def test_sampled_texts_have_the_same_seed(kind, options, target):
     """By the walk; with top-k the draws are foreseen."""
@@ -192,10 +193,11 @@ def test_sampled_texts_have_the_same_seed(kind, options, target):
     assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == plain.tolist()
 
 
-def test_rows_of_a_sampled_batch_have_seeds_of_their_own(target):
+@pytest.mark.parametrize("kind", ["default", "frames"])
+def test_rows_of_a_sampled_batch_have_seeds_of_their_own(kind, target):
     inputs, call = padded(3), {"max_new_tokens": 16, "do_sample": True}
     expected = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 9, **call)
-    drafter = make_specformer(target)
+    drafter = make_specformer(target, kind)
     torch.manual_seed(9)
     found = target.generate(**inputs, **call, assistant_model=drafter)
     assert found.tolist() == expected.tolist()
@@ -226,10 +228,11 @@ def texts_by_rejection(drafter, target, builder: str, rows: int = 200, calls: in
     return chi_square(counts, exact), accepted
 
 
+@pytest.mark.parametrize("kind", ["default", "frames"])
 @pytest.mark.parametrize("builder", ["gumbel", "stochastic_beam"])
-def test_texts_by_rejection_are_distributed_as_the_targets(builder):
+def test_texts_by_rejection_are_distributed_as_the_targets(kind, builder):
     target = make_target(vocab_size=6, pad_token_id=0, bos_token_id=1)
-    fit, accepted = texts_by_rejection(make_specformer(target, draft_vocab_size=6), target, builder)
+    fit, accepted = texts_by_rejection(make_specformer(target, kind, draft_vocab_size=6), target, builder)
     assert accepted > 0 and fit > 1e-4
 
 
@@ -319,6 +322,25 @@ def test_trees_follow_the_products_of_the_slots(target):
     assert len(none) == 1
 
 
+@torch.no_grad()
+def test_frames_are_collapsed_into_a_tree(target):
+    """However few depths are asked for, all frames are: any of them may say the first token."""
+    drafter, text = make_specformer(target, "frames"), list(range(5, 15))
+    session = session_of(drafter, target)
+    session.observe([news(drafter, target, text, 0, 9)])
+    [tree] = session.draft([Ask(0, text[-1], depth=2, size=16)])
+    frames = drafter.frames(slots_after(session, (0, text[-1]), depth=2), session.weights)
+    assert frames.shape == (1, STEPS, VOCAB + 1) and max(tree.depths) <= 2 and not tree.fault(VOCAB)
+    said, silent = frames[0].exp(), 1.0
+    first = torch.zeros(VOCAB)
+    for frame in said:
+        first += silent * frame[:-1]
+        silent = silent * frame[-1]
+    for node in range(1, len(tree)):
+        if tree.depths[node] == 1:
+            assert math.exp(tree.scores[node]) == pytest.approx(float(first[tree.tokens[node]]), rel=1e-4)
+
+
 # --- configuration and files -----------------------------------------------------------------------------------------
 
 
@@ -334,6 +356,7 @@ def test_a_fresh_drafter_follows_its_target(target):
     ("fields", "message"),
     [
         ({"num_draft_steps": 65}, "num_draft_steps=65 is invalid: expected an integer of at most 64"),
+        ({"ctc": "yes"}, "ctc='yes' is invalid: expected true or false"),
         ({"reads_tokens": 1}, "reads_tokens=1 is invalid: expected true or false"),
         ({"target_tap_layers": [2, 1]}, r"target_tap_layers=\[2, 1\] is invalid: expected ascending"),
         ({"head": "own"}, "head='own' is invalid: expected one of target, trained"),
@@ -370,14 +393,14 @@ def test_what_a_draft_reads_is_counted(target):
     assert whole["head"].borrowed and whole["slot layers"].rows == STEPS
 
 
-@pytest.mark.parametrize("kind", ["default", "without tokens", "own head"])
+@pytest.mark.parametrize("kind", ["default", "without tokens", "own head", "frames"])
 def test_a_drafter_is_saved_and_loaded(kind, target, tmp_path):
     drafter = make_specformer(target, kind, target_name="user/target")
     drafter.generation_config.num_assistant_tokens = 3
     drafter.save_pretrained(tmp_path)
     loaded = AutoDrafter.from_pretrained(tmp_path)
     assert type(loaded) is SpecFormerDrafter and loaded.generation_config.num_assistant_tokens == 3
-    assert loaded.config.reads_tokens == drafter.config.reads_tokens
+    assert loaded.config.reads_tokens == drafter.config.reads_tokens and loaded.config.ctc == (kind == "frames")
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in drafter.state_dict().items())
     inputs, call = padded(2), {"max_new_tokens": 10, "do_sample": False}
     plain = target.generate(**inputs, **call)

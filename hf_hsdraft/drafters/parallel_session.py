@@ -19,6 +19,7 @@ from ..trees.builder_registry import TREE_BUILDERS
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_builders import TreeLimits
 from ..verifiers.foresight import Foresight, Race
+from .collapsed_frames import CollapsedFrames
 from .draft_memory import DraftMemory
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
@@ -153,7 +154,7 @@ class ParallelSession(Session):
 
     def expansion(
         self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
-    ) -> ParallelExpansion:
+    ) -> ParallelExpansion | CollapsedFrames:
         """Returns the children of the nodes of some trees.
 
         Args:
@@ -172,14 +173,22 @@ class ParallelSession(Session):
             return None
         return self._foresight.race([ask.row for ask in asks], depth, self.weights.vocab_ids)
 
-    def grown(self, asks: Sequence[Ask], expansion: ParallelExpansion, options: DraftOptions) -> list[DraftTree]:
-        """Returns the trees of some texts. Where slots know nothing of a path, its best tree is found exactly."""
+    def grown(
+        self, asks: Sequence[Ask], expansion: ParallelExpansion | CollapsedFrames, options: DraftOptions
+    ) -> list[DraftTree]:
+        """Returns the trees of some texts. Where slots know nothing of a path, its best tree is found exactly.
+
+        Args:
+            asks: what is asked for of the texts.
+            expansion: what `expansion` returned.
+            options: of the draft.
+        """
         ids = self.weights.vocab_ids
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
         build = TREE_BUILDERS[options.tree_builder]
-        if options.tree_builder == "beam" and options.beam_width > 1 and expansion.bias is None:
+        if options.tree_builder == "beam" and options.beam_width > 1 and not expansion.has_states:
             build = best_first_trees
         return build(expansion, roots, ids, limits)
 

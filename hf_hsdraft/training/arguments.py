@@ -12,6 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from .objectives import OBJECTIVES
 
 DATA_POLICIES = ("teacher", "student", "mixed")
+_OBJECTIVES = (*OBJECTIVES, "ctc")
 
 
 @dataclass
@@ -19,7 +20,10 @@ class DrafterTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
 
     Args:
-        objective: name in `objectives.OBJECTIVES` (DistillSpec, section 4).
+        objective: name in `objectives.OBJECTIVES` (DistillSpec, section 4), or `"ctc"` for a drafter whose slots are
+            frames with a blank.
+        ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
+            frames.
         data_policy: whose tokens the chains follow: `"teacher"` for the text, `"student"` for tokens that the drafter
             draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4).
         depth_decay: depth d weighs `depth_decay ** d`.
@@ -54,7 +58,8 @@ class DrafterTrainingArguments(TrainingArguments):
     greater_is_better: bool = True
     report_to: str = "none"
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
-    objective: str = field(default="forward_kl", metadata={"help": ", ".join(OBJECTIVES)})
+    objective: str = field(default="forward_kl", metadata={"help": ", ".join(_OBJECTIVES)})
+    ctc_labels: int | None = field(default=None, metadata={"help": "Tokens that the frames of ctc are to say."})
     data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
     depth_decay: float = field(default=0.8, metadata={"help": "Depth d weighs depth_decay ** d."})
     depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
@@ -67,7 +72,7 @@ class DrafterTrainingArguments(TrainingArguments):
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
 
     def __post_init__(self) -> None:
-        for name, known in (("objective", tuple(OBJECTIVES)), ("data_policy", DATA_POLICIES)):
+        for name, known in (("objective", _OBJECTIVES), ("data_policy", DATA_POLICIES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
         if not 0.0 < self.rolled_fraction <= 1.0:
@@ -79,6 +84,8 @@ class DrafterTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
+        if self.ctc_labels is not None and self.ctc_labels < 1:
+            raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: expected 1 or more")
         if self.learning_rate < 0:
             raise ValueError(f"learning_rate={self.learning_rate} is invalid: expected 0 or more")
         if self.fp16:

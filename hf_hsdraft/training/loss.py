@@ -294,7 +294,7 @@ class ChainLoss:
             loss = loss + labels.regression * regression
         depth = torch.cat([torch.full((len(h),), d, device=device) for d, h in enumerate(hidden_states)])
         valid = torch.cat([labels.valid[: len(h), d] for d, h in enumerate(hidden_states)])
-        return _parts(loss, torch.cat(statistics)[valid], depth[valid], steps, regression.detach(), labels.measured)
+        return loss_parts(loss, torch.cat(statistics)[valid], depth[valid], steps, regression.detach(), labels.measured)
 
 
 def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Tensor, measured: bool) -> torch.Tensor:
@@ -308,7 +308,7 @@ def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Ten
     return torch.stack([distance, confidence, right.to(distance.dtype)], dim=-1)
 
 
-def _parts(
+def loss_parts(
     loss: torch.Tensor,
     statistics: torch.Tensor,
     depth: torch.Tensor,
@@ -316,6 +316,17 @@ def _parts(
     regression: torch.Tensor,
     measured: bool,
 ) -> LossParts:
+    """Returns the loss with what was measured of each prediction.
+
+    Args:
+        loss: scalar.
+        statistics: `[N, 3]`, of each prediction the divergence, the confidence of its first choice, and 1 where that is
+            the target's.
+        depth: `[N]`, int64, depths of the predictions.
+        steps: number K of depths.
+        regression: scalar, see `LossParts`.
+        measured: whether confidence and accuracy were measured.
+    """
     count = torch.bincount(depth, minlength=steps)
     sums = statistics.new_zeros(steps, 3).index_add_(0, depth, statistics)
     means = sums / count.clamp(min=1)[:, None]

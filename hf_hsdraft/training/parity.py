@@ -210,7 +210,7 @@ def _replayed(expansion: Expansion, tokens: Sequence[int], device: torch.device)
     states = None
     for level, token in enumerate(tokens, 1):
         log_probs, states = expansion(level, torch.tensor([[token]], device=device), states)
-    return log_probs[0, 0]
+    return log_probs[0, 0].log_softmax(-1)  # what frames do not say is no token
 
 
 class _ObservedDrafter(WrappedDrafter):

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from .checks import (
     read_state,
 )
 from .conversations import Conversation, tokenize_conversation
+from .ctc_loss import CTC, check_objective
 from .family import TrainableFamily
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
@@ -61,6 +62,7 @@ _ARGUMENTS_FIXED = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "objective",
+    "ctc_labels",
     "data_policy",
     "depth_decay",
     "depth_weights",
@@ -101,6 +103,9 @@ def train(
     out = Path(plan.out)
     family = trainable(plan.family, plan.drafter)
     args = _training_arguments(target, out, {**family.arguments, **(arguments or {})})
+    if args.objective == CTC:
+        plan = replace(plan, drafter={**plan.drafter, "ctc": True})
+        trainable(plan.family, plan.drafter)  # raises where such a drafter has no frames
     state = PartialState()
     report = report if state.is_main_process else _silent
     if is_sharded(target):
@@ -115,7 +120,9 @@ def train(
     check_target_can_teach(target, tokenizer, family)
     identity = fingerprint(target)
     start = drafter_to_start_from(family, target, plan)
-    steps = (start.config if start else family.config_for(target, plan.drafter)).num_draft_steps
+    config = start.config if start else family.config_for(target, plan.drafter)
+    check_objective(config, args)
+    steps = config.num_draft_steps
     args.weights_of_depths(steps)
     args.check_metric(steps, generates=plan.eval_prompts > 0)
     bad: list[str] = []

@@ -46,6 +46,8 @@ class SpecFormerConfig(TravellingConfig):
         intermediate_size: Inner width of the feed-forward blocks.
         num_draft_steps: K, the number of slots, and so the depth of the draft tree.
         reads_tokens: Whether slots know the last accepted token. SpecFormer's do not, see [`SpecFormerNetwork`].
+        ctc: Whether slots are frames of which each may be blank, and are collapsed into a tree, see `collapsed_frames`
+            ("CTC drafter"). Such a drafter has learned by `objective="ctc"`.
         sliding_window: Number of positions that the slots attend to, the own one included; `None` for all. A drafter
             that sees all drafts worse beyond the lengths it was trained on.
         rms_norm_eps: Epsilon of all RMS norms.
@@ -84,6 +86,7 @@ class SpecFormerConfig(TravellingConfig):
         intermediate_size: int | None = None,
         num_draft_steps: int = 8,
         reads_tokens: bool = True,
+        ctc: bool = False,
         sliding_window: int | None = None,
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 10000.0,
@@ -114,7 +117,7 @@ class SpecFormerConfig(TravellingConfig):
         self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
         self.num_draft_steps, self.sliding_window, self.head = num_draft_steps, sliding_window, head
-        self.reads_tokens = reads_tokens
+        self.reads_tokens, self.ctc = reads_tokens, ctc
         self.rms_norm_eps, self.rope_theta, self.initializer_range = rms_norm_eps, rope_theta, initializer_range
         self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
         self.draft_vocab_ids = None if draft_vocab_ids is None else as_list(draft_vocab_ids)
@@ -122,8 +125,8 @@ class SpecFormerConfig(TravellingConfig):
 
     def check(self) -> None:
         super().check()
-        value = self.reads_tokens
-        demand(isinstance(value, bool), "reads_tokens", value, "expected true or false")
+        for name in ("reads_tokens", "ctc"):
+            demand(isinstance(getattr(self, name), bool), name, getattr(self, name), "expected true or false")
 
     @property
     def sizes(self) -> LayerSizes:

@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from ...common.attention import batched_attention
 from ...common.decoder_layer import Attention, FeedForward, Rope, rotary_of
 from ...common.norms import RMSNorm
+from ...common.target_weights import TargetWeights
 from ..packed_texts import DraftContext, PackedTexts
 from ..state_network import StateNetwork
 from .configuration_specformer import SpecFormerConfig
@@ -78,6 +79,7 @@ class SpecFormerNetwork(StateNetwork):
       are accepted. Here only accepted positions are read, in the next draft. They give the same slots.
     - A norm stands before each attention, and the norm before the head is the drafter's own. Its scale is the target's
       when training begins.
+    - With `ctc`, slots are frames that may be blank: their head has one more row, see `frames`.
     - With K slots, drafts of depth k compute the first k only. These are the same, as slots see none after them.
 
     Args:
@@ -102,6 +104,7 @@ class SpecFormerNetwork(StateNetwork):
         self.layers = nn.ModuleList(SlotLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
         self.add_head()
+        self.blank = nn.Parameter(torch.zeros(size)) if config.ctc else None
         theta = {"rope_theta": config.rope_theta, "rope_type": "default"}
         self.rotary = rotary_of({"rope_parameters": theta}, config.sizes)
         self.post_init()
@@ -153,3 +156,10 @@ class SpecFormerNetwork(StateNetwork):
         for layer in cast(Sequence[SlotLayer], self.layers):
             x = layer(x, rope)
         return x
+
+    def frames(self, slots: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
+        """Returns log-probabilities `[..., V' + 1]`, float32, of slots `[..., D]` as frames; the blank is last."""
+        assert self.blank is not None, "only with ctc"
+        blank = self.norm(slots) @ self.blank.to(slots.dtype)
+        logits = torch.cat([self.logits(slots, weights), blank[..., None]], dim=-1)
+        return logits.log_softmax(dim=-1, dtype=torch.float32)

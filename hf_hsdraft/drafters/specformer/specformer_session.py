@@ -11,8 +11,9 @@ from ...common.attention import batched_attention
 from ...common.target_weights import TargetWeights
 from ...common.tensors import on_device
 from ...verifiers.foresight import Foresight
+from ..collapsed_frames import CollapsedFrames
 from ..draft_options import DraftOptions
-from ..parallel_expansion import TokenBias
+from ..parallel_expansion import ParallelExpansion, TokenBias
 from ..parallel_session import Columns, ParallelSession
 from ..protocol import Accepted, Ask
 from ..row_context import RowContext, Slots
@@ -49,7 +50,8 @@ class SpecFormerSession(ParallelSession):
         context = RowContext(batch_size, 1, heads, width, drafter.device, drafter.dtype)
         super().__init__(drafter, weights, options, context, foresight)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
-        self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, drafter.dtype, drafter.device
+        place = drafter.dtype, drafter.device
+        self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, *place
         # What was made of the last position of each text that was read.
         self._last = torch.zeros(batch_size, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
 
@@ -76,7 +78,17 @@ class SpecFormerSession(ParallelSession):
         keys, values = self._context.view(0, rows)
         seen = self._context.seen(rows, positions, drafter.config.sliding_window)
         mixed = batched_attention(queries, keys, values, seen)
-        return drafter.slots(x + part.o_proj(mixed[:, 0]), depth)
+        count = drafter.config.num_draft_steps if drafter.config.ctc else depth  # any frame may say the first token
+        return drafter.slots(x + part.o_proj(mixed[:, 0]), count)
 
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         return self.drafter.logits(hidden, self.weights), None
+
+    def expansion(
+        self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
+    ) -> ParallelExpansion | CollapsedFrames:
+        if not self.drafter.config.ctc:
+            return super().expansion(asks, hidden, depth, options)
+        frames, drawn = self.drafter.frames(hidden, self.weights), options.tree_builder != "beam"
+        temperature = options.temperature if drawn else 1.0
+        return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, self.race(asks, depth))

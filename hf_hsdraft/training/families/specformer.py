@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ...common.target_weights import TargetWeights
+from ...drafters.collapsed_frames import CollapsedFrames
 from ...drafters.protocol import Session
 from ...drafters.specformer.modeling_specformer import SpecFormerDrafter
 from ...drafters.specformer.specformer_session import SpecFormerSession
@@ -47,6 +49,36 @@ class SlotPredictions(Predictions):
         return self.drafter.norm(hidden)
 
 
+@dataclass(frozen=True)
+class FramePredictions(SlotPredictions):
+    """Predictions of slots that are frames: what they say after a path, collapsed, whatever frame says it.
+
+    So every depth depends on all slots of its chain. The state of a path holds them, and the state of the collapse.
+    """
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [*super().parameters, cast(nn.Parameter, self.drafter.blank)]
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        slots, state, result = torch.stack(list(hidden_states), dim=1), None, list[torch.Tensor | None]()
+        frames = self._collapsed(slots)
+        for depth in range(tokens.shape[1]):
+            state = frames.advance(depth + 1, tokens[:, depth : depth + 1], state)
+            result.append(torch.cat([slots.flatten(1), state[:, 0].to(slots.device)], dim=-1))
+        return result
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        assert states is not None
+        count = self.drafter.config.num_draft_steps
+        slots, state = states[:, : count * self.width], states[:, count * self.width :]
+        slots = slots.to(hidden.dtype).unflatten(-1, (count, -1))
+        return self._collapsed(slots).children(state[:, None].float())[:, 0]
+
+    def _collapsed(self, slots: torch.Tensor) -> CollapsedFrames:
+        return CollapsedFrames(self.drafter.frames(slots, self.weights), self.weights.vocab_ids, slots.shape[1])
+
+
 class SpecFormerFamily(TravellingFamily):
     """Drafters of slots that are made of one attended position."""
 
@@ -62,7 +94,7 @@ class SpecFormerFamily(TravellingFamily):
             start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
 
     def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> SlotPredictions:
-        return SlotPredictions(drafter, weights)
+        return (FramePredictions if drafter.config.ctc else SlotPredictions)(drafter, weights)
 
     def record_target(self, drafter: SpecFormerDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
         record_name(drafter, target, tokenizer, name)
@@ -70,7 +102,7 @@ class SpecFormerFamily(TravellingFamily):
     def describe(self, drafter: SpecFormerDrafter) -> str:
         config = drafter.config
         reads = "with" if config.reads_tokens else "without"
-        return f"{config.num_draft_steps} slots, {reads} the last token"
+        return f"{config.num_draft_steps} {'frames' if config.ctc else 'slots'}, {reads} the last token"
 
     def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
         return _NotingSession(session, drafts)
