@@ -43,8 +43,8 @@ class Head(str, Enum):
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
     "--num-train-epochs, "
-    "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --ctc-labels, --data-policy, "
-    "--max-minutes, "
+    "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
+    "--max-minutes, --ctc-labels, "
     "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --chains-per-conversation, "
     "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. Run the same command again to resume.",
 )

@@ -43,11 +43,7 @@ def batched_attention(
     batch, rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
-    grouped = (
-        queries.unflatten(2, (kv_heads, groups))
-        .permute(0, 2, 3, 1, 4)
-        .reshape(batch, kv_heads, groups * rows, head_dim)
-    )
+    grouped = queries.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
     mask = None if seen is None else seen.repeat(1, groups, 1)[:, None]
     mixed = F.scaled_dot_product_attention(grouped, keys, values, mask)
     return mixed.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)

@@ -52,8 +52,6 @@ class CollapsedFrames(Expansion):
     temperature: float = 1.0
     race: Race | None = None
 
-    has_states = True
-
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -89,8 +89,7 @@ class ParallelExpansion(Expansion):
         return self.logits.shape[1]
 
     @property
-    def has_states(self) -> bool:
-        """Whether nodes know their path."""
+    def has_states(self) -> bool:  # type: ignore[override]
         return self.bias is not None
 
     def __call__(

@@ -17,9 +17,8 @@ from ..common.tuning import TUNING
 from ..trees.best_first import best_first_trees
 from ..trees.builder_registry import TREE_BUILDERS
 from ..trees.draft_tree import DraftTree
-from ..trees.tree_builders import TreeLimits
+from ..trees.tree_builders import Expansion, TreeLimits
 from ..verifiers.foresight import Foresight, Race
-from .collapsed_frames import CollapsedFrames
 from .draft_memory import DraftMemory
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
@@ -152,9 +151,7 @@ class ParallelSession(Session):
         for row in rows:
             self._rows[row].pending.clear()
 
-    def expansion(
-        self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
-    ) -> ParallelExpansion | CollapsedFrames:
+    def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         """Returns the children of the nodes of some trees.
 
         Args:
@@ -173,9 +170,7 @@ class ParallelSession(Session):
             return None
         return self._foresight.race([ask.row for ask in asks], depth, self.weights.vocab_ids)
 
-    def grown(
-        self, asks: Sequence[Ask], expansion: ParallelExpansion | CollapsedFrames, options: DraftOptions
-    ) -> list[DraftTree]:
+    def grown(self, asks: Sequence[Ask], expansion: Expansion, options: DraftOptions) -> list[DraftTree]:
         """Returns the trees of some texts. Where slots know nothing of a path, its best tree is found exactly.
 
         Args:

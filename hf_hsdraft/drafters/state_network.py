@@ -22,10 +22,10 @@ class StateNetwork(PretrainedDrafter):
     A network that is derived from it adds its parts in the order of their computation, and calls `post_init` last.
 
     Attributes:
-        norm: the norm before the head; the network that is derived has it.
+        norm: the norm before the head, which the derived network adds.
     """
 
-    norm: nn.Module
+    norm: RMSNorm
 
     def add_fusion(self, reads_tokens: bool) -> None:
         """Adds the parts that join the hidden states of a position.

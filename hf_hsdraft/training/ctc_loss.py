@@ -121,12 +121,12 @@ def check_objective(config: Any, args: Any) -> None:
         raise ValueError(
             f"ctc_labels={args.ctc_labels} is invalid: expected at most num_draft_steps={steps}, and objective='ctc'"
         )
-    for name, wanted in (("data_policy", "teacher"), ("rolled_fraction", 1.0), ("regression_weight", 0.0)):
+    for name, only in (("data_policy", "teacher"), ("rolled_fraction", 1.0), ("regression_weight", 0.0)):
         value = getattr(args, name)
-        if frames and value != wanted:
+        if frames and value != only:
             raise ValueError(
                 f"{name}={value!r} is invalid with objective='ctc', which compares all frames of a chain with the text "
-                f"at once: expected {wanted!r}"
+                f"at once: expected {only!r}"
             )
 
 

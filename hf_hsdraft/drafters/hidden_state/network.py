@@ -92,6 +92,7 @@ class HSDraftNetwork(StateNetwork):
     config_class = HSDraftConfig
     config: HSDraftConfig
     main_input_name = "taps"
+    token_norm: RMSNorm
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
 
     def __init__(self, config: HSDraftConfig) -> None:

@@ -141,9 +141,10 @@ class SpecFormerNetwork(StateNetwork):
         mixed = texts.reading()(0, queries, keys, values, places)
         states = x[places] + part.o_proj(mixed)
         rolled = len(states) if num_rolled is None else num_rolled
-        slots = self.slots(states[:rolled], self.config.num_draft_steps)
-        first = torch.cat([slots[:, 0], self.slots(states[rolled:], 1)[:, 0]])
-        drafts = (first, *slots[:, 1:].unbind(dim=1))
+        first, *further = self.slots(states[:rolled], self.config.num_draft_steps).unbind(dim=1)
+        if rolled < len(states):
+            first = torch.cat([first, self.slots(states[rolled:], 1)[:, 0]])
+        drafts = (first, *further)
         loss = None if labels is None else self.loss_function(self, drafts, labels)
         return SpecFormerOutput(loss=loss, hidden_states=drafts)
 

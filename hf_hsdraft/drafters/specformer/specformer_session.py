@@ -10,10 +10,11 @@ import torch
 from ...common.attention import batched_attention
 from ...common.target_weights import TargetWeights
 from ...common.tensors import on_device
+from ...trees.tree_builders import Expansion
 from ...verifiers.foresight import Foresight
 from ..collapsed_frames import CollapsedFrames
 from ..draft_options import DraftOptions
-from ..parallel_expansion import ParallelExpansion, TokenBias
+from ..parallel_expansion import TokenBias
 from ..parallel_session import Columns, ParallelSession
 from ..protocol import Accepted, Ask
 from ..row_context import RowContext, Slots
@@ -84,9 +85,7 @@ class SpecFormerSession(ParallelSession):
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         return self.drafter.logits(hidden, self.weights), None
 
-    def expansion(
-        self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
-    ) -> ParallelExpansion | CollapsedFrames:
+    def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
             return super().expansion(asks, hidden, depth, options)
         frames, drawn = self.drafter.frames(hidden, self.weights), options.tree_builder != "beam"
