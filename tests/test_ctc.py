@@ -180,6 +180,17 @@ def test_parity_catches_what_is_off_by_one(target, planted, monkeypatch):
     assert not report.passed and "of the drafter" in report.explain()
 
 
+def test_parity_leaves_out_what_frames_have_no_room_for():
+    """A text of one token over and over: after K / 2 of them, no frames are left that could say more."""
+    constant = make_target()
+    with torch.no_grad():
+        for parameter in constant.parameters():
+            parameter.zero_()
+    report = parity(framed(constant), constant, [torch.tensor([[5, 6, 7]])], max_new_tokens=16)
+    counts = [depth.predictions for depth in report.depths]
+    assert report.passed and min(counts[:3]) >= 8 and len(counts) == 3
+
+
 @torch.no_grad()
 def test_what_is_predicted_after_a_path_is_what_a_tree_says(target):
     drafter = framed(target)

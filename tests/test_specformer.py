@@ -13,10 +13,12 @@ from conftest import VOCAB, each_with_its_seed, make_target
 from session_helpers import news, padded
 from torch.nn.functional import silu
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SpecFormerConfig, SpecFormerDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
+from hf_hsdraft.cli import app
 from hf_hsdraft.drafters.draft_options import DraftOptions
 from hf_hsdraft.drafters.protocol import Ask
 from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
@@ -405,6 +407,8 @@ def test_a_drafter_is_saved_and_loaded(kind, target, tmp_path):
     inputs, call = padded(2), {"max_new_tokens": 10, "do_sample": False}
     plain = target.generate(**inputs, **call)
     assert target.generate(**inputs, **call, assistant_model=str(tmp_path)).tolist() == plain.tolist()
+    told = CliRunner().invoke(app, ["info", str(tmp_path)], catch_exceptions=False).output
+    assert "specformer, SpecFormerDrafter" in told
     card = (tmp_path / "README.md").read_text()
     assert "of the family `specformer`" in card and "It reads hidden states of the model." in card
     assert "user/target" in card and "2602.21224" not in card and "torch alone" in card

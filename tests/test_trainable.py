@@ -237,7 +237,8 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, family, argumen
     trained = run(chatty, tokenizer, plan(tmp_path, family), **steps, **arguments)
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     losses = [entry["loss"] for entry in figures if "loss" in entry]
-    assert sum(losses[-5:]) < 0.75 * sum(losses[:5]), losses
+    most = 0.85 if family == "specformer" else 0.75  # its slots cannot know the tokens that are drawn between them
+    assert sum(losses[-5:]) < most * sum(losses[:5]), losses
     assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
     loaded = AutoDrafter.from_pretrained(tmp_path / "out")
     assert type(loaded) is TRAINABLE[family].drafter and loaded.dtype == trained.dtype == torch.bfloat16
