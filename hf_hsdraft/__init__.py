@@ -21,6 +21,8 @@ from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .drafters.ngrams.cacheback import CachebackDrafter
 from .drafters.registry import register_drafter
+from .drafters.specformer.configuration_specformer import SpecFormerConfig
+from .drafters.specformer.modeling_specformer import SpecFormerDrafter
 from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
 from .engine.grammar_processor import GrammarProcessor
 from .engine.row_processors import register_form
@@ -56,6 +58,8 @@ __all__ = [
     "HSDraftEncoderDecoderOutput",
     "HSDraftGenerateOutput",
     "HSDrafter",
+    "SpecFormerConfig",
+    "SpecFormerDrafter",
     "__version__",
     "attach",
     "attached",

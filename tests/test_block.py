@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench.exactness import FullExpansion, chi_square
@@ -21,7 +22,7 @@ from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, GatedMarkovHead, MarkovHead, RecurrentMarkovHead
 from hf_hsdraft.drafters.draft_options import DraftOptions
 from hf_hsdraft.drafters.parallel_expansion import ParallelExpansion
-from hf_hsdraft.drafters.protocol import Accepted, Ask
+from hf_hsdraft.drafters.protocol import Ask
 from hf_hsdraft.trees.beam_trees import beam_trees
 from hf_hsdraft.trees.best_first import best_first_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits
@@ -50,15 +51,6 @@ def make_block_drafter(target, kind: str = "vanilla", **overrides) -> BlockDraft
         drafter.take_head(target.get_output_embeddings(), fields["draft_vocab_ids"])
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = 0.0
     return drafter
-
-
-def padded(rows: int) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, padded on the left."""
-    ids = torch.randint(5, VOCAB, (rows, 12), generator=torch.Generator().manual_seed(rows))
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        ids[row, : 3 * row], mask[row, : 3 * row] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -347,20 +339,6 @@ def test_a_chat_that_continues_a_cache_keeps_its_context(target, monkeypatch):
     assert len(noted[1]) == len(noted[2]) > 0
     for (one, hidden), (other, wanted) in zip(noted[1], noted[2], strict=True):
         assert one == other and torch.allclose(hidden, wanted, atol=1e-4)
-
-
-def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -> Accepted:
-    """What a session is told of positions `start` to `end` of a text."""
-    states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
-    taps = torch.cat([states[tap][0] for tap in drafter.taps], dim=-1)
-    tokens = torch.tensor(text)
-    return Accepted(
-        row=row,
-        tokens=text[start + 1 : end + 1],
-        taps=taps[start:end],
-        positions=torch.arange(start, end),
-        following=tokens[start + 1 : end + 1],
-    )
 
 
 def session_of(drafter, target, rows: int = 1) -> BlockSession:

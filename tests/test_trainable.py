@@ -32,6 +32,7 @@ from hf_hsdraft.training.trainable import TRAINABLE, family_of
 IDS = list(range(20, 60))
 BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
 EAGLE = {"num_draft_steps": 3, "draft_vocab_ids": IDS}
+SLOTTED = {"num_draft_steps": 3, "draft_vocab_ids": IDS, "tree_size": 6}
 
 # Families with fields of their drafters. All kinds of heads and layouts that can be trained are among them.
 KINDS = {
@@ -46,10 +47,21 @@ KINDS = {
     "eagle3, fed back normed": ("eagle3", EAGLE | {"norm_output": True, "fc_norm": True}),
     "eagle3, window": ("eagle3", EAGLE | {"windows": (5,)}),
     "peagle": ("eagle3", EAGLE | {"mask_token_id": 3}),
+    "specformer": ("specformer", SLOTTED),
+    "specformer, without tokens": ("specformer", SLOTTED | {"reads_tokens": False, "sliding_window": 5}),
+    "specformer, own head": ("specformer", SLOTTED | {"head": "trained", "hidden_size": 24, "num_hidden_layers": 2}),
 }
 SIZES = {
     "block": {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8, "draft_vocab_size": 40, "tree_size": 6},
     "eagle3": {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6},
+    "specformer": {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6},
+}
+CARDS = {"block": "`dspark`", "eagle3": "`eagle3`", "specformer": "`specformer`"}  # what cards call these families
+# A field that a drafter to start from has otherwise, with the error.
+FIXED = {
+    "block": ("draft_vocab_size", "draft_vocab_size=30 is invalid: the drafter to start from has 40"),
+    "eagle3": ("draft_vocab_size", "draft_vocab_size=30 is invalid: the drafter to start from has 40"),
+    "specformer": ("num_draft_steps", "has num_draft_steps=3, not 30; leave num_draft_steps out"),
 }
 SIZES_OF_A_FILE = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 8}
 families = pytest.mark.parametrize("family", SIZES)
@@ -116,7 +128,7 @@ def test_parity_holds_at_every_depth(target, kind):
 def test_parity_catches_what_is_off_by_one(target, kind, planted, monkeypatch):
     from hf_hsdraft.training import parity as module
 
-    if planted == "parents" and kind in ("block, no head", "peagle"):
+    if planted == "parents" and kind.startswith(("block, no head", "peagle", "specformer")):
         pytest.skip("it drafts without the parents")
     as_trained = module._as_trained
 
@@ -230,7 +242,8 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, family, argumen
     trained = run(chatty, tokenizer, plan(tmp_path, family), **steps, **arguments)
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     losses = [entry["loss"] for entry in figures if "loss" in entry]
-    assert sum(losses[-5:]) < 0.75 * sum(losses[:5]), losses
+    most = 0.85 if family == "specformer" else 0.75  # its slots cannot know the tokens that are drawn between them
+    assert sum(losses[-5:]) < most * sum(losses[:5]), losses
     assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
     loaded = AutoDrafter.from_pretrained(tmp_path / "out")
     assert type(loaded) is TRAINABLE[family].drafter and loaded.dtype == trained.dtype == torch.bfloat16
@@ -239,7 +252,7 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, family, argumen
     recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]
     assert recipe["family"] == family and "draft vocabulary 40" in recipe["drafter"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"| family | {family} |" in card and {"block": "`dspark`", "eagle3": "`eagle3`"}[family] in card
+    assert f"| family | {family} |" in card and CARDS[family] in card
 
 
 @families
@@ -278,7 +291,9 @@ def test_a_trained_drafter_is_pushed_with_its_documents(chatty, tokenizer, tmp_p
         files = hub.files("user/out")
     pictures = {"acceptance.png", "calibration.png", "learning_curves.png"}
     documents = {"README.md", "config.json", "figures.json", "generation_config.json", "training_recipe.json"}
-    assert files.keys() - {".gitattributes"} == pictures | documents | {"model.safetensors"}
+    code = {name for name in files if name.endswith(".py") or name.startswith("custom_generate/")}
+    assert bool(code) == (family == "specformer")  # the others are saved in formats of other projects
+    assert files.keys() - code - {".gitattributes"} == pictures | documents | {"model.safetensors"}
     assert b"user/out" in files["README.md"] and not any(b"hf_secret" in content for content in files.values())
 
 
@@ -290,9 +305,20 @@ def test_a_drafter_is_trained_further(chatty, tokenizer, tmp_path, family):
     second = run(chatty, tokenizer, again)
     assert second.draft_vocab_ids().tolist() == first.draft_vocab_ids().tolist()
     assert second.generation_config.tree_size == 9
-    with pytest.raises(ValueError, match=r"draft_vocab_size=30 is invalid: the drafter to start from has 40"):
-        run(chatty, tokenizer, replace(again, out=str(tmp_path / "x"), drafter={"draft_vocab_size": 30}))
+    field, message = FIXED[family]
+    with pytest.raises(ValueError, match=message):
+        run(chatty, tokenizer, replace(again, out=str(tmp_path / "x"), drafter={field: 30}))
     assert not (tmp_path / "x").exists()
+
+
+def test_a_specformer_drafter_gets_another_vocabulary(chatty, tokenizer, tmp_path):
+    first = run(chatty, tokenizer, plan(tmp_path, "specformer"))
+    fields = {"draft_vocab_size": 30}
+    again = plan(tmp_path, "specformer", init_from=str(tmp_path / "out"), out=str(tmp_path / "again"), drafter=fields)
+    second = run(chatty, tokenizer, again)
+    assert len(second.draft_vocab_ids()) == 30 and len(first.draft_vocab_ids()) == 40
+    assert second.config.draft_vocab_ids == second.draft_vocab_ids().tolist()
+    assert decodes_as_plain(chatty, second.float())
 
 
 @families
@@ -409,7 +435,7 @@ def test_an_eagle_drafter_is_loaded_by_speculators(chatty, tokenizer, tmp_path, 
 def test_co_training_takes_any_family(target, tokenizer):
     from hf_hsdraft.training.co_training import CoTraining
 
-    for kind in ("block", "eagle3"):
+    for kind in ("block", "eagle3", "specformer"):
         drafter = fresh(target, kind)
         training = CoTraining(target, drafter, tokenizer, learning_rate=3e-3, passes=8)
         for _ in range(2):
@@ -422,7 +448,7 @@ def test_co_training_takes_any_family(target, tokenizer):
 
 def test_samples_of_chains_fit_every_family(target):
     """Filled up with chains that do not count, as in a step of the trainer."""
-    for kind in ("block", "eagle3"):
+    for kind in ("block", "eagle3", "specformer"):
         drafter = fresh(target, kind)
         pack = packed(target, drafter, 20, 26)
         chains = sample_chains(pack, 6, 0.5, [3, 4], pad_to_multiple_of=4)

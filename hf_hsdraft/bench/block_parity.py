@@ -20,8 +20,8 @@ from transformers.cache_utils import DFlashCache
 
 from ..drafters.block.block_session import BlockSession
 from ..drafters.draft_options import DraftOptions
-from ..drafters.parallel_expansion import ParallelExpansion
 from ..drafters.protocol import Ask, DraftCall
+from ..trees.tree_builders import Expansion
 from .format_parity import (
     HIDDEN,
     VOCABULARY,
@@ -51,7 +51,7 @@ class Noted:
     """
 
     hidden: torch.Tensor
-    expansion: ParallelExpansion
+    expansion: Expansion
 
 
 class NotingSession(BlockSession):
@@ -59,9 +59,7 @@ class NotingSession(BlockSession):
 
     rounds: list[Round]
 
-    def expansion(
-        self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
-    ) -> ParallelExpansion:
+    def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         for place, ask in enumerate(asks):
             own = hidden[place : place + 1]
             alone = super().expansion([ask], own, self.drafter.config.num_draft_steps, options)

@@ -19,6 +19,7 @@ class Family(str, Enum):
     hidden_state = "hidden-state"
     block = "block"
     eagle3 = "eagle3"
+    specformer = "specformer"
 
 
 class MarkovHead(str, Enum):
@@ -38,7 +39,7 @@ class Head(str, Enum):
     epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
     "--num-train-epochs, "
     "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
-    "--max-minutes, --ce-share, --rejected-drafts, --depth-weighting, "
+    "--max-minutes, --ce-share, --ctc-labels, --rejected-drafts, --depth-weighting, "
     "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --chains-per-conversation, "
     "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. --max-minutes bounds the time from the first "
     "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps. "
@@ -93,7 +94,7 @@ def train(
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
     num_draft_steps: Annotated[
-        int | None, typer.Option(min=1, help="K, depth of a draft; default 6, of block drafters 8, of eagle3 7.")
+        int | None, typer.Option(min=1, help="K, depth of a draft; default 6, of block and specformer 8, of eagle3 7.")
     ] = None,
     tree_size: Annotated[
         int | None, typer.Option(min=1, help="Nodes per round, at least K; default 24. Decides no weights.")
@@ -108,11 +109,14 @@ def train(
         int | None, typer.Option(min=1, help="Of hidden-state drafters: sets of parameters by step; default: 1.")
     ] = None,
     injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters; default: path.")] = None,
-    head: Annotated[Head | None, typer.Option(help="Of hidden-state drafters; default: target.")] = None,
+    head: Annotated[Head | None, typer.Option(help="Of hidden-state and specformer drafters; default: target.")] = None,
     markov_rank: Annotated[
         int | None, typer.Option(min=0, help="Of block drafters' bias by the token before; default 256, 0 for none.")
     ] = None,
     markov_head: Annotated[MarkovHead | None, typer.Option(help="Formula of that bias; default: vanilla.")] = None,
+    reads_tokens: Annotated[
+        bool | None, typer.Option(help="Whether specformer drafters read the last accepted token; default: they do.")
+    ] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     lora: Annotated[
         int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
@@ -150,6 +154,7 @@ def train(
         "head": head and head.value,
         "markov_rank": markov_rank,
         "markov_head_type": markov_head and markov_head.value,
+        "reads_tokens": reads_tokens,
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET

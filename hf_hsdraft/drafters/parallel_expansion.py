@@ -93,6 +93,10 @@ class ParallelExpansion(Expansion):
     def depth(self) -> int:  # type: ignore[override]
         return self.logits.shape[1]
 
+    @property
+    def has_states(self) -> bool:  # type: ignore[override]
+        return self.bias is not None
+
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..common.options import Option
+from ..common.tensors import Transform
 from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Foresight
 from ..verifiers.registry import VERIFIERS
@@ -78,6 +79,13 @@ class Accepted:
     earlier: Sequence[int] = ()
     num_drafted: int = 0
     embeds: torch.Tensor | None = None
+
+    def next_embeds(self, embed: Transform) -> torch.Tensor:
+        """Returns embeddings `[n, D]` of the tokens x_{i+1}, by `embed`, which makes those of tokens."""
+        if self.embeds is None:
+            return embed(self.following)
+        last = embed(self.following[-1:])
+        return torch.cat([self.embeds.to(last.device, last.dtype), last])
 
 
 @dataclass(frozen=True)

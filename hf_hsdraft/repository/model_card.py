@@ -115,8 +115,9 @@ def render_card(folder: Path, name: str) -> str:
     base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
     adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
     target = config.get("target_name") or recipe.get("target") or target_of(config)[0]
-    of_paper = adapts is not None or "target_tap_layers" in config
-    reads_states = of_paper or bool(config.get("reads_states")) or "speculators_model_type" in config
+    of_paper = adapts is not None or "injector" in config
+    told = bool(config.get("reads_states")) or "speculators_model_type" in config
+    reads_states = of_paper or told or "target_tap_layers" in config
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]

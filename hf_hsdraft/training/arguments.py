@@ -13,6 +13,7 @@ from .depth_weights import DEPTH_WEIGHTINGS
 from .objectives import OBJECTIVES, objective_of
 
 DATA_POLICIES = ("teacher", "student", "mixed", "draft-opd")
+_OBJECTIVES = (*OBJECTIVES, "ctc")
 _DEPTH_DECAY = 0.8
 
 
@@ -21,8 +22,10 @@ class DrafterTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
 
     Args:
-        objective: name in `objectives.OBJECTIVES`.
+        objective: name in `objectives.OBJECTIVES`, or `"ctc"` for a drafter whose slots are frames with a blank.
         ce_share: share of the cross-entropy in the objective `ce_tv`; `None` for 0.1.
+        ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
+            frames.
         data_policy: whose tokens the chains follow: `"teacher"` for the text, `"student"` for tokens that the drafter
             draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4); `"draft-opd"` for the
             rounds that drafting along the text comes to, see `draft_opd`.
@@ -62,8 +65,9 @@ class DrafterTrainingArguments(TrainingArguments):
     greater_is_better: bool = True
     report_to: str = "none"
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
-    objective: str = field(default="forward_kl", metadata={"help": ", ".join(OBJECTIVES)})
+    objective: str = field(default="forward_kl", metadata={"help": ", ".join(_OBJECTIVES)})
     ce_share: float | None = field(default=None, metadata={"help": "Share of the cross-entropy in ce_tv (0.1)."})
+    ctc_labels: int | None = field(default=None, metadata={"help": "Tokens that the frames of ctc are to say."})
     data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
     rejected_drafts: int | None = field(default=None, metadata={"help": "Of a round, with draft-opd (1)."})
     depth_weighting: str = field(default="fixed", metadata={"help": ", ".join(DEPTH_WEIGHTINGS)})
@@ -78,11 +82,12 @@ class DrafterTrainingArguments(TrainingArguments):
     early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
 
     def __post_init__(self) -> None:
-        choices = {"objective": OBJECTIVES, "data_policy": DATA_POLICIES, "depth_weighting": DEPTH_WEIGHTINGS}
+        choices = {"objective": _OBJECTIVES, "data_policy": DATA_POLICIES, "depth_weighting": DEPTH_WEIGHTINGS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
-        objective_of(self.objective, self.ce_share)
+        if self.ce_share is not None:
+            objective_of(self.objective, self.ce_share)  # raises where the objective has no such share
         if self.rejected_drafts is not None and self.data_policy != "draft-opd":
             raise ValueError(
                 f"rejected_drafts={self.rejected_drafts} is invalid with data_policy={self.data_policy!r}, in which "
@@ -105,6 +110,8 @@ class DrafterTrainingArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
+        if self.ctc_labels is not None and self.ctc_labels < 1:
+            raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: expected 1 or more")
         if self.learning_rate < 0:
             raise ValueError(f"learning_rate={self.learning_rate} is invalid: expected 0 or more")
         if self.fp16:

@@ -32,15 +32,9 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
     Raises:
         ValueError: the drafter was made for a target of other sizes.
     """
-    drafter.check(target)
     config = drafter.config
-    own_name = getattr(target, "name_or_path", "") or ""
-    config.target_name = public_name(name or own_name)
-    config.target_revision = _revision(own_name)
-    config.target_tokenizer_hash = tokenizer_hash(tokenizer)
     config.target_reference = None
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, token, getattr(target.config.get_text_config(), token, None))
+    record_name(drafter, target, tokenizer, name)
     prompt = encode_prompt(tokenizer, _PROMPT, target.device)["input_ids"]
     start = prompt.shape[1]
     tokens = min(_TOKENS, furthest_position(target) - start)
@@ -55,6 +49,28 @@ def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | N
         "drafted": match.drafted,
     }
     config.check()
+
+
+def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    """Notes in a drafter's configuration what its target is called, its tokenizer, and its special tokens.
+
+    Args:
+        drafter: the drafter, whose configuration is changed.
+        target: its target.
+        tokenizer: the target's tokenizer.
+        name: name of the target; `None` for the name by which it was loaded.
+
+    Raises:
+        ValueError: the drafter was made for a target of other sizes.
+    """
+    drafter.check(target)
+    config = drafter.config
+    own_name = getattr(target, "name_or_path", "") or ""
+    config.target_name = public_name(name or own_name)
+    config.target_revision = _revision(own_name)
+    config.target_tokenizer_hash = tokenizer_hash(tokenizer)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, token, getattr(target.config.get_text_config(), token, None))
 
 
 @torch.no_grad()

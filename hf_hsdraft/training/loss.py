@@ -317,7 +317,7 @@ class ChainLoss:
             regression = (distance.float().mean(dim=-1) * coefficients[place]).sum()
             loss = loss + labels.regression * regression
         valid = labels.valid.flatten()[place]
-        return _parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
+        return loss_parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
 
     def _sum(
         self,
@@ -393,7 +393,7 @@ def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Ten
     return torch.stack([distance, confidence, right.to(distance.dtype)], dim=-1)
 
 
-def _parts(
+def loss_parts(
     loss: torch.Tensor,
     statistics: torch.Tensor,
     depth: torch.Tensor,
@@ -401,6 +401,17 @@ def _parts(
     regression: torch.Tensor,
     measured: bool,
 ) -> LossParts:
+    """Returns the loss with what was measured of each prediction.
+
+    Args:
+        loss: scalar.
+        statistics: `[N, 3]`, of each prediction the divergence, the confidence of its first choice, and 1 where that is
+            the target's.
+        depth: `[N]`, int64, depths of the predictions.
+        steps: number K of depths.
+        regression: scalar, see `LossParts`.
+        measured: whether confidence and accuracy were measured.
+    """
     count = torch.bincount(depth, minlength=steps)
     sums = statistics.new_zeros(steps, 3).index_add_(0, depth, statistics)
     means = sums / count.clamp(min=1)[:, None]

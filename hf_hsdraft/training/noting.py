@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..drafters.protocol import Accepted, Session
 from ..trees.tree_builders import Expansion
@@ -30,3 +31,13 @@ class NotingSession(Session):
     def note(self, expansion: Expansion) -> None:
         """Notes what the next tree grows from."""
         self._noted[self._start] = expansion
+
+
+class NotingParallelSession(NotingSession):
+    """The same for sessions that draft all depths in one forward: it notes every expansion that they make."""
+
+    def expansion(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the children of the nodes of some trees, see `ParallelSession`."""
+        expansion = super().expansion(*args, **kwargs)  # type: ignore[misc]
+        self.note(expansion)
+        return expansion

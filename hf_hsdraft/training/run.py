@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from .checks import (
     read_state,
 )
 from .conversations import Conversation, tokenize_conversation
+from .ctc_loss import CTC, check_objective
 from .family import TrainableFamily
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
@@ -63,6 +64,7 @@ _ARGUMENTS_FIXED = (
     "gradient_accumulation_steps",
     "objective",
     "ce_share",
+    "ctc_labels",
     "data_policy",
     "rejected_drafts",
     "depth_weighting",
@@ -105,6 +107,9 @@ def train(
     out = Path(plan.out)
     family = trainable(plan.family, plan.drafter)
     args = _training_arguments(target, out, {**family.arguments, **(arguments or {})})
+    if args.objective == CTC:
+        plan = replace(plan, drafter={**plan.drafter, "ctc": True})
+        trainable(plan.family, plan.drafter)  # raises where such a drafter has no frames
     state = PartialState()
     report = Reporter.of(report if state.is_main_process else _silent)
     if is_sharded(target):
@@ -119,7 +124,9 @@ def train(
     check_target_can_teach(target, tokenizer, family)
     identity = fingerprint(target)
     start = drafter_to_start_from(family, target, plan)
-    steps = (start.config if start else family.config_for(target, plan.drafter)).num_draft_steps
+    config = start.config if start else family.config_for(target, plan.drafter)
+    check_objective(config, args)
+    steps = config.num_draft_steps
     args.weights_of_depths(steps)
     args.check_metric(steps, generates=plan.eval_prompts > 0)
     bad: list[str] = []
@@ -470,7 +477,8 @@ def _what_is_computed(trainer: DrafterTrainer) -> str:
     args, loss = trainer.args, trainer.loss
     share = "" if args.ce_share is None else f" (ce_share {args.ce_share:g})"
     rejected = "" if args.rejected_drafts is None else f" (rejected_drafts {args.rejected_drafts})"
-    weights = "by D-PACE" if loss.d_pace else ", ".join(f"{weight:.2f}" for weight in loss.depth_weights)
+    numbers = ", ".join(f"{weight:.2f}" for weight in loss.depth_weights)
+    weights = "by D-PACE" if args.depth_weighting == "d-pace" else numbers
     return (
         f"{args.objective}{share} on {args.data_policy} data{rejected}; at most {args.chains_per_conversation} chains "
         f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, depth weights "

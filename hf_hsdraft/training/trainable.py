@@ -9,9 +9,10 @@ from ..common.checks import few
 from .families.block import BlockFamily
 from .families.eagle3 import EagleFamily
 from .families.hidden_state import HiddenStateFamily
+from .families.specformer import SpecFormerFamily
 from .family import TrainableFamily
 
-_FAMILIES: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily())
+_FAMILIES: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily(), SpecFormerFamily())
 TRAINABLE = {family.name: family for family in _FAMILIES}
 
 

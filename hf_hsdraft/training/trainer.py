@@ -21,12 +21,14 @@ from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ..bench.measure import pooled_tau
+from ..common.target_weights import TargetWeights
 from ..engine.call_output import DraftStatistics
 from ..target.target_loading import is_sharded
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .calibration import Calibration
 from .conversations import TokenizedConversation
+from .ctc_loss import CTC, CTCLoss, check_objective, labels_for
 from .draft_opd import replay, two_streams
 from .features import Features, read_features
 from .loss import (
@@ -89,6 +91,7 @@ class DrafterTrainer(Trainer):
         self.tau_prompts = tau_prompts
         self.budget = budget
         drafter = _base(model)
+        check_objective(drafter.config, args)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         rows = target.get_output_embeddings().weight.detach()
         width = family_of(drafter).predictions(drafter, weights).width
@@ -101,18 +104,7 @@ class DrafterTrainer(Trainer):
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
         self.weights = weights if weights.head is None else replace(weights, head=weights.head.to(dtype))
-        self.loss = ChainLoss(
-            self.weights,
-            self.teacher_head,
-            objective_of(args.objective, args.ce_share),
-            args.weights_of_depths(drafter.num_draft_steps),
-            d_pace=args.depth_weighting == "d-pace",
-            **(
-                {}
-                if drafter.device.type == "cpu"
-                else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
-            ),
-        )
+        self.loss = _loss(args, drafter, self.weights, self.teacher_head)
         drafter.loss_function = self.loss
         if args.activation_checkpointing:
             _recompute_layers(drafter)
@@ -348,6 +340,25 @@ class DrafterTrainer(Trainer):
         copy.load_state_dict(model.state_dict())
         copy.generation_config = model.generation_config
         return copy.to(model.device).eval()
+
+
+def _loss(
+    args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, head: torch.Tensor
+) -> ChainLoss | CTCLoss:
+    """Returns the loss that the arguments name."""
+    on_cpu = drafter.device.type == "cpu"
+    if args.objective == CTC:
+        chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
+        return CTCLoss(weights, head, labels_for(drafter.config, args), chunk)
+    chunks = {} if on_cpu else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
+    return ChainLoss(
+        weights,
+        head,
+        objective_of(args.objective, args.ce_share),
+        args.weights_of_depths(drafter.num_draft_steps),
+        d_pace=args.depth_weighting == "d-pace",
+        **chunks,
+    )
 
 
 def _recompute_layers(drafter: Any) -> None:

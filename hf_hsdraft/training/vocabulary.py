@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from .conversations import TokenizedConversation
 
 
@@ -47,7 +46,7 @@ def choose_draft_vocabulary(
 
 
 @torch.no_grad()
-def with_draft_vocabulary(drafter: HSDrafter, ids: Sequence[int], output_rows: torch.Tensor) -> HSDrafter:
+def with_draft_vocabulary(drafter: Any, ids: Sequence[int], output_rows: torch.Tensor) -> Any:
     """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
 
     Rows of known tokens are kept. Rows of new tokens are guessed from the target's output rows, by the linear map that
@@ -60,7 +59,7 @@ def with_draft_vocabulary(drafter: HSDrafter, ids: Sequence[int], output_rows: t
     """
     old_ids, new_ids = drafter.draft_vocab_ids(), torch.tensor(ids)
     fields = drafter.config.to_dict() | {"draft_vocab_ids": list(ids), "draft_vocab_size": len(ids)}
-    changed = HSDrafter(HSDraftConfig.from_dict(fields)).to(drafter.device, drafter.dtype)
+    changed = type(drafter)(type(drafter.config).from_dict(fields)).to(drafter.device, drafter.dtype)
     changed.generation_config = copy.deepcopy(drafter.generation_config)
     place = torch.full((drafter.config.vocab_size,), -1)
     place[old_ids] = torch.arange(len(old_ids))

@@ -22,9 +22,11 @@ class Expansion:
 
     Attributes:
         depth: greatest depth of a child.
+        has_states: whether nodes know their path.
     """
 
     depth: int
+    has_states: bool = True
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None

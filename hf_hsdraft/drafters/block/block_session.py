@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,34 +11,16 @@ import torch.nn.functional as F
 from ...common.attention import batched_attention
 from ...common.target_weights import TargetWeights
 from ...common.tensors import Transform
-from ...common.tuning import TUNING
-from ...trees.best_first import best_first_trees
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.draft_tree import DraftTree
-from ...trees.tree_builders import TreeLimits
 from ...verifiers.foresight import Foresight
-from ..draft_memory import DraftMemory
 from ..draft_options import DraftOptions
-from ..parallel_expansion import ParallelExpansion, TokenBias
-from ..protocol import Accepted, Ask, Session
-from ..row_context import RowContext
+from ..parallel_expansion import TokenBias
+from ..parallel_session import Columns, ParallelSession
+from ..protocol import Accepted, Ask
+from ..row_context import RowContext, Slots
 from .block_context import farthest, own_mask
 from .configuration import Sight
 from .heads import TokenHead
 from .network import BlockNetwork
-
-
-@dataclass
-class _Row:
-    """What is known of one text.
-
-    Attributes:
-        pending: hidden states and positions that wait to be read.
-        anchor: `[1]`, int64, position of the last accepted token.
-    """
-
-    pending: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    anchor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +59,7 @@ class BlockBias(TokenBias):
         return lambda code: code @ rows
 
 
-class BlockSession(Session):
+class BlockSession(ParallelSession):
     """Drafts trees (or chains) for the texts of a batch, a block of each in one forward.
 
     Args:
@@ -99,60 +80,35 @@ class BlockSession(Session):
         foresight: Foresight | None = None,
     ) -> None:
         config, sizes = drafter.config, drafter.config.sizes
-        self.drafter, self.weights, self._options = drafter, weights, options
-        layers = config.num_hidden_layers
+        layers, heads, width = config.num_hidden_layers, sizes.num_key_value_heads, sizes.head_dim
+        context = RowContext(batch_size, layers, heads, width, drafter.device, drafter.dtype)
+        super().__init__(drafter, weights, options, context, foresight)
         extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         self.kind = sizes, layers, config.block_size, *ends, *extra, drafter.dtype, drafter.device
-        fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if options.tree_builder == "beam" and fits else None
-        heads, width = sizes.num_key_value_heads, sizes.head_dim
-        self._context = RowContext(batch_size, layers, heads, width, drafter.device, drafter.dtype)
-        self._rows = [_Row() for _ in range(batch_size)]
         mask = torch.tensor(config.mask_token_id, device=drafter.device)
         self._mask = weights.embed(mask)
         self._slots = torch.arange(config.block_size, device=drafter.device)
 
-    def observe(self, news: Sequence[Accepted]) -> None:
-        device, dtype = self.drafter.device, self.drafter.dtype
-        for each in news:
-            row = self._rows[each.row]
-            positions = each.positions.to(device)
-            row.pending.append((each.taps.to(device, dtype), positions))
-            row.anchor = positions[-1:] + 1
-            if len(row.pending) > TUNING.most_pending:  # nothing was drafted for long
-                self._read([each.row])
+    def columns(self, news: Accepted) -> Columns:
+        device = self.drafter.device
+        return news.taps.to(device, self.drafter.dtype), news.positions.to(device)
 
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
-        wanted = [ask for ask in asks if ask.depth > 0]
-        if wanted:
-            options = self._options
-            if wanted[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
-                options = options.as_chain()
-            options = options.shared_by(wanted[0].sharing)
-            depth = min(max(ask.depth for ask in wanted), options.depth)
-            hidden = self.slots([ask.row for ask in wanted], [ask.root for ask in wanted])
-            grown = self.grown(wanted, self.expansion(wanted, hidden, depth, options), options)
-            trees.update(zip((ask.row for ask in wanted), grown, strict=True))
-        return list(trees.values())
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        taps, positions = columns
+        states, rope = self.drafter.read(taps), self.drafter.rotary(positions, taps.dtype)
+        for index in range(self.drafter.config.num_hidden_layers):
+            self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
 
-    def keep(self, rows: Sequence[int]) -> None:
-        for row in set(range(len(self._rows))).difference(rows):
-            self._rows[row] = _Row()
-            self._context.forget(row)
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        return self.slots([ask.row for ask in asks], [ask.root for ask in asks])
 
-    def memory(self, length: int) -> DraftMemory | None:
-        if len(self._rows) > 1:
-            return None
-        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
-
-    def resume(self, memory: Any, cached: int) -> None:
-        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
-        ours = isinstance(memory, DraftMemory) and isinstance(memory.context, RowContext)
-        if ours and memory.fits(self.drafter, cached + 1):
-            self._context = memory.context.copy_of(0)
-            self._rows[0].pending.extend(memory.pending)
+    def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
+        drafter, first, head = self.drafter, self.drafter.config.first_slot, self.drafter.token_head
+        logits = drafter.logits(hidden[:, first : first + depth], self.weights)
+        if head is None:
+            return logits, None
+        return head.keep_candidates(logits), BlockBias(head, hidden, head.project(hidden), first)
 
     def slots(self, rows: Sequence[int], roots: Sequence[int]) -> torch.Tensor:
         """Reads what is pending of some texts, and returns the slots of a block after each: `[B, slots, D]`.
@@ -163,7 +119,7 @@ class BlockSession(Session):
             rows: the texts.
             roots: their last accepted tokens, the anchors.
         """
-        self._read(rows)
+        self.read_pending(rows)
         drafter, context = self.drafter, self._context
         positions = torch.cat([self._anchor(row) for row in rows])[:, None] + self._slots
         anchors = self.weights.embed(torch.tensor(list(roots), device=drafter.device))
@@ -179,54 +135,6 @@ class BlockSession(Session):
 
         return drafter.run(drafter.block_embeds(anchors, self._mask), positions, attend)
 
-    def expansion(
-        self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
-    ) -> ParallelExpansion:
-        """Returns the children of the nodes of some trees.
-
-        Args:
-            asks: what is asked for of the texts.
-            hidden: `[B, slots, D]`, of the same texts.
-            depth: number of drafts that are of use.
-            options: of the draft.
-        """
-        drafter, first, head = self.drafter, self.drafter.config.first_slot, self.drafter.token_head
-        logits = drafter.logits(hidden[:, first : first + depth], self.weights)
-        bias = None
-        if head is not None:
-            logits = head.keep_candidates(logits)
-            bias = BlockBias(head, hidden, head.project(hidden), first)
-        race = None
-        if self._foresight is not None:
-            race = self._foresight.race([ask.row for ask in asks], depth, self.weights.vocab_ids)
-        temperature = 1.0 if options.tree_builder == "beam" else options.temperature
-        return ParallelExpansion(logits, bias, temperature, race)
-
-    def grown(self, asks: Sequence[Ask], expansion: ParallelExpansion, options: DraftOptions) -> list[DraftTree]:
-        """Returns the trees of some texts. Where slots know nothing of a path, its best tree is found exactly."""
-        ids = self.weights.vocab_ids
-        roots = torch.tensor([ask.root for ask in asks], device=ids.device)
-        depths = [min(ask.depth, expansion.depth) for ask in asks]
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        build = TREE_BUILDERS[options.tree_builder]
-        if options.tree_builder == "beam" and options.beam_width > 1 and expansion.bias is None:
-            build = best_first_trees
-        return build(expansion, roots, ids, limits)
-
-    def _read(self, rows: Sequence[int]) -> None:
-        """Keeps the keys and values of what is pending of some texts."""
-        counts = {row: sum(len(part[1]) for part in self._rows[row].pending) for row in rows}
-        parts = [part for row in rows for part in self._rows[row].pending]
-        if not parts:
-            return
-        taps, positions = (torch.cat(column) for column in zip(*parts, strict=True))
-        slots = self._context.reserve(counts, positions)
-        states, rope = self.drafter.read(taps), self.drafter.rotary(positions, taps.dtype)
-        for index in range(self.drafter.config.num_hidden_layers):
-            self._context.write(index, slots, *self.drafter.context_keys(index, states, rope))
-        for row in rows:
-            self._rows[row].pending.clear()
-
     def _seen(self, sight: Sight, rows: Sequence[int], positions: torch.Tensor) -> torch.Tensor | None:
         """`[B, slots, P]`, True where a slot may look, P the context positions and then the slots."""
         window = None if sight.reach is None else sight.reach + 1
@@ -241,8 +149,3 @@ class BlockSession(Session):
         if own is None:
             own = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device)
         return torch.cat([context, own.expand(shape[0], -1, -1)], dim=2)
-
-    def _anchor(self, row: int) -> torch.Tensor:
-        anchor = self._rows[row].anchor
-        assert anchor is not None, "a text is observed before it is drafted for"
-        return anchor

@@ -97,10 +97,7 @@ class HSDraftSession(Session):
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
             self.settle(each.tokens[:-1], each.row)
-            embeds = each.embeds
-            if embeds is not None:
-                last = self.weights.embed(each.following[-1:])
-                embeds = torch.cat([embeds.to(last.device, last.dtype), last])
+            embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
             self.read(each.taps, each.following, each.positions, each.row, embeds)
 
     def keep(self, rows: Sequence[int]) -> None:

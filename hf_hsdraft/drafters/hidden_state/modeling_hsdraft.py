@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...common.refusals import DraftingRefused
-from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import DraftOptions, default_options
 from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
+from ..target_sizes import check_sizes
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import HSDraftSession
 from .draft_support import support
@@ -72,18 +71,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
             )
 
     def check(self, target: Any) -> None:
-        config, wanted = text_config(target), self.config
-        made_for = f"this drafter was trained for {wanted.target_name or 'another target'}"
-        for name, found, expected in (
-            ("vocab_size", config.vocab_size, wanted.vocab_size),
-            ("hidden_size", config.hidden_size, wanted.target_hidden_size),
-            ("num_hidden_layers", decoder_layers(config), wanted.target_num_hidden_layers),
-        ):
-            if found != expected:
-                raise DraftingRefused(
-                    f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
-                    "target, or train one with `hsdraft train`."
-                )
+        check_sizes(self.config, target)
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         support().warn_of_misfit(self, target, tokenizer, all_processes)

@@ -16,15 +16,13 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
 from ...common.norms import RMSNorm
-from ...common.target_weights import TargetWeights, borrow
 from ...common.tensors import Transform, side_by_side
-from ...repository.pretrained_drafter import PretrainedDrafter
 from ..packed_texts import Attend, DraftContext, PackedTexts
+from ..state_network import StateNetwork
 from .configuration_hsdraft import HSDraftConfig
 from .injectors import INJECTORS
 from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, read, roll, rotary_frequencies
@@ -99,22 +97,20 @@ class HSDraftStep(nn.Module):
         self.layers = nn.ModuleList(HSDraftLayer(config) for _ in range(config.num_roll_layers))
 
 
-class HSDraftNetwork(PretrainedDrafter):
+class HSDraftNetwork(StateNetwork):
     """The network of a hidden-state drafter: parameters, forward, and what it borrows of its target."""
 
     config_class = HSDraftConfig
     config: HSDraftConfig
     main_input_name = "taps"
+    token_norm: RMSNorm
     _no_split_modules = ["HSDraftLayer"]  # noqa: RUF012
 
     def __init__(self, config: HSDraftConfig) -> None:
         config.check()  # fields may have been set since it was built
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.tap_norms = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in config.target_tap_layers)
-        self.token_norm = RMSNorm(config.target_hidden_size, eps)
-        sources = len(config.target_tap_layers) + 1
-        self.fuse = nn.Linear(sources * config.target_hidden_size, size, bias=False)
+        self.add_fusion(reads_tokens=True)
         own_steps = config.num_step_modules > 1
         self.roll_norm = None if own_steps else RMSNorm(size, eps)
         self.roll_proj = None if own_steps else nn.Linear(size, size, bias=False)
@@ -122,22 +118,8 @@ class HSDraftNetwork(PretrainedDrafter):
         self.step_modules = nn.ModuleList(HSDraftStep(config) for _ in range(config.num_step_modules - 1))
         self.norm = RMSNorm(size, eps)
         self.injector = INJECTORS[config.injector](config)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.head == "trained" else None
+        self.add_head()
         self.post_init()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    def fuse_inputs(self, taps: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """Trunk inputs `[T, D]` of the pairs (h_i, e(x_{i+1})): taps `[T, taps * D]` and embeddings `[T, D]`."""
-        parts = [norm(tap) for norm, tap in zip(self.tap_norms, taps.chunk(len(self.tap_norms), dim=-1), strict=True)]
-        return self.fuse(torch.cat([*parts, self.token_norm(embeds)], dim=-1))
 
     def forward(
         self,
@@ -206,24 +188,3 @@ class HSDraftNetwork(PretrainedDrafter):
     def frequencies(self) -> torch.Tensor:
         """`[head_dim / 2]`, float32, of the rotary embedding."""
         return rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.device)
-
-    def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
-        """Draft logits `[..., V']` of drafted hidden states `[..., D]`, before any token information."""
-        if self.lm_head is not None:
-            return self.lm_head(self.norm(hidden))
-        assert weights.head is not None
-        return F.linear(self.norm(hidden), weights.head)
-
-    def draft_vocab_ids(self) -> torch.Tensor:
-        """`[V']`, int64: the token id behind each row of the head."""
-        ids = self.config.draft_vocab_ids
-        return torch.arange(self.config.draft_vocab_size) if ids is None else torch.tensor(ids)
-
-    def borrow(self, embedding: nn.Embedding, output_head: nn.Linear, with_head: bool = True) -> TargetWeights:
-        """Collects what this drafter uses of a target: its embedding and the output rows of the draft vocabulary.
-
-        Args:
-            with_head: `False` leaves the rows out, which are copied.
-        """
-        head = output_head if self.lm_head is None and with_head else None
-        return borrow(embedding, head, self.draft_vocab_ids(), self.device, self.dtype)

@@ -14,12 +14,10 @@ from ...common.target_weights import TargetWeights
 from ...drafters.block.block_session import BlockSession
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
-from ...drafters.draft_options import DraftOptions
-from ...drafters.parallel_expansion import ParallelExpansion
-from ...drafters.protocol import Ask, Session
+from ...drafters.protocol import Session
 from ...trees.tree_builders import Expansion
 from ..family import Choose
-from ..noting import NotingSession
+from ..noting import NotingParallelSession
 from ..predictions import Predictions, trained
 from ..timid import start_timidly
 from .published import PublishedFamily
@@ -145,10 +143,5 @@ class BlockFamily(PublishedFamily):
         return _NotingSession(session, drafts)
 
 
-class _NotingSession(NotingSession, BlockSession):
-    def expansion(
-        self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions
-    ) -> ParallelExpansion:
-        expansion = super().expansion(asks, hidden, depth, options)
-        self.note(expansion)
-        return expansion
+class _NotingSession(NotingParallelSession, BlockSession):
+    pass

@@ -12,23 +12,18 @@ from torch import nn
 from ...common.target_weights import TargetWeights
 from ...drafters.draft_options import DraftOptions
 from ...drafters.hidden_state.candidate_generator import HSCandidateGenerator
-from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.expansion import Expansion
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.protocol import Ask, Session
 from ...repository.model_card import trunk_in_words
 from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import Expansion as TreeExpansion
-from ..family import Choose, TrainableFamily
 from ..growth import grown
 from ..identity import record_target
 from ..noting import NotingSession
 from ..predictions import Predictions, trained
 from ..timid import start_timidly
-from ..vocabulary import with_draft_vocabulary
-
-_SHORTEST_WINDOW = 128
-_FREE = ("tree_size", "beam_width", "sliding_window")  # fields on which no weights depend
+from .travelling import TravellingFamily
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class InjectedPredictions(Predictions):
         return self.drafter.norm(hidden)
 
 
-class HiddenStateFamily(TrainableFamily):
+class HiddenStateFamily(TravellingFamily):
     """Drafters that roll hidden states forward without tokens."""
 
     name = "hidden-state"
@@ -80,36 +75,9 @@ class HiddenStateFamily(TrainableFamily):
     plain_options = {"reuse": "none"}  # noqa: RUF012
     takes_adapters = True
 
-    def config_for(self, target: Any, fields: Mapping[str, Any]) -> HSDraftConfig:
-        return HSDraftConfig.for_target(target, **fields)
-
-    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> HSDrafter:
-        # It learns to look back no further than the longest text.
-        fields = {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}
-        config = self.config_for(target, fields)
-        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
-            ids = choose(config.draft_vocab_size)
-            config = self.config_for(target, fields | {"draft_vocab_size": len(ids), "draft_vocab_ids": ids})
-        return HSDrafter(config)
-
     def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:
-        config, options = drafter.config, drafter.generation_config
-        config.target_name = fields.get("target_name", config.target_name)
-        drafter.loaded_from = None  # its recipe and figures do not hold for the drafter of this run
-        config.target_reference = None  # it is recorded anew at the end
-        for name in _FREE:
-            if name in fields:
-                setattr(config, name, fields[name])
-                if name != "sliding_window":
-                    setattr(options, name, fields[name])
-        config.check()
-        for name, value in fields.items():
-            found = getattr(config, name)
-            if found != value and name != "draft_vocab_size":
-                raise ValueError(
-                    f"{drafter.name_or_path} has {name}={found!r}, not {value!r}; leave {name} out, or train from "
-                    "scratch"
-                )
+        drafter.config.target_reference = None  # it is recorded anew at the end
+        super().continued(drafter, fields)
 
     def grown(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
         config = drafter.config
@@ -125,9 +93,6 @@ class HiddenStateFamily(TrainableFamily):
             rows = target.get_output_embeddings().weight.detach()
             rows = rows[drafter.draft_vocab_ids().to(rows.device)]
             start_timidly(drafter.norm.weight, rows, finals, up=drafter.injector.up.weight, head=drafter.lm_head)
-
-    def with_draft_vocabulary(self, drafter: HSDrafter, ids: list[int], output_rows: torch.Tensor) -> HSDrafter:
-        return with_draft_vocabulary(drafter, ids, output_rows)
 
     def predictions(self, drafter: HSDrafter, weights: TargetWeights) -> InjectedPredictions:
         return InjectedPredictions(drafter, weights)

@@ -1,0 +1,49 @@
+"""Training of drafters that are saved with their code, in the package's own format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..family import Choose, TrainableFamily
+from ..vocabulary import with_draft_vocabulary
+
+_SHORTEST_WINDOW = 128
+_FREE = ("tree_size", "beam_width", "sliding_window")  # fields on which no weights depend
+
+
+class TravellingFamily(TrainableFamily):
+    """What these families share: configurations of transformers, which hold drafting options too."""
+
+    def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        return self.drafter.config_class.for_target(target, **fields)
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
+        # It learns to look back no further than the longest text.
+        fields = {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}
+        config = self.config_for(target, fields)
+        if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
+            ids = choose(config.draft_vocab_size)
+            config = self.config_for(target, fields | {"draft_vocab_size": len(ids), "draft_vocab_ids": ids})
+        return self.drafter(config)
+
+    def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        config, options = drafter.config, drafter.generation_config
+        config.target_name = fields.get("target_name", config.target_name)
+        drafter.loaded_from = None  # its recipe and figures do not hold for the drafter of this run
+        for name in _FREE:
+            if name in fields:
+                setattr(config, name, fields[name])
+                if name != "sliding_window":
+                    setattr(options, name, fields[name])
+        config.check()
+        for name, value in fields.items():
+            found = getattr(config, name)
+            if found != value and name != "draft_vocab_size":
+                raise ValueError(
+                    f"{drafter.name_or_path} has {name}={found!r}, not {value!r}; leave {name} out, or train from "
+                    "scratch"
+                )
+
+    def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: Any) -> Any:
+        return with_draft_vocabulary(drafter, ids, output_rows)

@@ -1,0 +1,293 @@
+"""Drafters whose slots are frames with a blank: their loss against enumeration, their training, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import VOCAB, make_target
+from test_collapsed_frames import collapsed, random_frames
+from test_trainable import IDS, borrow, decodes_as_plain, packed, plan, prompts, run
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, SpecFormerDrafter
+from hf_hsdraft.cli import app
+from hf_hsdraft.drafters.collapsed_frames import CollapsedFrames
+from hf_hsdraft.training.co_training import CoTraining
+from hf_hsdraft.training.ctc_loss import CTCLoss, ctc_losses
+from hf_hsdraft.training.loss import Chains, true_labels, unroll
+from hf_hsdraft.training.parity import parity
+from hf_hsdraft.training.trainable import TRAINABLE, family_of
+
+STEPS, LABELS = 5, 3
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(num_hidden_layers=4)
+
+
+def framed(target, **fields) -> SpecFormerDrafter:
+    """A drafter of frames, with random weights large enough that every part of it matters."""
+    torch.manual_seed(2)
+    sizes = {"num_draft_steps": STEPS, "draft_vocab_ids": IDS, "tree_size": 9, "ctc": True}
+    drafter = TRAINABLE["specformer"].fresh(target, sizes | fields, 64, lambda size: IDS)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 and "norm" in name else parameter.normal_(std=0.3)
+    return drafter.eval()
+
+
+def loss_of(drafter, target, pack, chains: Chains, labels=None, **fields):
+    weights = borrow(drafter, target)
+    rows = target.get_output_embeddings().weight.detach()[weights.vocab_ids]
+    drafter.loss_function = CTCLoss(weights, rows, LABELS, **fields)
+    labels = true_labels(pack, chains, STEPS) if labels is None else labels
+    predictions = family_of(drafter).predictions(drafter, weights)
+    return unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss
+
+
+@pytest.mark.parametrize("labels", [(), (1,), (2, 0), (1, 1), (0, 2, 1), (1, 1, 0)])
+def test_the_loss_is_that_of_all_sequences_of_frames(labels):
+    frames = random_frames(1, 4, seed=len(labels) + 1)
+    probability = sum(
+        math.exp(sum(float(frames[0, frame, symbol]) for frame, symbol in enumerate(symbols)))
+        for symbols in itertools.product(range(4), repeat=4)
+        if collapsed(symbols, 3) == labels
+    )
+    choices, lengths = torch.zeros(1, 3, dtype=torch.long), torch.tensor([len(labels)])
+    choices[0, : len(labels)] = torch.tensor(labels, dtype=torch.long)
+    found = float(ctc_losses(frames, choices, lengths))
+    assert found == pytest.approx(-math.log(probability) if labels else 0.0, rel=1e-4)
+
+
+def test_labels_without_room_do_not_count():
+    """Three equal tokens need two blanks between them, and so five frames."""
+    choices, lengths = torch.ones(1, 3, dtype=torch.long), torch.tensor([3])
+    assert float(ctc_losses(random_frames(1, 4, seed=1), choices, lengths)) == 0.0
+    assert float(ctc_losses(random_frames(1, 5, seed=1), choices, lengths)) > 0.0
+
+
+@torch.no_grad()
+def test_the_loss_of_a_step_is_its_formula(target):
+    """Chain by chain in double precision, with the target's first choices as labels, up to the first that is none."""
+    drafter = framed(target)
+    pack = packed(target, drafter, 20)
+    starts = [6, 9, 12, 16, 17]
+    chains = Chains(torch.tensor(starts), len(starts), torch.tensor([True] * 4 + [False]))
+    labels = true_labels(pack, chains, STEPS)
+    labels.valid[1, 1] = False
+    parts = loss_of(drafter, target, pack, chains, labels, chunk_logits=2 * STEPS * len(IDS))
+    weights = borrow(drafter, target)
+    hidden = torch.stack(
+        drafter(pack.taps, weights.embed(pack.input_ids.roll(-1)), pack.position_ids, torch.tensor(starts),
+                pack.document_ids).hidden_states, dim=1,
+    )  # fmt: skip
+    logits = torch.cat([drafter.logits(hidden, weights), (drafter.norm(hidden) @ drafter.blank)[..., None]], dim=-1)
+    rows = target.get_output_embeddings().weight[torch.tensor(IDS)]
+    total, distances = 0.0, [[] for _ in range(LABELS)]
+    for chain, start in enumerate(starts[:4]):
+        places = itertools.takewhile(lambda depth: labels.valid[chain, depth], range(LABELS))  # noqa: B023
+        choices = [int((rows @ pack.final[start + 1 + depth]).argmax()) for depth in places]
+        logs = logits[chain].double().log_softmax(-1)
+        total += float(torch.nn.functional.ctc_loss(
+            logs, torch.tensor(choices), torch.tensor(STEPS), torch.tensor(len(choices)), len(IDS), "sum"
+        ))  # fmt: skip
+        for depth in range(len(choices)):
+            begun = [_beginning(logs, choices[:length]) for length in (depth, depth + 1)]
+            distances[depth].append(begun[0] - begun[1])
+    assert [len(each) for each in distances] == parts.count.tolist()[:LABELS] == [4, 3, 2]
+    assert parts.count.tolist()[LABELS:] == [0, 0]
+    assert float(parts.loss) == pytest.approx(total / float(labels.count[:LABELS].sum()), rel=1e-4)
+    wanted = [sum(each) / len(each) for each in distances]
+    assert parts.divergence.tolist()[:LABELS] == pytest.approx(wanted, rel=1e-3)
+
+
+def _beginning(logs: torch.Tensor, choices: list[int]) -> float:
+    """The log-probability that frames `[K, V' + 1]` say a text that begins with some columns, by a table over frames.
+
+    It is that of the text itself after the frame that completes it, summed over these frames.
+    """
+    if not choices:
+        return 0.0
+    total = 0.0
+    for frame in range(1, len(logs) + 1):
+        before, last = choices[:-1], choices[-1]
+        told = _exactly(logs[: frame - 1], before)
+        if before and before[-1] == last:  # only where a blank stands between
+            told -= _exactly(logs[: frame - 1], before, ends_with_token=True)
+        total += told * math.exp(float(logs[frame - 1, last]))
+    return math.log(total)
+
+
+def _exactly(logs: torch.Tensor, choices: list[int], ends_with_token: bool = False) -> float:
+    """The probability that frames say just some columns, by the few sequences that do: runs of tokens and of blanks."""
+    blank, count = logs.shape[-1] - 1, len(logs)
+    symbols = sorted({*choices, blank})
+    return sum(
+        math.exp(sum(float(logs[frame, symbol]) for frame, symbol in enumerate(each)))
+        for each in itertools.product(symbols, repeat=count)
+        if list(collapsed(each, blank)) == choices and (not ends_with_token or each[-1] != blank)
+    )
+
+
+def test_gradients_are_those_of_the_loss(target):
+    """Computed chunk by chunk in the forward, they agree with finite differences; and nothing trained is left out."""
+    drafter = framed(target, head="trained", hidden_size=24)
+    pack = packed(target, drafter, 20)
+    chains = Chains(torch.tensor([6, 9, 12]), 3, torch.ones(3, dtype=torch.bool))
+    loss_of(drafter, target, pack, chains, chunk_logits=STEPS * len(IDS)).loss.backward()
+    assert all(each.grad is not None for each in drafter.parameters())
+    for name, parameter in drafter.named_parameters():
+        place = tuple(int(i) for i in (parameter.grad.abs() == parameter.grad.abs().max()).nonzero()[0])
+        values = []
+        for step in (5e-3, -5e-3):
+            with torch.no_grad():
+                parameter[place] += step
+                values.append(loss_of(drafter, target, pack, chains).loss.item())
+                parameter[place] -= step
+        difference = (values[0] - values[1]) / 1e-2
+        assert parameter.grad[place].item() == pytest.approx(difference, rel=0.05, abs=2e-3), name
+
+
+@pytest.mark.parametrize("fields", [{}, {"reads_tokens": False, "sliding_window": 7, "head": "trained"}])
+def test_parity_holds_at_every_depth(target, fields):
+    report = parity(framed(target, **fields), target, prompts(), max_new_tokens=20)
+    assert len(report.depths) == STEPS and min(depth.predictions for depth in report.depths) >= 10
+    assert max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4, report
+
+
+@pytest.mark.parametrize("planted", ["parents", "taps"])
+def test_parity_catches_what_is_off_by_one(target, planted, monkeypatch):
+    from hf_hsdraft.training import parity as module
+
+    as_trained = module._as_trained
+
+    def shifted(pack, chains, steps):
+        labels = true_labels(pack, chains, steps)
+        return replace(labels, tokens=labels.tokens.roll(1, dims=1)) if planted == "parents" else labels
+
+    def moved(*args):
+        pack, chains = as_trained(*args)
+        return (replace(pack, taps=pack.taps.roll(1, dims=0)) if planted == "taps" else pack), chains
+
+    monkeypatch.setattr(module, "_as_trained", moved)
+    report = parity(framed(target), target, prompts(), max_new_tokens=20, labels_of=shifted)
+    assert not report.passed and "of the drafter" in report.explain()
+
+
+def test_parity_leaves_out_what_frames_have_no_room_for():
+    """A text of one token over and over: after K / 2 of them, no frames are left that could say more."""
+    constant = make_target()
+    with torch.no_grad():
+        for parameter in constant.parameters():
+            parameter.zero_()
+    report = parity(framed(constant), constant, [torch.tensor([[5, 6, 7]])], max_new_tokens=16)
+    counts = [depth.predictions for depth in report.depths]
+    assert report.passed and min(counts[:3]) >= 8 and len(counts) == 3
+
+
+@torch.no_grad()
+def test_what_is_predicted_after_a_path_is_what_a_tree_says(target):
+    drafter = framed(target)
+    weights, pack = borrow(drafter, target), packed(target, drafter, 20)
+    predictions = family_of(drafter).predictions(drafter, weights)
+    chains = Chains(torch.tensor([6, 9]), 2, torch.ones(2, dtype=torch.bool))
+    tokens = torch.tensor([[50, 21, 21, 33, 90], [3, 44, 20, 59, 20]])  # 90 cannot be drafted
+    hidden = unroll(drafter, predictions, pack, chains, tokens).hidden_states
+    states, nodes = predictions.states(tokens, hidden), None
+    tree = CollapsedFrames(drafter.frames(torch.stack(list(hidden), dim=1), weights), weights.vocab_ids, STEPS)
+    for depth in range(STEPS):
+        wanted, nodes = tree(depth + 1, tokens[:, depth : depth + 1], nodes)
+        torch.testing.assert_close(predictions.logits(hidden[depth], states[depth]), wanted[:, 0])
+
+
+SIZES = {"num_draft_steps": 4, "draft_vocab_size": 40, "tree_size": 6}
+STEPWISE = {"max_steps": 60, "eval_steps": 60, "learning_rate": 2e-2}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bf16": True, "activation_checkpointing": True, "ctc_labels": 3}])
+def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, arguments):
+    planned = plan(tmp_path, "specformer", drafter=SIZES)
+    run(chatty, tokenizer, planned, objective="ctc", **STEPWISE, **arguments)
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+    losses = [entry["loss"] for entry in figures if "loss" in entry]
+    assert sum(losses[-5:]) < 0.75 * sum(losses[:5]), losses
+    assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
+    loaded = AutoDrafter.from_pretrained(tmp_path / "out")
+    assert loaded.config.ctc and json.loads((tmp_path / "out" / "config.json").read_text())["ctc"] is True
+    assert decodes_as_plain(chatty, loaded)
+
+
+def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
+    from hf_hsdraft.training import trainer
+
+    planned = plan(tmp_path, "specformer", drafter=SIZES, cache_taps=True)
+    whole = run(chatty, tokenizer, replace(planned, out=str(tmp_path / "whole")), objective="ctc")
+    original, steps = trainer.DrafterTrainer.compute_loss, []
+
+    def dies_at_step_three(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.DrafterTrainer, "compute_loss", dies_at_step_three)
+    with pytest.raises(KeyboardInterrupt):
+        run(chatty, tokenizer, planned, objective="ctc")
+    with pytest.raises(ValueError, match="ctc_labels: 'None' -> '1'"):
+        run(chatty, tokenizer, planned, objective="ctc", ctc_labels=1)
+    resumed = run(chatty, tokenizer, planned, objective="ctc")
+    assert steps[4:] == [2, 3]
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value)
+    further = replace(planned, init_from=str(tmp_path / "out"), out=str(tmp_path / "further"), drafter={})
+    assert run(chatty, tokenizer, further, objective="ctc").config.ctc
+    with pytest.raises(ValueError, match="objective='forward_kl' is invalid for a drafter with ctc=True"):
+        run(chatty, tokenizer, replace(further, out=str(tmp_path / "x")))
+
+
+def test_the_command_trains_frames(chatty, tokenizer, tmp_path):
+    from conftest import write_prompts
+
+    for part in (chatty, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    target, out = str(tmp_path / "target"), str(tmp_path / "out")
+    arguments = ["--family", "specformer", "--target", target, "--out", out, "--max-steps", "2", "--eval-steps", "2"]
+    arguments += ["--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 8)), "--eval-conversations", "2"]
+    arguments += ["--eval-prompts", "1", "--max-new-tokens", "10", "--num-draft-steps", "4", "--no-reads-tokens"]
+    result = CliRunner().invoke(app, ["train", *arguments, "--objective", "ctc"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    config = AutoDrafter.from_pretrained(out).config
+    assert config.ctc and not config.reads_tokens and config.draft_vocab_size == VOCAB // 4
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("block", {}, "ctc=True is invalid with family='block'.*train one of family specformer"),
+        ("specformer", {"data_policy": "mixed"}, "data_policy='mixed' is invalid with objective='ctc'"),
+        ("specformer", {"data_policy": "draft-opd"}, "data_policy='draft-opd' is invalid with objective='ctc'"),
+        ("specformer", {"depth_weighting": "d-pace"}, "depth_weighting='d-pace' is invalid with objective='ctc'"),
+        ("specformer", {"ce_share": 0.5}, "ce_share=0.5 is invalid with objective='ctc'"),
+        ("specformer", {"rolled_fraction": 0.5}, "rolled_fraction=0.5 is invalid with objective='ctc'"),
+        ("specformer", {"regression_weight": 1.0}, "regression_weight=1.0 is invalid with objective='ctc'"),
+        ("specformer", {"ctc_labels": 5}, "ctc_labels=5 is invalid: expected at most num_draft_steps=4"),
+        ("specformer", {"ctc_labels": 0}, "ctc_labels=0 is invalid: expected 1 or more"),
+        ("specformer", {"ctc_labels": 2, "objective": "forward_kl"}, "ctc_labels=2 is invalid.*and objective='ctc'"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(chatty, tokenizer, tmp_path, family, arguments, message):
+    planned = plan(tmp_path, family, drafter={} if family == "block" else SIZES)
+    with pytest.raises(ValueError, match=message):
+        run(chatty, tokenizer, planned, **{"objective": "ctc", **arguments})
+    assert not (tmp_path / "out").exists()
+
+
+def test_frames_are_not_trained_beside_their_target(target, tokenizer):
+    with pytest.raises(ValueError, match="is trained by `hsdraft train --objective ctc` only"):
+        CoTraining(target, framed(target), tokenizer)
