@@ -264,6 +264,8 @@ def test_bad_lines_can_be_passed_over(tmp_path):
         (["--prompts", "{few}", "--gradient-accumulation-steps", "0"], "expected 1 or more"),
         (["--prompts", "{few}", "--report-to", "wandb"], "wandb"),
         (["--lora", "4"], "--init-from"),
+        (["--family", "block", "--init-from", "any", "--lora", "4"], "load no adapters"),
+        (["--family", "eagle3", "--markov-rank", "8"], "whose drafters have no such field"),
     ],
 )
 def test_bad_input_is_said_before_work_is_done(chatty, tokenizer, tmp_path, arguments, said):
