@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     target, tokenizer = load_target(options.target, torch.bfloat16)
-    lines = [line for path in options.data for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    lines = [line for path in options.data for line in Path(path).read_text(encoding="utf-8").split("\n")]
     chats = [json.loads(line)["messages"] for line in lines if line.strip()]
     examples = tokenize_chats(tokenizer, chats, 1280, assistant_only=True)
     torch.manual_seed(options.seed)

@@ -103,7 +103,8 @@ def test_a_kill_leaves_nothing_behind(target, tokenizer, pair, tmp_path, monkeyp
     [
         ({"target_tap_layers": [0, 1, 2]}, "target_tap_layers"),
         ({"draft_vocab_size": 50}, "draft_vocab"),
-        ({"num_hidden_layers": 2}, "shapes"),
+        ({"num_hidden_layers": 2}, "num_roll_layers"),
+        ({"intermediate_size": 48}, "shapes"),
         ({"injector": "low_rank"}, "injector"),
     ],
 )

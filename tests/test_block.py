@@ -438,16 +438,14 @@ def test_the_teacher_forced_bias_is_that_of_a_tree(kind, target):
 
 
 def test_gradients_reach_every_part(target):
-    drafter = make_block_drafter(target, "gated", confidence_head="markov").train()
+    drafter = make_block_drafter(target, "gated").train()
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     told = news(drafter, target, list(range(5, 18)), 0, 12)
     output = drafter(
         told.taps.detach(), weights.embed(told.following), told.positions, torch.tensor([3, 6]),
         mask_embeds=weights.embed(torch.tensor(3)), labels=None,
     )  # fmt: skip
-    tokens = torch.tensor([7, 8])
-    states = drafter.advance(tokens)
-    loss = drafter.confidence(output.hidden_states[0], tokens).sum()
+    states, loss = drafter.advance(torch.tensor([7, 8])), torch.zeros(())
     for depth, hidden in enumerate(output.hidden_states):
         loss = loss + (drafter.logits(hidden, weights) + drafter.token_bias(depth, hidden, states)).logsumexp(-1).sum()
     loss.backward()

@@ -146,22 +146,17 @@ def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, reject
     monkeypatch.setattr("hf_hsdraft.training.on_policy.end_tokens", lambda target: end_tokens(target) | {end})
     found = replay(drafter, weights, pack)
     starts = found.anchors
-    chains = Chains(starts, len(starts) - 1, torch.ones(len(starts), dtype=torch.bool))
-    text = true_labels(pack, chains, 3)
+    chains, every = (Chains(starts, count, torch.ones(len(starts)) > 0) for count in (len(starts) - 6, len(starts)))
+    text, whole = (true_labels(pack, each, 3) for each in (chains, every))
     labels = two_streams(found, target, weights, pack, chains, text, rejected_drafts)
     last, kinds = target.config.num_hidden_layers, set()
     for chain, start in enumerate(starts.tolist()):
         document = pack.document_ids == pack.document_ids[start]
         prefix = pack.input_ids[document & (torch.arange(48) <= start + 1)].tolist()
         drafts = weights.vocab_ids[columns[start]].tolist()
-        follows = [pack.input_ids[start + 2 + d].item() if text.valid[chain, d] else None for d in range(3)]
-        deep = 3 if chain < len(starts) - 1 else 1
-        if deep == 1:
-            follows = [
-                pack.input_ids[start + 2].item(),
-                pack.input_ids[start + 3].item() if start + 3 < 48 else None,
-            ] * 2
-        agree = [a == b for a, b in zip(drafts, follows, strict=False)]
+        deep = 3 if chain < chains.num_rolled else 1
+        follows = [pack.input_ids[start + 2 + d].item() if whole.valid[chain, d] else None for d in range(3)]
+        agree = [a == b for a, b in zip(drafts, follows, strict=True)]
         accepted = len(list(itertools.takewhile(bool, agree)))
         for depth in range(3):
             emitted = depth <= accepted and bool(text.valid[chain, depth])

@@ -40,7 +40,7 @@ def test_a_dtype_and_options_are_given_by_name(make, tmp_path):
     assert drafter.dtype == torch.bfloat16 and drafter.generation_config.tree_size == 9
     with pytest.raises(ValueError, match="dtype='nine' is invalid"):
         AutoDrafter.from_pretrained(tmp_path, dtype="nine")
-    with pytest.raises(TypeError, match="without tree_sise"):
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest option is tree_size"):
         AutoDrafter.from_pretrained(tmp_path, tree_sise=9)
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
         AutoDrafter.from_pretrained(tmp_path, tree_size=0)
@@ -229,3 +229,39 @@ def test_layers_of_the_same_window_share_a_mask(monkeypatch):
     monkeypatch.setattr(DraftedRows, "extend", lambda *arguments: drafted.append(1) or extend(*arguments))
     target.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=8, do_sample=False)
     assert drafted and len(made) == 2 * len(drafted)
+
+
+def test_a_misspelt_option_of_a_language_model_is_named(tmp_path):
+    make_target().save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
+        CausalLMDrafter.from_pretrained(tmp_path, tree_sise=9)
+
+
+@pytest.mark.parametrize("methods", [None, [], "greedy"])
+def test_the_methods_of_a_file_may_be_missing_but_not_wrong(methods, tmp_path):
+    eagle(make_target()).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    fields["speculators_config"] |= {"proposal_methods": methods, "verifier": "a name"}
+    path.write_text(json.dumps(fields))
+    if methods == "greedy":
+        with pytest.raises(ValueError, match="proposal_methods='greedy' is invalid: expected a list"):
+            AutoDrafter.from_pretrained(tmp_path)
+    else:
+        assert isinstance(AutoDrafter.from_pretrained(tmp_path), EagleDrafter)
+
+
+def test_decoding_is_estimated_for_the_drafters_own_target_with_its_own_sizes(tmp_path):
+    target = make_target()
+    target.save_pretrained(tmp_path / "target")
+    make_target(hidden_size=96).save_pretrained(tmp_path / "other")
+    block(target).save_pretrained(tmp_path / "drafter")
+
+    def estimated(target: str, *options: str):
+        return CliRunner().invoke(app, ["estimate", str(tmp_path / target), *options])
+
+    of_target = estimated("target", "--tau", "2", "--drafter", str(tmp_path / "drafter"))
+    assert of_target.exit_code == 0 and "25 rows" in of_target.output
+    of_other = estimated("other", "--tau", "2", "--drafter", str(tmp_path / "drafter"))
+    assert "hidden_size=96" in str(of_other.exception)
+    assert estimated("target", "--family", "block").exit_code == 2

@@ -66,7 +66,7 @@ def test_kinds_that_do_not_exist_are_refused():
 
 # The tiny target seldom ends a text, so here it has room and is told so.
 SMALL = [
-    replace(kind, document_tokens=30, continued=40, temperature=1.5)
+    replace(kind, document_tokens=30, continued=40, temperature=1.5, document_temperature=1.5)
     for kind in KINDS
     if kind.name in ("free", "summary", "document-question", "mathematics", "conversation", "long-context")
 ]

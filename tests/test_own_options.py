@@ -86,6 +86,7 @@ def test_names_that_mean_nothing_are_told_with_the_nearest_option(target, drafte
     plain = target.generate(prompt, **CALL)
     assert target.generate(prompt, **CALL, assistant_model=drafter).tolist() == plain.tolist()
     assert "max_nodes (the nearest option is node_cost)" in warned[0]
+    assert f"mean nothing to a {type(drafter).__name__}" in warned[0]
 
 
 class Careful(OwnChoice):

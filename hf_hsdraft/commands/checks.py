@@ -85,9 +85,10 @@ def check(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Checks that training computes what decoding uses, depth by depth; exits with 1 if not.
+    """Checks a drafter by what it drafts for a few prompts; exits with 1 if something is wrong.
 
-    Drafters that cannot be trained here only decode: it says whether their texts are those of plain decoding.
+    A drafter that cannot be trained here decodes: it says whether the texts are those of plain decoding, and tau. Of a
+    drafter that can be trained it compares, depth by depth, what training computes with what decoding uses.
     """
     from ..bench.measure import encode_prompt
     from ..by_name import load_drafter

@@ -23,7 +23,9 @@ def estimate(
     cache_taps: Annotated[bool, typer.Option(help="With the target's hidden states on disk.")] = False,
     world_size: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
     sharded: Annotated[bool, typer.Option(help="Target sharded over the devices (FSDP, ZeRO 3).")] = False,
-    num_draft_steps: Annotated[int, typer.Option(min=1, help="K.")] = 6,
+    num_draft_steps: Annotated[
+        int | None, typer.Option(min=1, help="K; default: the drafter's, 6 of a new one.")
+    ] = None,
     num_hidden_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the drafter.")] = None,
     num_roll_layers: Annotated[int | None, typer.Option(min=1, help="Layers of a roll-out step.")] = None,
     num_step_modules: Annotated[int | None, typer.Option(min=1, help="Sets of parameters by step.")] = None,
@@ -33,11 +35,13 @@ def estimate(
         typer.Option(min=1.0, help="Tokens per target forward, as measured: estimates decoding instead of training."),
     ] = None,
     drafter: Annotated[str | None, typer.Option(help="With --tau: folder or Hub name of the drafter.")] = None,
-    family: Annotated[str, typer.Option(help="With --tau and no --drafter: a fresh drafter of this family.")] = (
-        "hidden-state"
-    ),
+    family: Annotated[
+        str | None, typer.Option(help="With --tau and no --drafter: a fresh drafter of this family; hidden-state.")
+    ] = None,
     bytes_per_second: Annotated[float, typer.Option(min=1.0, help="With --tau: of the device's memory.")] = 3.35e12,
-    nodes: Annotated[int, typer.Option(min=1, help="With --tau: verified nodes besides the root.")] = 24,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="With --tau: verified nodes besides the root; default: the drafter's.")
+    ] = None,
     length: Annotated[int, typer.Option(min=1, help="With --tau: tokens that the target's cache holds.")] = 1024,
 ) -> None:
     """Says what training a drafter for a target would take, with the arithmetic; runs nothing.
@@ -59,19 +63,25 @@ def estimate(
     fields = {name: value for name, value in sizes.items() if value is not None}
     if drafter is not None and fields:
         raise typer.BadParameter(f"{drafter} has its own sizes: leave {', '.join(fields)} out", param_hint="--drafter")
+    given = {"--drafter": drafter, "--family": family, "--nodes": nodes}
+    if tau is None and (unused := [name for name, value in given.items() if value is not None]):
+        raise typer.BadParameter("it is about decoding: expected --tau beside it", param_hint=unused[0])
+    if drafter is not None and family is not None:
+        raise typer.BadParameter("the drafter is of a family already: leave it out", param_hint="--family")
     config = AutoConfig.from_pretrained(target)
     if tau is not None:
         from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
 
-        made = _drafter(config, drafter, family, fields)
-        depth = min(num_draft_steps, made.num_draft_steps)
-        plan = Drafting(depth, made.generation_config.beam_width, nodes, tau, length)
+        made = _drafter(config, drafter, family or "hidden-state", fields)
+        options = made.generation_config
+        depth = min(num_draft_steps or options.num_assistant_tokens, made.num_draft_steps)
+        plan = Drafting(depth, options.beam_width, nodes or options.tree_size, tau, length)
         device = Device(bytes_per_second, flops_per_second or 9.9e14)
         lines = list(estimate_decoding(config, made, plan, device).lines)
     else:
         figures = run(
             config,
-            HSDraftConfig.for_target_config(config, num_draft_steps=num_draft_steps, **fields),
+            HSDraftConfig.for_target_config(config, num_draft_steps=num_draft_steps or 6, **fields),
             tokens=tokens,
             epochs=epochs,
             flops_per_second=flops_per_second,
@@ -88,16 +98,22 @@ def estimate(
 
 
 def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> Any:
-    """The drafter that was named, or a fresh one without storage."""
+    """The drafter that was named, or a fresh one without storage.
+
+    Raises:
+        ValueError: the drafter was made for another target, or there is no such family.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     from ..by_name import load_drafter
     from ..training.trainable import trainable
 
-    if name is not None:
-        return load_drafter(name)
-    kind = trainable(family, fields)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
-        return kind.drafter(kind.config_for(target, fields))
+        if name is None:
+            kind = trainable(family, fields)
+            return kind.drafter(kind.config_for(target, fields))
+    drafter = load_drafter(name)
+    drafter.check(target)
+    return drafter

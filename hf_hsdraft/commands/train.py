@@ -138,6 +138,7 @@ def train(
     from ..training.plan import TrainingPlan
     from ..training.progress import Reporter
     from ..training.run import train as run
+    from ..training.trainable import family_for
 
     if lora is not None and init_from is None:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
@@ -187,6 +188,7 @@ def train(
         family=family.value,
         drafter=overrides,
     )
+    family_for(plan)  # what is wrong is said before a large target is loaded
     _say(f"loading {target or DEFAULT_TARGET}")
     model, tokenizer = load_target(target, dtype.torch, device or _own_device())
     if chat_template is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,7 +91,7 @@ class DraftOptions:
         """
         config, own = drafter.generation_config, _own_options(drafter)
         defaults = drafter.default_generation_config()
-        _check_names(config, option_names(drafter))
+        _check_names(config, option_names(drafter), type(drafter).__name__)
         library = GenerationConfig._get_default_generation_params()
 
         def option(name: str) -> Any:
@@ -213,7 +213,17 @@ def option_names(drafter: Any = None) -> set[str]:
     return _COMMON | _own_options(drafter).keys() | given
 
 
-def _check_names(config: GenerationConfig, options: set[str]) -> None:
+def nearest_option(name: str, options: Collection[str]) -> str:
+    """Returns the option whose name is nearest to another name; empty if none is near."""
+    return next(iter(difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)), "")
+
+
+def is_misspelt(name: str, option: str) -> bool:
+    """Whether a name is so near to that of an option that it is a typing error."""
+    return name != option and difflib.SequenceMatcher(None, option, name).ratio() >= _ALIKE
+
+
+def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None:
     """Tells fields of a drafter's generation configuration that are no options.
 
     A name that is nearly an option's is a typing error. Others are left alone: libraries set fields of their own, and
@@ -221,7 +231,8 @@ def _check_names(config: GenerationConfig, options: set[str]) -> None:
 
     Args:
         config: of the drafter.
-        options: names of all the options there are.
+        options: names of the drafter's options.
+        kind: class of the drafter.
 
     Raises:
         ValueError: a name is misspelt.
@@ -230,15 +241,15 @@ def _check_names(config: GenerationConfig, options: set[str]) -> None:
     unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
     told = []
     for name in unknown:
-        near = difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)
-        if near and difflib.SequenceMatcher(None, near[0], name).ratio() >= _ALIKE:
+        near = nearest_option(name, options)
+        if is_misspelt(name, near):
             raise ValueError(
-                f"{printable(name)} on drafter.generation_config is no drafting option: {near[0]} is one; correct the "
+                f"{printable(name)} on drafter.generation_config is no drafting option: {near} is one; correct the "
                 f"name, or remove it by `del drafter.generation_config.{printable(name)}`"
             )
-        told.append(f"{name} (the nearest option is {near[0]})" if near else name)
+        told.append(f"{name} (the nearest option is {near})" if near else name)
     if told:
-        logger.warning_once(f"fields of drafter.generation_config that mean nothing to it: {few(told)}")
+        logger.warning_once(f"fields of drafter.generation_config that mean nothing to a {kind}: {few(told)}")
 
 
 def _given_costs(node: Any, depth: Any) -> Costs | None:

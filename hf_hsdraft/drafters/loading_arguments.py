@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..common.checks import printable
 from ..repository.drafter_files import OPTIONS
 from ..repository.pretrained_drafter import stored_options
-from .draft_options import option_names
+from .draft_options import nearest_option, option_names
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -46,8 +47,10 @@ def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str
         ValueError: an option of the call is out of range.
     """
     names = option_names(drafter)
-    if unknown := sorted(given.keys() - names):
-        raise TypeError(f"a drafter is loaded without {', '.join(unknown)}: expected drafting options, or dtype")
+    for name in sorted(given.keys() - names):
+        near = nearest_option(name, names)
+        hint = f"the nearest option is {near}" if near else f"expected dtype, or one of {', '.join(sorted(names))}"
+        raise TypeError(f"{type(drafter).__name__} has no drafting option {printable(name)}: {hint}")
     for name, value in {**stored_options(folder / file), **given}.items():
         if name in names:
             setattr(drafter.generation_config, name, value)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..common.checks import public_name
+from ..common.checks import public_name, short
 from ..common.fields import Fields
 from .checkpoint import Checkpoint
+
+_PROPOSALS = "config.json, speculators_config"
 
 
 def speculators_type(checkpoint: Checkpoint) -> str:
@@ -36,8 +38,11 @@ def check_proposals(config: Fields) -> None:
         ValueError: its drafts are to be accepted by a rule that changes the text.
     """
     proposals = config.table("speculators_config", None)
-    for method in proposals.values.get("proposal_methods", []) if proposals else []:
-        fields = Fields(method if isinstance(method, dict) else {}, "config.json, speculators_config.proposal_methods")
+    methods, place = proposals.values.get("proposal_methods") if proposals else None, f"{_PROPOSALS}.proposal_methods"
+    if not isinstance(methods, list | None):
+        raise ValueError(f"{place}={short(methods)} is invalid: expected a list")
+    for method in methods or []:
+        fields = Fields(method if isinstance(method, dict) else {}, place)
         fields.expect("proposal_type", "greedy")
         fields.expect("verifier_accept_k", 1)
         fields.expect("accept_tolerance", 0, 0.0)

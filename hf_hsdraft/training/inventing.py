@@ -134,7 +134,7 @@ def _documents(
     for part in range(max((len(each.asks) for each in sketches), default=0)):
         histories = [[{"role": "user", "content": each.asks[part]}] for each in sketches]
         with seeded(target, _number(f"{seed} document {part}")):
-            written = reply(target, tokenizer, histories, kind.temperature, tokens)
+            written = reply(target, tokenizer, histories, kind.document_temperature, tokens)
         for parts, (text, count) in zip(found, written, strict=True):
             whole = text if count < tokens else _whole_sentences(text)
             if len(whole) >= _SHORTEST_DOCUMENT:

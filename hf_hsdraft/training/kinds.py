@@ -31,7 +31,8 @@ class Kind:
         follow_ups: later messages of the user; empty for a single turn.
         turns: number of follow-ups of a chat, drawn evenly from 1 to this.
         continued: greatest number of tokens that the target adds to an opening.
-        temperature: temperature of documents and continuations.
+        temperature: temperature of continuations.
+        document_temperature: temperature of documents. Small targets lose the thread at higher ones.
         share: share of the prompts, in relation to those of the other kinds.
     """
 
@@ -44,6 +45,7 @@ class Kind:
     turns: int = 2
     continued: int = 96
     temperature: float = 0.9
+    document_temperature: float = 0.7
     share: float = 1.0
 
 
@@ -242,7 +244,6 @@ KINDS: tuple[Kind, ...] = (
         documents=_CODE,
         document_tokens=224,
         continued=48,
-        temperature=0.7,
     ),
     Kind(
         "extraction",

@@ -50,7 +50,7 @@ from .progress import Reporter, TrainingProgress
 from .publish import name_data_set, prepare_repository, publish
 from .published_chats import PublishedChats
 from .start import draft_vocabulary, drafter_to_start_from, fresh_drafter
-from .trainable import trainable
+from .trainable import family_for
 from .trainer import DrafterTrainer
 
 # Settings that may change when a run is resumed. Others would mix two different drafters.
@@ -105,7 +105,7 @@ def train(
         OSError: the disk is full. What is finished is kept.
     """
     out = Path(plan.out)
-    family = trainable(plan.family, plan.drafter)
+    family = family_for(plan)
     args = _training_arguments(target, out, {**family.arguments, **(arguments or {})})
     if args.objective == CTC:
         plan = replace(plan, drafter={**plan.drafter, "ctc": True})
@@ -116,11 +116,6 @@ def train(
         report(f"target sharded over {state.num_processes} processes")
     if plan.answers_from is not None and plan.invented_turns:
         raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
-    if plan.lora is not None and not family.takes_adapters:
-        raise ValueError(
-            f"lora={plan.lora} is invalid with family={family.name!r}, whose drafters load no adapters: leave it out, "
-            "and all weights are trained"
-        )
     check_target_can_teach(target, tokenizer, family)
     identity = fingerprint(target)
     start = drafter_to_start_from(family, target, plan)

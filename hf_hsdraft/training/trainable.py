@@ -11,6 +11,7 @@ from .families.eagle3 import EagleFamily
 from .families.hidden_state import HiddenStateFamily
 from .families.specformer import SpecFormerFamily
 from .family import TrainableFamily
+from .plan import TrainingPlan
 
 _FAMILIES: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily(), SpecFormerFamily())
 TRAINABLE = {family.name: family for family in _FAMILIES}
@@ -36,6 +37,21 @@ def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
                 f"{field}={fields[field]!r} is invalid with family={name!r}, whose drafters have no such field: leave "
                 f"it out, or train one of family {few(owners)}"
             )
+    return family
+
+
+def family_for(plan: TrainingPlan) -> TrainableFamily:
+    """Returns the family that a plan names; no target is needed for it.
+
+    Raises:
+        ValueError: there is no such family, or it has not what the plan asks for.
+    """
+    family = trainable(plan.family, plan.drafter)
+    if plan.lora is not None and not family.takes_adapters:
+        raise ValueError(
+            f"lora={plan.lora} is invalid with family={family.name!r}, whose drafters load no adapters: leave it out, "
+            "and all weights are trained"
+        )
     return family
 
 

@@ -17,7 +17,7 @@ from ...repository.care import care, prepare_repository
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import text_config
-from ..draft_options import default_options, option_names
+from ..draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..loading_arguments import take_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
@@ -98,6 +98,10 @@ class CausalLMDrafter(nn.Module, Drafter):
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
         """Loads a checkpoint that is known to hold a language model; see `from_pretrained`."""
+        for name in kwargs.keys() - option_names():  # all else is for transformers, which knows no drafting options
+            near = nearest_option(name, option_names())
+            if is_misspelt(name, near):
+                raise TypeError(f"CausalLMDrafter has no drafting option {printable(name)}: the nearest is {near}")
         own = {name: kwargs.pop(name) for name in option_names() & kwargs.keys()}
         drafter = cls(empty_model(checkpoint, **kwargs), load_tokenizer(checkpoint))
         take_options(drafter, checkpoint.also(DRAFTING_OPTIONS), own, DRAFTING_OPTIONS)

@@ -118,7 +118,7 @@ class HSDraftConfig(TravellingConfig):
     ) -> None:
         self.format_version = format_version
         self._check_format()  # before anything that a newer format may have changed
-        self.vocab_size, self.num_attention_heads, self.head = vocab_size, num_attention_heads, head
+        self.vocab_size, self.num_attention_heads, self.sliding_window = vocab_size, num_attention_heads, sliding_window
         self.target_hidden_size, self.target_num_hidden_layers = target_hidden_size, target_num_hidden_layers
         self.hidden_size = target_hidden_size if hidden_size is None else hidden_size
         for name in ("target_num_hidden_layers", "target_hidden_size", "num_attention_heads", "hidden_size"):
@@ -132,11 +132,7 @@ class HSDraftConfig(TravellingConfig):
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         self.head_dim = self.hidden_size // num_attention_heads if head_dim is None else head_dim
         self.intermediate_size = 4 * self.hidden_size if intermediate_size is None else intermediate_size
-        self.num_draft_steps, self.num_step_modules, self.sliding_window = (
-            num_draft_steps,
-            num_step_modules,
-            sliding_window,
-        )
+        self.num_draft_steps, self.num_step_modules, self.head = num_draft_steps, num_step_modules, head
         self.rms_norm_eps, self.rope_theta, self.initializer_range = rms_norm_eps, rope_theta, initializer_range
         self.injector, self.injector_rank, self.injector_top_k = injector, injector_rank, injector_top_k
         self.injector_hidden_size, self.draft_vocab_ids = injector_hidden_size, as_list(draft_vocab_ids)
