@@ -109,7 +109,7 @@ def train(
     args = _training_arguments(target, out, {**family.arguments, **(arguments or {})})
     if args.objective == CTC:
         plan = replace(plan, drafter={**plan.drafter, "ctc": True})
-        trainable(plan.family, plan.drafter)  # raises where such a drafter has no frames
+        family_for(plan)  # raises where such a drafter has no frames
     state = PartialState()
     report = Reporter.of(report if state.is_main_process else _silent)
     if is_sharded(target):
