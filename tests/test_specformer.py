@@ -288,6 +288,16 @@ def test_texts_of_a_batch_are_drafted_as_each_alone(kind, target):
 
 
 @torch.no_grad()
+def test_a_text_that_waits_keeps_its_own_last_position(target):
+    drafter, texts = make_specformer(target), [[5, 6, 7, 8, 9, 10], [20, 21, 22]]
+    session = session_of(drafter, target, rows=2)
+    session.observe([news(drafter, target, text, 0, len(text) - 1, row) for row, text in enumerate(texts)])
+    [before] = slots_after(session, (1, 22))
+    both = slots_after(session, (0, 10), (1, 22))
+    assert torch.allclose(both[1], before, atol=1e-5)
+
+
+@torch.no_grad()
 def test_what_is_read_piece_by_piece_is_read_alike(target, tuned):
     """Also where nothing was drafted for so long that it is read without a draft."""
     tuned(most_pending=2)

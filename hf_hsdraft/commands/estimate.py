@@ -72,6 +72,8 @@ def estimate(
     if tau is not None:
         from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
 
+        if drafter is None and num_draft_steps is not None:
+            fields["num_draft_steps"] = num_draft_steps
         made = _drafter(config, drafter, family or "hidden-state", fields)
         options = made.generation_config
         depth = min(num_draft_steps or options.num_assistant_tokens, made.num_draft_steps)

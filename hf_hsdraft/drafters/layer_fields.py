@@ -35,12 +35,18 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
         return fields.integer(name, default, most=LAYER_LIMITS[name])
 
     width, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = size("head_dim", width // heads)
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"head_dim={head_dim} in {fields.place} (hidden_size={width}, num_attention_heads={heads}) is invalid: "
+            "expected an even number of 2 or more, for rotary embeddings"
+        )
     return LayerSizes(
         hidden_size=width,
         intermediate_size=size("intermediate_size"),
         num_attention_heads=heads,
         num_key_value_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", width // heads),
+        head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, most=1.0),
         attention_bias=attention_bias,
         output_bias=output_bias,

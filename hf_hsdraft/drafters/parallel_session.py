@@ -142,10 +142,11 @@ class ParallelSession(Session):
 
     def read_pending(self, rows: Sequence[int]) -> None:
         """Keeps the keys and values of what is pending of some texts."""
+        rows = [row for row in rows if self._rows[row].pending]
+        if not rows:
+            return
         counts = {row: sum(len(part[-1]) for part in self._rows[row].pending) for row in rows}
         parts = [part for row in rows for part in self._rows[row].pending]
-        if not parts:
-            return
         columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         self.read(self._context.reserve(counts, columns[-1]), counts, columns)
         for row in rows:

@@ -72,11 +72,13 @@ class PublishedDrafter(Drafter):
         with care().loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
             form = recognise(checkpoint)
+            other = f"{printable(name)} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
             if form.drafter is not None and not issubclass(form.drafter, cls):
-                raise ValueError(
-                    f"{printable(name)} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
-                )
-            return form.load(checkpoint, **kwargs)
+                raise ValueError(other)
+            drafter = form.load(checkpoint, **kwargs)
+            if not isinstance(drafter, cls):  # of a format that does not name its class
+                raise ValueError(other)
+            return drafter
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], target_name: str = "", **kwargs: Any) -> None:
         """Writes configuration, weights, drafting options and a card, in the format of speculators.

@@ -37,7 +37,7 @@ class StateNetwork(PretrainedDrafter):
         size, taps = config.target_hidden_size, len(config.target_tap_layers)
         self.tap_norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(taps))
         self.token_norm = RMSNorm(size, config.rms_norm_eps) if reads_tokens else None
-        self.fuse = nn.Linear((taps + reads_tokens) * size, config.hidden_size, bias=False)
+        self.fuse = nn.Linear((taps + int(reads_tokens)) * size, config.hidden_size, bias=False)
 
     def add_head(self) -> None:
         """Adds output rows, unless those of the target are used."""

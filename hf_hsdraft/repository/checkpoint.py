@@ -7,7 +7,6 @@ and shapes are seen before that, by the headers of the files. Older files, which
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -242,7 +241,9 @@ def _unpickled(path: Path) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle raises what it likes
         raise DamagedFile(f"{path} is damaged ({printable(error)})", path) from error
 
 

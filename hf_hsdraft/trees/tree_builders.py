@@ -22,7 +22,7 @@ class Expansion:
 
     Attributes:
         depth: greatest depth of a child.
-        has_states: whether nodes know their path.
+        has_states: whether nodes have states.
     """
 
     depth: int

@@ -70,7 +70,8 @@ class HSDraftSession(Session):
         config = drafter.config
         self.drafter, self.weights = drafter, weights
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
-        self.kind = config.hidden_size, layers, config.draft_vocab_size, drafter.dtype, drafter.device
+        sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
+        self.kind = *sizes, drafter.dtype, drafter.device
         self._options = options or DraftOptions.of(drafter)
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)

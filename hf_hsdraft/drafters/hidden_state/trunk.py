@@ -74,7 +74,7 @@ class StepProducts:
 
     Attributes:
         norm, project: from the drafted state before to the input of the step.
-        layers: their keys and values stand behind those of the trunk's last layers, and all steps look at them.
+        layers: one for each of the trunk's last layers, whose cache of keys and values it reads and adds to.
     """
 
     norm: Transform

@@ -18,6 +18,7 @@ from ...common.attention import batched_attention
 from ...common.decoder_layer import Attention, FeedForward, Rope, rotary_of
 from ...common.norms import RMSNorm
 from ...common.target_weights import TargetWeights
+from ...common.tensors import is_unhooked
 from ..packed_texts import DraftContext, PackedTexts
 from ..state_network import StateNetwork
 from .configuration_specformer import SpecFormerConfig
@@ -151,7 +152,11 @@ class SpecFormerNetwork(StateNetwork):
     def slots(self, states: torch.Tensor, count: int) -> torch.Tensor:
         """Returns the first slots `[B, count, D]` of states `[B, D]` that have attended to the text."""
         size = self.config.hidden_size * count
-        x = F.linear(self.expand_norm(states), self.expand.weight[:size], self.expand.bias[:size])
+        x, expand = self.expand_norm(states), self.expand
+        if type(expand) is nn.Linear and is_unhooked(expand):  # an adapter or an offloaded layer has to be called
+            x = F.linear(x, expand.weight[:size], expand.bias[:size])
+        else:
+            x = expand(x)[..., :size]
         x = x.unflatten(-1, (count, -1))
         rope = self.rotary(torch.arange(count, device=x.device), x.dtype)
         for layer in cast(Sequence[SlotLayer], self.layers):
