@@ -184,7 +184,7 @@ def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, reject
     "arguments",
     [
         {"data_policy": "draft-opd", "objective": "total_variation", "depth_decay": 1.0, "rejected_drafts": 2},
-        {"data_policy": "draft-opd", "depth_weighting": "d-pace", "objective": "hard_labels", "bf16": True},
+        {"data_policy": "draft-opd", "objective": "hard_labels", "bf16": True},
         {"depth_weighting": "d-pace", "objective": "ce_tv", "ce_share": 0.5, "activation_checkpointing": True},
         {"objective": "lk_hybrid", "data_policy": "mixed", "depth_weighting": "d-pace"},
     ],
@@ -201,7 +201,7 @@ def test_a_run_takes_them_and_its_card_says_so(chatty, tokenizer, tmp_path, fami
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, monkeypatch):
     from hf_hsdraft.training import trainer
 
-    arguments = {"data_policy": "draft-opd", "depth_weighting": "d-pace", "rejected_drafts": 3}
+    arguments = {"data_policy": "draft-opd", "rejected_drafts": 3}
     whole = run(chatty, tokenizer, planned(tmp_path, family, "whole"), **arguments)
     original, steps = trainer.DrafterTrainer.compute_loss, []
 
@@ -217,8 +217,8 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, 
         run(chatty, tokenizer, broken, **arguments)
     with pytest.raises(ValueError, match="rejected_drafts: '3' -> '1'"):
         run(chatty, tokenizer, broken, **arguments | {"rejected_drafts": 1})
-    with pytest.raises(ValueError, match="depth_weighting: 'd-pace' -> 'fixed'"):
-        run(chatty, tokenizer, broken, **arguments | {"depth_weighting": "fixed"})
+    with pytest.raises(ValueError, match="depth_weighting='d-pace' is invalid with data_policy='draft-opd'"):
+        run(chatty, tokenizer, broken, **arguments | {"depth_weighting": "d-pace"})
     resumed = run(chatty, tokenizer, broken, **arguments)
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value)
@@ -227,7 +227,7 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, 
 def test_an_adapter_is_trained_by_them(chatty, tokenizer, tmp_path):
     run(chatty, tokenizer, planned(tmp_path, "hidden-state"))
     adapted = planned(tmp_path, "hidden-state", "a", drafter={}, init_from=str(tmp_path / "out"), lora=2)
-    run(chatty, tokenizer, adapted, data_policy="draft-opd", depth_weighting="d-pace", objective="lk_hybrid")
+    run(chatty, tokenizer, adapted, data_policy="draft-opd", objective="lk_hybrid")
     assert (tmp_path / "a" / "adapter_model.safetensors").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections import Counter
@@ -75,6 +76,13 @@ SMALL = [
 def invented(target, tokenizer, count, folder, kinds=SMALL, **kwargs):
     prompts = invent_prompts(target, tokenizer, count, RowFolder(folder), kinds, max_prompt_tokens=90, **kwargs)
     return [(prompt.category, prompt.turns) for prompt in prompts]
+
+
+def test_documents_are_written_also_by_targets_whose_tokenizer_has_no_padding(chatty, tokenizer, tmp_path):
+    unpadded = copy.deepcopy(tokenizer)
+    unpadded.pad_token = None
+    documents = [kind for kind in SMALL if kind.name == "summary"]
+    assert len(invented(chatty, unpadded, 4, tmp_path, documents, batch_size=4)) == 4
 
 
 def test_prompts_are_invented_by_shares_and_the_same_after_a_restart(chatty, tokenizer, tmp_path, monkeypatch):

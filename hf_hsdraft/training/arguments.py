@@ -101,6 +101,11 @@ class DrafterTrainingArguments(TrainingArguments):
                     f"{name}={getattr(self, name)} is invalid with depth_weighting='d-pace', which weighs depths by "
                     "the drafter's own estimates: leave one or the other out"
                 )
+        if self.depth_weighting == "d-pace" and self.data_policy == "draft-opd":
+            raise ValueError(
+                "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft count as "
+                "accepted, so it would weigh most; expected 'fixed'"
+            )
         if not 0.0 < self.rolled_fraction <= 1.0:
             raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
         if self.chains_per_conversation < 1:

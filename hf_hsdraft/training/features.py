@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,9 @@ def cache_features(
     for begin in range(0, len(missing), of):
         # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
         index = missing[min(begin + number, len(missing) - 1)]
-        _write_shard(target, tap_layers, shards[index], paths[index])
+        shard = shards[index]
+        groups = [list(range(len(shard)))] if of > 1 else of_similar_lengths(shard)
+        _write_shard(target, tap_layers, shard, groups, paths[index])
         if stage is not None:
             stage.advance(done + min(begin + of, len(missing)))
     wait()
@@ -123,9 +125,16 @@ def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: S
     return digest.hexdigest()[:12]
 
 
-def _write_shard(target: Any, tap_layers: Sequence[int], shard: Sequence[TokenizedConversation], path: Path) -> None:
+def _write_shard(
+    target: Any,
+    tap_layers: Sequence[int],
+    shard: Sequence[TokenizedConversation],
+    groups: Iterable[list[int]],
+    path: Path,
+) -> None:
+    """Writes a shard, whose conversations are read in groups, given by their indices."""
     tensors: dict[str, torch.Tensor] = {}
-    for indices in _of_similar_lengths(shard):
+    for indices in groups:
         for index, features in zip(
             indices, read_features(target, tap_layers, [shard[i] for i in indices]), strict=True
         ):
@@ -133,7 +142,7 @@ def _write_shard(target: Any, tap_layers: Sequence[int], shard: Sequence[Tokeniz
     write_complete(path, lambda temporary: save_file(tensors, temporary))
 
 
-def _of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
+def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
     """Yields indices of conversations to read in one forward: little of it is padding."""
     group: list[int] = []
     for index in sorted(range(len(shard)), key=lambda index: len(shard[index].input_ids)):

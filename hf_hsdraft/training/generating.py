@@ -75,6 +75,7 @@ def reply(
     target: Any, tokenizer: Any, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int
 ) -> list[tuple[str, int]]:
     """Returns the target's next message in each chat, and its number of tokens."""
+    tokenizer = with_padding(tokenizer)
     inputs = tokenizer.apply_chat_template(
         list(histories),
         add_generation_prompt=True,

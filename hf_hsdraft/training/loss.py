@@ -292,7 +292,7 @@ class ChainLoss:
         place = torch.cat(_places(hidden_states))
         weights, rejected = torch.tensor(list(self.depth_weights), device=device), labels.rejected
         assert len(weights) == steps, "one weight a depth"
-        if self.d_pace:
+        if self.d_pace and torch.is_grad_enabled():  # nobody reads the loss of an evaluation
             weights = weights * d_pace(_label_probabilities(total, place, labels), labels.valid)
         mean = mean_of_predictions if self.d_pace or rejected is not None else mean_of_depths
         coefficients = mean(weights, labels.valid, labels.count).flatten()

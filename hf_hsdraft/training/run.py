@@ -260,7 +260,8 @@ def _train_on(
         trainer.restore(last)
     else:
         if budget is not None:
-            report(f"{args.max_minutes:g} minutes begin: steps, evaluations and pictures, until the drafter is saved")
+            left = budget.minutes - budget.spent / 60
+            report(f"{left:.3g} minutes begin: steps, evaluations and pictures, until the drafter is saved")
         with report.stage("training", "steps" if budget is None else "minutes") as stage:
             trainer.add_callback(TrainingProgress(stage, budget))
             trainer.train(resume_from_checkpoint=str(last) if last else None)
@@ -432,7 +433,7 @@ def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) ->
     taken = sorted({"output_dir", "resume_from_checkpoint"} & overrides.keys())
     if taken:
         raise ValueError(f"{' and '.join(taken)}: --out decides; a run resumes from its own last checkpoint")
-    clocked = sorted({"max_steps", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
+    clocked = sorted({"max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
     if overrides.get("max_minutes") is not None and clocked:
         raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}

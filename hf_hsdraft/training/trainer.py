@@ -269,7 +269,8 @@ class DrafterTrainer(Trainer):
             for name in ("divergence", "accuracy")
         )
         scale = torch.tensor(self.args.weights_of_depths(len(divergence)), device=divergence.device)
-        metrics = {f"{prefix}_loss": float((divergence * scale).sum() / scale.sum())}
+        scale = scale * (counts.sum(dim=0) > 0)  # frames have fewer labels than depths
+        metrics = {f"{prefix}_loss": float((divergence * scale).sum() / scale.sum().clamp(min=1e-9))}
         metrics |= _by_depth(f"{prefix}_accuracy", accuracy.tolist())
         if calls:
             metrics[f"{prefix}_tau"] = pooled_tau(calls)
