@@ -103,8 +103,8 @@ class DrafterTrainingArguments(TrainingArguments):
                 )
         if self.depth_weighting == "d-pace" and self.data_policy == "draft-opd":
             raise ValueError(
-                "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft count as "
-                "accepted, so it would weigh most; expected 'fixed'"
+                "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft "
+                "count as accepted, so it would weigh most; expected 'fixed'"
             )
         if not 0.0 < self.rolled_fraction <= 1.0:
             raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
