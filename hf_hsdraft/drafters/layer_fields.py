@@ -38,7 +38,7 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
     head_dim = size("head_dim", width // heads)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(
-            f"head_dim={head_dim} in {fields.place} (hidden_size={width}, num_attention_heads={heads}) is invalid: "
+            f"head_dim={head_dim} is invalid in {fields.place} (hidden_size={width}, num_attention_heads={heads}): "
             "expected an even number of 2 or more, for rotary embeddings"
         )
     return LayerSizes(
