@@ -59,12 +59,12 @@ def borrow(
     if is_table and (not scaled or (type(embedding) is nn.Embedding and is_unhooked(embedding))):
 
         def look_up(tokens: torch.Tensor) -> torch.Tensor:
-            if place.type != "meta":
-                return F.embedding(tokens, table)
-            from accelerate.utils import align_module_device  # it has offloaded the table
+            if is_accelerate_available() and place.type == "meta":  # it has offloaded the table
+                from accelerate.utils import align_module_device
 
-            with align_module_device(embedding):
-                return F.embedding(tokens.to(embedding.weight.device), embedding.weight.detach())
+                with align_module_device(embedding):
+                    return F.embedding(tokens.to(embedding.weight.device), embedding.weight.detach())
+            return F.embedding(tokens, table)
 
     else:
         factor = 1.0 if scaled else getattr(embedding, "embed_scale", 1.0)
