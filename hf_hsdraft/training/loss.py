@@ -27,7 +27,7 @@ from .trainable import family_of
 # them and a detached value of each.
 Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
 
 
 @dataclass(frozen=True)
@@ -328,13 +328,12 @@ class ChainLoss:
         score: Score,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the sum of what `score` makes of all predictions, and its values, depth by depth."""
-        device = hidden_states[0].device
+        device, rows = hidden_states[0].device, labels.rows.flatten()
 
         def compare(
             hidden: torch.Tensor, place: torch.Tensor, states: torch.Tensor | None = None
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            with torch.no_grad():
-                teacher = F.linear(labels.teacher[labels.rows.flatten()[place]], self.teacher_head)
+            teacher = self._teacher_logits(labels.teacher, rows[place])
             logits = predictions.logits(hidden, states)
             return sum_over_chunks(precisely, [logits, teacher, place], [], self._rows(self.scored_logits))
 
@@ -350,10 +349,20 @@ class ChainLoss:
             alike = list(depths)
             columns: list[Any] = [hidden_states, places, *([states] if told else [])]
             parts = [torch.cat([column[depth] for depth in alike]) for column in columns]
-            more, further = sum_over_chunks(compare, parts, predictions.parameters, self.rows_per_chunk)
+            # Predictions of the same token stand side by side, so that the target's logits are computed once.
+            order = rows[parts[1]].argsort()
+            more, further = sum_over_chunks(
+                compare, [part[order] for part in parts], predictions.parameters, self.rows_per_chunk
+            )
             total = total + more
-            values.append(further)
+            values.append(torch.empty_like(further).index_copy_(0, order, further))
         return total, torch.cat(values)
+
+    @torch.no_grad()
+    def _teacher_logits(self, teacher: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the target's logits `[N, V']` by the rows `[N]`, ascending, of its hidden states `[U, D]`."""
+        distinct, index = rows.unique_consecutive(return_inverse=True)
+        return F.linear(teacher[distinct], self.teacher_head)[index]
 
 
 def _places(hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
