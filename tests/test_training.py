@@ -191,6 +191,28 @@ def test_neither_padding_nor_chunks_change_loss_or_gradients(target, features, l
     assert all(parameter.grad is None for parameter in target.parameters())  # it is never trained
 
 
+def test_the_target_says_once_what_follows_a_token(target, features, monkeypatch):
+    """Chains that start side by side predict the same tokens at different depths."""
+    drafter = make_drafter(target, injector="low_rank", initializer_range=0.05)
+    pack, chains = packed(features[:1]), chains_at(8, 9, 10, num_rolled=3)
+    weights, linear, rows = borrow(drafter, target), torch.nn.functional.linear, []
+    head = weights.head.clone()
+
+    def counted(states, weight, *bias):
+        rows.extend([len(states)] if weight is head else [])
+        return linear(states, weight, *bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    drafter.loss_function = ChainLoss(weights, head, forward_kl, [1.0] * 4)
+    embeds = weights.embed(pack.input_ids.roll(-1))
+    drafter(
+        pack.taps, embeds, pack.position_ids, chains.starts, pack.document_ids,
+        num_rolled=3, labels=true_labels(pack, chains, 4),
+    )  # fmt: skip
+    # The first depth predicts the tokens 10, 11 and 12. The others, which know their paths, predict 11 to 15.
+    assert rows == [3, 5]
+
+
 def test_gradients_are_those_of_the_loss(target, features):
     """Computed chunk by chunk in the forward, they agree with finite differences."""
     drafter = make_drafter(target, injector="low_rank", initializer_range=0.05)
