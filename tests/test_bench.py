@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hf_hsdraft.acceleration.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
+from hf_hsdraft.bench.documents import main as write_documents
 from hf_hsdraft.bench.first_calls import FirstCalls, run_first_calls
 from hf_hsdraft.bench.machine import PeakMemory
 from hf_hsdraft.bench.measure import Divergence, encode_prompt
@@ -33,6 +35,7 @@ from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.cli import app
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 from hf_hsdraft.hub.measured import enter_benchmarks
+from hf_hsdraft.training.conversations import read_jsonl
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
 
@@ -440,3 +443,17 @@ def test_variants_fit_drafters_of_any_depth(target, drafter):
     assert [system.options["num_assistant_tokens"] for system in two] == [4, 5, 4, 9, 4, 6]
     with pytest.raises(ValueError, match="two variants come to the same row of the table: chain4"):
         make_systems(parse_variants("chain4,chain9"), target, {"a": drafter})
+
+
+def test_prompts_about_documents_can_be_measured_with(tmp_path):
+    """Those of retrieval hold what they ask about, at changing places."""
+    write_documents(tmp_path / "documents.jsonl")
+    _, prompts = read_jsonl(tmp_path / "documents.jsonl")
+    assert [prompt.category for prompt in prompts[::6]] == ["summary", "question", "extraction", "retrieval"]
+    assert len({prompt.key for prompt in prompts}) == len(prompts) == 24
+    assert all(len(prompt.turns[0]) > 1500 for prompt in prompts)
+    asked = ("global", "in", "for", "augassign", "context-managers", "id-classes")
+    before = [
+        prompt.turns[0].partition(topics[name].strip())[0] for prompt, name in zip(prompts[18:], asked, strict=True)
+    ]
+    assert [text[-len("1:\n")] for text in before] == ["1", "3", "2"] * 2
