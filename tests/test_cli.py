@@ -55,3 +55,21 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
     spec.loader.exec_module(extended)
     assert CliRunner().invoke(extended.app, ["greet", "world"]).output == "Hello world\n"
     assert "greet" not in CliRunner().invoke(cli.app, ["--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-minutes", "0"], "max_minutes=0.0 is invalid"),
+        (["--objective", "guess"], "objective='guess' is unknown"),
+        (["--kinds", "gossip"], "gossip"),
+        (["--kinds", "code", "--prompts", "chats.jsonl"], "--kinds is for invented prompts"),
+    ],
+)
+def test_training_options_are_checked_before_a_target_is_loaded(tmp_path, options, said):
+    (tmp_path / "chats.jsonl").touch()
+    options = [str(tmp_path / part) if part == "chats.jsonl" else part for part in options]
+    arguments = ["train", "--target", str(tmp_path / "missing"), "--out", str(tmp_path / "out"), *options]
+    outcome = CliRunner().invoke(cli.app, arguments)
+    assert outcome.exit_code != 0 and said in f"{outcome.output}{outcome.exception}"
+    assert not (tmp_path / "out").exists()

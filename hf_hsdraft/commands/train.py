@@ -134,7 +134,8 @@ def train(
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     from ..target.target_loading import DEFAULT_TARGET, load_target
-    from ..training.arguments import parse_arguments
+    from ..training.arguments import parse_arguments, training_arguments
+    from ..training.kinds import chosen_kinds
     from ..training.plan import TrainingPlan
     from ..training.progress import Reporter
     from ..training.run import train as run
@@ -188,9 +189,13 @@ def train(
         family=family.value,
         drafter=overrides,
     )
-    family_for(plan)  # what is wrong is said before a large target is loaded
+    # What is wrong is said before a large target is loaded.
+    plan.check_invents()
+    chosen_kinds(plan.kinds)
+    place = device or _own_device()
+    training_arguments(out, {**family_for(plan).arguments, **arguments}, "cpu" if place.startswith("cpu") else "cuda")
     _say(f"loading {target or DEFAULT_TARGET}")
-    model, tokenizer = load_target(target, dtype.torch, device or _own_device())
+    model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     try:

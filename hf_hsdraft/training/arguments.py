@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
+from accelerate import PartialState
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 from .depth_weights import DEPTH_WEIGHTINGS
 from .objectives import OBJECTIVES, objective_of
@@ -160,6 +164,45 @@ class DrafterTrainingArguments(TrainingArguments):
                 f"{'' if generates else ' without prompts to decode (--eval-prompts)'}: expected one of "
                 f"{', '.join(f'eval_{name}' for name in known)}"
             )
+
+
+def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str) -> DrafterTrainingArguments:
+    """Makes the arguments of a run.
+
+    Args:
+        out: folder of the run.
+        overrides: fields that differ from their defaults.
+        device_type: type of the device that it trains on.
+
+    Raises:
+        ValueError: arguments contradict each other.
+        TypeError: there is no such argument.
+    """
+    taken = sorted({"output_dir", "resume_from_checkpoint"} & overrides.keys())
+    if taken:
+        raise ValueError(f"{' and '.join(taken)}: --out decides; a run resumes from its own last checkpoint")
+    clocked = sorted({"max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
+    if overrides.get("max_minutes") is not None and clocked:
+        raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
+    fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
+    fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
+    fields.setdefault("disable_tqdm", True)  # the run says by itself how far it is
+    if "num_train_epochs" in fields and "max_steps" not in fields:
+        fields["max_steps"] = -1
+    for name in ("fsdp", "deepspeed"):
+        if fields.get(name):
+            raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
+    if "eval_steps" in fields and "save_steps" not in fields:
+        fields["save_steps"] = fields["eval_steps"]  # every checkpoint has to be measured
+    # The state is made here, because the arguments would make one that waits for half an hour at most on CPUs.
+    timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
+    PartialState(cpu=fields["use_cpu"], timeout=timeout)
+    args = DrafterTrainingArguments(**fields)
+    # A process trains on one device. For several devices, `accelerate launch` starts several processes.
+    args._n_gpu = min(args.n_gpu, 1)
+    for tracker in get_reporting_integration_callbacks(args.report_to):
+        tracker()  # raises an error if it is not installed
+    return args
 
 
 def parse_arguments(options: Sequence[str]) -> dict[str, Any]:

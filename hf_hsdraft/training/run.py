@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 from transformers import __version__ as transformers_version
-from transformers.integrations import get_reporting_integration_callbacks
 
 from .._version import __version__
 from ..bench.measure import encode_prompt
@@ -26,7 +24,7 @@ from ..common.checks import public_name
 from ..repository.model_card import FIGURES, RECIPE, write_card
 from ..target.target_loading import is_sharded
 from .adapters import with_lora
-from .arguments import DrafterTrainingArguments
+from .arguments import DrafterTrainingArguments, training_arguments
 from .budget import TimeBudget
 from .checks import (
     check_target_can_teach,
@@ -106,7 +104,7 @@ def train(
     """
     out = Path(plan.out)
     family = family_for(plan)
-    args = _training_arguments(target, out, {**family.arguments, **(arguments or {})})
+    args = training_arguments(out, {**family.arguments, **(arguments or {})}, target.device.type)
     if args.objective == CTC:
         plan = replace(plan, drafter={**plan.drafter, "ctc": True})
         family_for(plan)  # raises where such a drafter has no frames
@@ -421,40 +419,6 @@ def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments)
         "target": identity,
         **{name: str(getattr(args, name)) for name in _ARGUMENTS_FIXED},
     }
-
-
-def _training_arguments(target: Any, out: Path, overrides: Mapping[str, Any]) -> DrafterTrainingArguments:
-    """Makes the arguments of a run.
-
-    Raises:
-        ValueError: arguments contradict each other.
-        TypeError: there is no such argument.
-    """
-    taken = sorted({"output_dir", "resume_from_checkpoint"} & overrides.keys())
-    if taken:
-        raise ValueError(f"{' and '.join(taken)}: --out decides; a run resumes from its own last checkpoint")
-    clocked = sorted({"max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
-    if overrides.get("max_minutes") is not None and clocked:
-        raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
-    fields = {"output_dir": str(out / "checkpoints"), "use_cpu": target.device.type == "cpu", **overrides}
-    fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
-    fields.setdefault("disable_tqdm", True)  # the run says by itself how far it is
-    if "num_train_epochs" in fields and "max_steps" not in fields:
-        fields["max_steps"] = -1
-    for name in ("fsdp", "deepspeed"):
-        if fields.get(name):
-            raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
-    if "eval_steps" in fields and "save_steps" not in fields:
-        fields["save_steps"] = fields["eval_steps"]  # every checkpoint has to be measured
-    # The state is made here, because the arguments would make one that waits for half an hour at most on CPUs.
-    timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
-    PartialState(cpu=fields["use_cpu"], timeout=timeout)
-    args = DrafterTrainingArguments(**fields)
-    # A process trains on one device. For several devices, `accelerate launch` starts several processes.
-    args._n_gpu = min(args.n_gpu, 1)
-    for tracker in get_reporting_integration_callbacks(args.report_to):
-        tracker()  # raises an error if it is not installed
-    return args
 
 
 def _callbacks(args: DrafterTrainingArguments) -> list[Any]:
