@@ -76,6 +76,11 @@ def plugin(monkeypatch):
         sys.modules.pop(f"hf_hsdraft.vllm_plugin.{name}", None)
 
 
+def drafter_for(target, **fields):
+    """One of the kind that the plugin drafts with; it reads no output of the last layer."""
+    return make_drafter(target, target_tap_layers=[1, 2], **fields)
+
+
 def served(plugin, drafter, target, parallel=1):
     """The drafter as vLLM builds and loads it, with the target's embedding and head put in."""
     config = plugin.config.HSDraftVllmConfig(**drafter.config.to_dict())
@@ -91,9 +96,10 @@ def served(plugin, drafter, target, parallel=1):
         cache_config=None,
     )
     model = plugin.model.HSDraftForVllm(vllm_config=vllm_config)
+    model = model.to(drafter.dtype).eval()
     model.load_weights(drafter.state_dict().items())
     model.model.embed_tokens, model.lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-    return model.eval()
+    return model
 
 
 def chain_by_vllm(model, taps, following, positions, depth):
@@ -122,10 +128,10 @@ def chain_by_training(drafter, target, taps, following, positions, tokens):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"injector": "low_rank"}, {"num_hidden_layers": 2}, {"sliding_window": 4}])
+@pytest.mark.parametrize("fields", [{}, {"injector": "low_rank"}, {"num_hidden_layers": 2}, {"sliding_window": 5}])
 def test_logits_are_those_of_training(plugin, fields):
-    target = make_target()
-    drafter = make_drafter(target, draft_vocab_ids=list(range(0, 97, 3)), draft_vocab_size=33, **fields)
+    target = make_target().double()
+    drafter = drafter_for(target, draft_vocab_ids=list(range(0, 97, 3)), draft_vocab_size=33, **fields).double()
     for parameter in drafter.parameters():  # an untrained injector says nothing
         parameter.add_(torch.randn_like(parameter) * 0.2)
     model, ids = served(plugin, drafter, target), drafter.draft_vocab_ids()
@@ -140,14 +146,14 @@ def test_logits_are_those_of_training(plugin, fields):
         logits, tokens = chain_by_vllm(model, taps[part], following[part], positions[part], depth=4)
         whole = slice(0, end)
         expected = chain_by_training(drafter, target, taps[whole], following[whole], positions[whole], tokens)
-        torch.testing.assert_close(logits[:, ids], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[:, ids], expected, atol=2e-3, rtol=2e-3)  # of values up to 100
         others = torch.ones(logits.shape[-1], dtype=torch.bool).index_fill(0, ids, False)
         assert bool((logits[:, others] == -torch.inf).all())
 
 
 def test_what_vllm_is_told_of_a_drafter(plugin):
     target = make_target()
-    drafter = make_drafter(target)
+    drafter = drafter_for(target)
     config = plugin.config.HSDraftVllmConfig(**drafter.config.to_dict())
     assert config.eagle_aux_hidden_state_layer_ids == list(drafter.taps)
     assert config.architectures == ["HSDraftForVllm"] and config.vocab_size == target.config.vocab_size
@@ -163,14 +169,14 @@ def test_what_vllm_is_told_of_a_drafter(plugin):
     ({"injector": "selector"}, "a selector"),
 ])  # fmt: skip
 def test_drafters_of_other_kinds_are_refused(plugin, fields, message):
-    drafter = make_drafter(make_target(), **fields)
+    drafter = drafter_for(make_target(), **fields)
     with pytest.raises(ValueError, match=message):
         plugin.config.HSDraftVllmConfig(**drafter.config.to_dict())
 
 
 def test_other_targets_are_refused(plugin):
     target = make_target()
-    drafter = make_drafter(target)
+    drafter = drafter_for(target)
     with pytest.raises(ValueError, match=r"num_hidden_layers=.*the drafter expects"):
         served(plugin, drafter, make_target(num_hidden_layers=target.config.num_hidden_layers + 1))
     with pytest.raises(ValueError, match="whole on one device"):

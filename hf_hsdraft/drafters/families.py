@@ -1,6 +1,7 @@
 """The families of drafters that come with the package; each registers itself. A new one is one more name here.
 
-Those whose parts work with older versions of transformers too register in a file of their own.
+A folder whose `__init__` registers its family cannot be entered without all that the family imports. Where parts of it
+are used without the rest, as the plugin for vLLM does, a file of the folder registers the family.
 """
 
 from . import block, causal_lm, eagle, specformer

@@ -50,6 +50,9 @@ class NgramProposer:
         self._most = vllm_config.scheduler_config.max_num_seqs
         self._texts: list[_Text] = []  # those used last stand first
 
+    def load_model(self, target: Any) -> None:
+        """Loads nothing. vLLM's runner for CPUs calls it for every proposer."""
+
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
@@ -65,7 +68,8 @@ class NgramProposer:
             token_ids_cpu: `[rows, max_model_len]`, the tokens.
             slot_mappings: means nothing here.
         """
-        waiting, used, drafts = self._texts, [], []
+        waiting, used = self._texts, []
+        drafts: list[list[int]] = []
         for row, sampled in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
             if not sampled or length >= self._longest:
