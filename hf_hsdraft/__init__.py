@@ -5,41 +5,54 @@ Importing this package makes `model.generate(**inputs, assistant_model=drafter)`
 nothing else changed.
 """
 
-from ._version import __version__
-from .acceleration.accelerator import register_acceleration
-from .acceleration.device_acceleration import DeviceAcceleration
-from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
-from .by_name import allow_names
-from .drafters.auto_drafter import AutoDrafter
-from .drafters.block.configuration import BlockConfig
-from .drafters.block.drafter import BlockDrafter
-from .drafters.causal_lm.lm_drafter import CausalLMDrafter
-from .drafters.eagle.configuration_eagle import EagleConfig
-from .drafters.eagle.modeling_eagle import EagleDrafter
-from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
-from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from .drafters.hidden_state.modeling_hsdraft import HSDrafter
-from .drafters.ngrams.cacheback import CachebackDrafter
-from .drafters.registry import register_drafter
-from .drafters.specformer.configuration_specformer import SpecFormerConfig
-from .drafters.specformer.modeling_specformer import SpecFormerDrafter
-from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
-from .engine.grammar_processor import GrammarProcessor
-from .engine.row_processors import register_form
-from .generate_hook import install
-from .hints import allow_hints
-from .repository.care import register_care
-from .repository.package_care import PackageCare
-from .target.target_loading import load_target
-from .trees.draft_tree import DraftTree
+from typing import Any
 
-allow_names()
-install()
-allow_attachments()
-allow_hints()
-register_care(PackageCare())
-register_acceleration(DeviceAcceleration)
-register_form(GrammarProcessor)
+from ._version import __version__
+from .transformers_version import needs_newer
+
+if needs_newer() is None:
+    from .acceleration.accelerator import register_acceleration
+    from .acceleration.device_acceleration import DeviceAcceleration
+    from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
+    from .by_name import allow_names
+    from .drafters.auto_drafter import AutoDrafter
+    from .drafters.block.configuration import BlockConfig
+    from .drafters.block.drafter import BlockDrafter
+    from .drafters.causal_lm.lm_drafter import CausalLMDrafter
+    from .drafters.eagle.configuration_eagle import EagleConfig
+    from .drafters.eagle.modeling_eagle import EagleDrafter
+    from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
+    from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+    from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from .drafters.ngrams.cacheback import CachebackDrafter
+    from .drafters.registry import register_drafter
+    from .drafters.specformer.configuration_specformer import SpecFormerConfig
+    from .drafters.specformer.modeling_specformer import SpecFormerDrafter
+    from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
+    from .engine.grammar_processor import GrammarProcessor
+    from .engine.row_processors import register_form
+    from .generate_hook import install
+    from .hints import allow_hints
+    from .repository.care import register_care
+    from .repository.package_care import PackageCare
+    from .target.target_loading import load_target
+    from .trees.draft_tree import DraftTree
+
+    allow_names()
+    install()
+    allow_attachments()
+    allow_hints()
+    register_care(PackageCare())
+    register_acceleration(DeviceAcceleration)
+    register_form(GrammarProcessor)
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Says why a name of the package is missing."""
+        if name in __all__:
+            raise ImportError(f"hf_hsdraft.{name} is not here: {needs_newer()}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Attachment",

@@ -203,6 +203,7 @@ def test_what_is_saved_here_is_what_the_package_speculators_loads(fields, target
     drafter.save_pretrained(tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
     assert document["sample_from_anchor"] is drafter.config.sample_from_anchor
+    assert document.keys() <= package.SpeculatorModelConfig.from_pretrained(tmp_path).to_dict().keys()  # as they write
 
     def make(target) -> BlockReference:
         kind = document["speculators_model_type"]

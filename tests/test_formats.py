@@ -114,6 +114,22 @@ def test_a_name_and_an_attached_name_draft(kind, folders, target, prompt):
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle"])
+@pytest.mark.parametrize("model_type", [None, "speculator_model"])  # earlier versions wrote one
+def test_a_drafter_takes_the_place_of_a_former_one(kind, model_type, folders, tmp_path):
+    drafter = AutoDrafter.from_pretrained(folders[kind])
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": model_type} if model_type else config))
+    assert torch.equal(AutoDrafter.from_pretrained(tmp_path).fc.weight, drafter.fc.weight)
+    for name in ("model-00001-of-00002.safetensors", "figures.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    drafter.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    assert not (tmp_path / "model-00001-of-00002.safetensors").exists() and not (tmp_path / "figures.json").exists()
+    assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
 def test_drafters_are_exported_as_others_read_them(kind, folders, tmp_path):
     run("export", folders[kind], "--to", "speculators", "--out", str(tmp_path / "out"))
     written = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_model_type"]

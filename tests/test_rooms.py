@@ -21,6 +21,7 @@ FLOORS = (
     "bench",
     "hub",
     "serving",
+    "vllm_plugin",
     "commands",
     "cli",
 )

@@ -1,5 +1,11 @@
-"""The families of drafters that come with the package; each registers itself. A new one is one more name here."""
+"""The families of drafters that come with the package; each registers itself. A new one is one more name here.
 
-from . import block, causal_lm, eagle, hidden_state, ngrams, specformer
+A folder whose `__init__` registers its family cannot be entered without all that the family imports. Where parts of it
+are used without the rest, as the plugin for vLLM does, a file of the folder registers the family.
+"""
 
-__all__ = ["block", "causal_lm", "eagle", "hidden_state", "ngrams", "specformer"]
+from . import block, causal_lm, eagle, specformer
+from .hidden_state import hidden_state_family
+from .ngrams import ngram_family
+
+__all__ = ["block", "causal_lm", "eagle", "hidden_state_family", "ngram_family", "specformer"]

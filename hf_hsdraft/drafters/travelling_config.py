@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..common.checks import LONGEST_NAME, is_code_file, is_integer, is_number, public_name, short
 from ..repository.drafter_files import FORMAT_VERSION
-from ..target.target_limits import decoder_layers
+from ..target.text_configs import decoder_layers
 from .special_tokens import AnySpecialTokens
 
 logger = logging.get_logger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 
 from ..common.checks import is_code_file, public_name
-from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, read_json
+from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, read_json, type_in
 
 ENTRY = "hub_entry"  # of the code that travels
 ADAPTER_CONFIG = "adapter_config.json"
@@ -60,7 +60,7 @@ class RepositoryCare:
                 folder = stage_adapter(folder, Path(place))
             elif CONFIG in there:
                 api.hf_hub_download(repo_id, CONFIG, revision=options.get("revision"), local_dir=place)
-                check_is_drafter(Path(place), str(read_json(folder / CONFIG).get("model_type")))
+                check_is_drafter(Path(place), type_in(read_json(folder / CONFIG)))
                 ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *(set(DOCUMENTS) - {CARD})]
                 former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
                 former |= there & self.former_code(Path(place))

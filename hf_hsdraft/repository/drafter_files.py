@@ -30,6 +30,8 @@ DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights and code
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
+SPECULATOR = "speculator_model"  # type of all drafters in the format of the package speculators
+
 _LARGEST_JSON = 64 * 2**20  # bytes; a million token ids take a tenth of it
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 _NOT_OF_A_CONFIG = {"configuration_files", "self", "cls"}  # names that mean something to whoever reads the file
@@ -110,12 +112,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
+def type_in(config: Mapping[str, Any]) -> str | None:
+    """Returns the type of model that a config.json stands for; `None` if it names none.
+
+    Files in the format of the package speculators name no `model_type`. All of them are of one type here, with those
+    that name one.
+    """
+    return SPECULATOR if "speculators_model_type" in config else config.get("model_type")
+
+
 def check_is_drafter(folder: Path, model_type: str | None) -> None:
     """Raises a ValueError or OSError for a folder of something else, such as a target's or an adapter's."""
     if not (folder / CONFIG).is_file() and (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder} is an adapter: load the drafter it adapts, then drafter.load_adapter() with this")
     config = read_json(folder / CONFIG)
-    found = config.get("model_type")
+    found = type_in(config)
     if found != model_type:
         raise ValueError(f"{folder} holds a model of type {printable(found)!r}, not a drafter of type {model_type!r}")
     if wrong := sorted(_NOT_OF_A_CONFIG & config.keys()):

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 
 from .care import ADAPTER_CONFIG, ENTRY, RepositoryCare, prepare_repository, stage_adapter
 from .code_files import write_flat
-from .drafter_files import CARD, CONFIG, DamagedFile, NotFetched, check_is_drafter, read_json, sha256
+from .drafter_files import CARD, CONFIG, DamagedFile, NotFetched, check_is_drafter, read_json, sha256, type_in
 from .generate_recipe import generate
 from .model_card import write_card
 from .publication import is_generated, is_ours
@@ -144,7 +144,7 @@ class PackageCare(RepositoryCare):
         with tempfile.TemporaryDirectory() as place:
             api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
             try:
-                check_is_drafter(Path(place), read_json(folder / CONFIG).get("model_type"))
+                check_is_drafter(Path(place), type_in(read_json(folder / CONFIG)))
             except ValueError as error:
                 message = f"{repo_id} holds something else than a drafter, nothing was sent ({error})"
                 raise ValueError(message.replace(place, repo_id)) from None

@@ -39,6 +39,7 @@ from .drafter_files import (
     digests,
     read_json,
     tensors,
+    type_in,
 )
 from .generate_recipe import generate
 
@@ -68,7 +69,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         for path in written:
             if (folder / path).is_dir() or (folder / path).parent.is_file():
                 raise OSError(f"{folder / path} cannot be written: something of that name is in the way")
-        former = _is_drafter(folder, str(read_json(partial / CONFIG).get("model_type")))
+        former = _is_drafter(folder, type_in(read_json(partial / CONFIG)))
         code = care().former_code(folder) if former else ()
         for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
             (folder / path).parent.mkdir(exist_ok=True)
@@ -161,7 +162,7 @@ def _same_weights(one: Path, other: Path) -> bool:
     )
 
 
-def _is_drafter(folder: Path, model_type: str) -> bool:
+def _is_drafter(folder: Path, model_type: str | None) -> bool:
     try:
         check_is_drafter(folder, model_type)
     except (OSError, ValueError):

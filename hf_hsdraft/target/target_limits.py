@@ -17,6 +17,8 @@ from ..common.tuning import TUNING
 from ..trees.tree_masks import MASKED_ATTENTION
 from .growing_cache import GrowingLayer
 from .static_cache import why_not_static
+from .text_configs import decoder_layers as decoder_layers
+from .text_configs import text_config as text_config
 
 _TREE_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer"}
 
@@ -43,17 +45,6 @@ class Limit:
     last: int
     ever: bool
     reason: str
-
-
-def text_config(target: Any) -> Any:
-    """The configuration of the part of a target that decodes text."""
-    return target.config.get_text_config(decoder=True)
-
-
-def decoder_layers(config: Any) -> int:
-    """Number of layers of a target's decoder, by the configuration of its text; T5 counts the encoder's apart."""
-    layers = getattr(config, "num_decoder_layers", None)
-    return layers if isinstance(layers, int) and layers else config.num_hidden_layers
 
 
 def why_refused(target: Any, cache: Any) -> str:

@@ -64,7 +64,6 @@ def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
     target = public_name(config.target_name)
     return {
         "architectures": [_ARCHITECTURES[kind]],
-        "model_type": "speculator_model",
         "dtype": str(dtype).removeprefix("torch."),
         **speculators_fields(kind, config.num_draft_steps, target, config.target_architectures),
         "transformer_layer_config": layer,

@@ -56,7 +56,6 @@ def fields_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
             kind, config.num_draft_steps, public_name(config.target_name), config.target_architectures
         ),
         "architectures": [_CLASSES[kind]],
-        "model_type": "speculator_model",
         "transformer_layer_config": described,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,

@@ -1,0 +1,97 @@
+"""N-grams of the running text as a proposer of vLLM (method `custom_class`). It imports nothing of vLLM.
+
+vLLM tells a proposer the tokens of each row, but not which request a row belongs to. Rows move when requests end. So
+tables are found again by the text that they were made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..common.tuning import TUNING
+from ..drafters.ngrams.ngram_cache import NgramCache
+
+_LENGTH = 4  # of the longest leader, as `ngram_length` is by default
+
+
+@dataclass
+class _Text:
+    """The tables of a text, and the tokens that they hold, `[n]`."""
+
+    tokens: np.ndarray
+    cache: NgramCache
+
+    def begins(self, tokens: np.ndarray) -> bool:
+        """Whether the tokens are this text, or go on from it."""
+        return len(self.tokens) <= len(tokens) and np.array_equal(self.tokens, tokens[: len(self.tokens)])
+
+
+class NgramProposer:
+    """Drafts chains by the n-grams of each text ("Cacheback", section 3), as `CachebackDrafter` with `beam_width=1`.
+
+        LLM(model, speculative_config={
+            "method": "custom_class",
+            "model": "hf_hsdraft.vllm_plugin.ngram_proposer.NgramProposer",
+            "num_speculative_tokens": 5,
+        })
+
+    Args:
+        vllm_config: vLLM's own configuration.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._depth = min(vllm_config.speculative_config.num_speculative_tokens, TUNING.ngram_depth)
+        self._longest = vllm_config.model_config.max_model_len
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._most = vllm_config.scheduler_config.max_num_seqs
+        self._texts: list[_Text] = []  # those used last stand first
+
+    def load_model(self, target: Any) -> None:
+        """Loads nothing. vLLM's runner for CPUs calls it for every proposer."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Returns drafted tokens for each row; none for a row that is still reading its prompt.
+
+        Args:
+            sampled_token_ids: tokens that each row got in this step, empty while it reads its prompt.
+            num_tokens_no_spec: `[rows]`, number of tokens of each text, those of this step included.
+            token_ids_cpu: `[rows, max_model_len]`, the tokens.
+            slot_mappings: means nothing here.
+        """
+        waiting, used = self._texts, []
+        drafts: list[list[int]] = []
+        for row, sampled in enumerate(sampled_token_ids):
+            length = int(num_tokens_no_spec[row])
+            if not sampled or length >= self._longest:
+                drafts.append([])
+                continue
+            tokens = token_ids_cpu[row, :length].copy()
+            text = self._text_of(tokens, waiting)
+            used.append(text)
+            depth = min(self._depth, self._longest - length)
+            known = text.cache.last == tokens[-1]  # not so for an id beyond the vocabulary
+            drafts.append(list(text.cache.draft(depth, depth, width=1).tokens[1:]) if known else [])
+        self._texts = [*used, *waiting][: 2 * self._most]
+        return drafts
+
+    def _text_of(self, tokens: np.ndarray, waiting: list[_Text]) -> _Text:
+        """Takes the longest text out of `waiting` that the tokens go on from, or begins one, and enters the tokens."""
+        fitting = [text for text in waiting if text.begins(tokens)]
+        text = max(fitting, key=lambda each: len(each.tokens), default=None)
+        if text is None:
+            text = _Text(tokens[:0], NgramCache(_LENGTH, vocab_size=self._vocab_size))
+        else:
+            waiting[:] = [each for each in waiting if each is not text]
+        text.cache.extend(tokens[len(text.tokens) :].tolist())
+        text.tokens = tokens
+        return text
