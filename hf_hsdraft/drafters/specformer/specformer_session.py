@@ -88,6 +88,6 @@ class SpecFormerSession(ParallelSession):
     def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
             return super().expansion(asks, hidden, depth, options)
-        frames, drawn = self.drafter.frames(hidden, self.weights), options.tree_builder != "beam"
+        frames, drawn = self.drafter.frames(hidden, self.weights), options.drawn
         temperature = options.temperature if drawn else 1.0
         return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, self.race(asks, depth))
