@@ -101,4 +101,4 @@ def test_chains_and_thresholds():
 
 def test_texts_are_distributed_as_the_targets():
     outcome = check("walk", "p_best", "none", 1.0, samples=8000)
-    assert outcome.p_value > 1e-4 and outcome.accepted > 0.3
+    assert outcome.p_value > 1e-4 and outcome.accepted > 0.1

@@ -79,6 +79,9 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         for path in folder.iterdir() if former else []:
             if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():
                 path.unlink(missing_ok=True)
+        for name in (REFINER_CONFIG, REFINER_WEIGHTS) if former else ():
+            if Path(name) not in written:
+                (folder / name).unlink(missing_ok=True)
         for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
             if Path(one) in written:
                 (folder / other).unlink(missing_ok=True)
@@ -89,8 +92,12 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 
 def is_ours(name: str, code: Collection[str]) -> bool:
-    """Whether a file at the top of a repository is one that a drafter brings: weights, documents, or its `code`."""
-    return name in (WEIGHTS, INDEX, *DOCUMENTS) or name in code or bool(_SHARD.fullmatch(name))
+    """Whether a file of a repository is one that a drafter brings: weights, refiner, documents, or its `code`."""
+    return (
+        name in (WEIGHTS, INDEX, REFINER_CONFIG, REFINER_WEIGHTS, *DOCUMENTS)
+        or name in code
+        or bool(_SHARD.fullmatch(name))
+    )
 
 
 def stands_alone(auto_map: Any) -> bool:
