@@ -72,7 +72,6 @@ class HSDraftSession(Session):
         self.drafter, self.weights = drafter, weights
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
         sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
-        self.kind = *sizes, drafter.dtype, drafter.device
         self._options = options or DraftOptions.of(drafter)
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
@@ -81,7 +80,7 @@ class HSDraftSession(Session):
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(batch_size)]
         self._refiner = Refiner.of(drafter, self._options, weights, batch_size)
-        self.kind = *self.kind, self._refiner is not None
+        self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}

@@ -51,7 +51,7 @@ class SpecFormerSession(ParallelSession):
         context = RowContext(batch_size, 1, heads, width, drafter.device, drafter.dtype)
         super().__init__(drafter, weights, options, context, foresight)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
-        place = drafter.dtype, drafter.device
+        place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
         # What was made of the last position of each text that was read.
         self._last = torch.zeros(batch_size, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
