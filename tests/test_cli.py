@@ -21,7 +21,7 @@ NAMES = [
     "first-calls",
     "info",
 ]
-NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "support", "throughput", "train"]
+NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "support", "throughput", "train", "train-refiner"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,8 @@ from hub_server import HubServer
 from safetensors.torch import save
 
 from hf_hsdraft import BlockDrafter, HSDrafter
+from hf_hsdraft.drafters.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.drafters.refiner_files import save_refiner
 from hf_hsdraft.repository.drafter_files import digests
 from hf_hsdraft.target.target_loading import embedded_gguf
 
@@ -69,13 +71,17 @@ CODE = {
     "observers.py",
     "options.py",
     "own_choice.py",
+    "p_best_trees.py",
     "pacing.py",
     "packed_texts.py",
     "parallel_expansion.py",
+    "path_lm.py",
     "pretrained_drafter.py",
     "protocol.py",
     "publication.py",
     "recorder.py",
+    "refinement.py",
+    "refiner_files.py",
     "refusals.py",
     "registry.py",
     "rejection.py",
@@ -485,6 +491,33 @@ answer([
         home="stranger",
     )
     assert all(kind == "OSError" and "log in" in message for kind, message in stranger), stranger
+
+
+def test_a_refiner_travels_with_its_drafter_and_goes_with_it(bench):
+    drafter = HSDrafter.from_pretrained(bench.folder / "drafter")
+    drafter.save_pretrained(bench.folder / "refined")
+    torch.manual_seed(7)
+    refiner = PathLM(PathLMSizes(32, drafter.config.draft_vocab_size))
+    save_refiner(refiner, bench.folder / "refined", drafter.draft_vocab_ids())
+    push = """
+from hf_hsdraft import BlockDrafter, HSDrafter
+drafter = HSDrafter.from_pretrained("{0}")
+drafter.generation_config.refinement = {1}
+drafter.push_to_hub("user/refined")
+"""
+    bench.child(push.format("refined", 0.3), home="author", token=TOKEN)
+    pull = """
+remote = AutoModel.from_pretrained("user/refined", trust_remote_code=True)
+assert "hf_hsdraft" not in sys.modules
+files = sys.modules[type(remote).__module__.rpartition(".")[0] + ".refiner_files"]
+found = files.refiner_of(remote)
+weights = None if found is None else found.up.weight.sum().item()
+answer([tokens(assistant_model=remote), remote.generation_config.refinement, weights])
+"""
+    plain = [bench.plain, 0.3, pytest.approx(float(refiner.up.weight.sum()))]
+    assert bench.child(pull, home="for_refined") == plain
+    bench.child(push.format("drafter", 0.0), home="author", token=TOKEN)
+    assert bench.child(pull, home="for_refined") == [bench.plain, 0.0, None]
 
 
 def test_pushing_leaves_alone_what_is_not_the_drafters(bench):

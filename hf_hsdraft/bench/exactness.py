@@ -24,7 +24,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..trees.builder_registry import TREE_BUILDERS
+from ..trees.builder_registry import DRAWING, TREE_BUILDERS
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_builders import Expansion, TreeLimits
 from ..verifiers.registry import VERIFIERS
@@ -43,7 +43,8 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-LIMITS = {"beam": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4)}  # tree size and beam width of each builder
+# Tree size and beam width of each builder.
+LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4)}
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
 def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
-    """Yields all settings. Rules for drawn nodes are left out where a beam builds the trees."""
+    """Yields all settings. Rules for drawn nodes are left out where none are drawn."""
     for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
-        if builder != "beam" or not rule.drawn_nodes:
+        if builder in DRAWING or not rule.drawn_nodes:
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

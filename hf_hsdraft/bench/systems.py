@@ -230,7 +230,7 @@ def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> Syste
         raise ValueError(f"variant {variant.text!r}: {error}") from None
     finally:
         drafter.generation_config = stored
-    alike = chosen.verification == "walk" and chosen.tree_builder == "beam"  # others draw further random numbers
+    alike = chosen.verification == "walk" and not chosen.drawn  # others draw further random numbers
     name = f"{label}: {variant.text}" if label else variant.text
     return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike)
 

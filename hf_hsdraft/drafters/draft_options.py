@@ -14,7 +14,7 @@ from ..common.checks import few, is_integer, is_number, printable
 from ..common.options import Option
 from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
-from ..trees.builder_registry import TREE_BUILDERS
+from ..trees.builder_registry import DRAWING, TREE_BUILDERS
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Verifier
 
@@ -39,7 +39,8 @@ class DraftOptions:
         depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
         tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
-        tree_builder: `"beam"`, `"gumbel"` or `"stochastic_beam"`; the last two draw nodes instead of taking the best.
+        tree_builder: `"beam"` takes the best nodes and `"p_best"` the best whole paths; `"gumbel"` and
+            `"stochastic_beam"` draw their nodes.
         verification: `"walk"` or `"rejection"`.
         temperature: of the draws of a sampled tree.
         ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
@@ -61,6 +62,11 @@ class DraftOptions:
     costs: Costs | None = None
     packed_weights: bool | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether nodes are drawn, by the distributions that a rule of verification may ask for."""
+        return self.tree_builder in DRAWING
 
     def shared_by(self, rows: int) -> DraftOptions:
         """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
@@ -115,8 +121,8 @@ class DraftOptions:
             verification=option("verification"),
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
             # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
-            ngram_length=option("ngram_length") if builder == "beam" else 0,
-            tree_sizing=option("tree_sizing") if builder == "beam" else "fixed",
+            ngram_length=option("ngram_length") if builder not in DRAWING else 0,
+            tree_sizing=option("tree_sizing") if builder not in DRAWING else "fixed",
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
             own={name: each.checked(option(name)) for name, each in own.items()},
@@ -150,14 +156,14 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
         if option(name) not in allowed:
             raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {', '.join(allowed)}")
     builder, verification, packed = map(option, ("tree_builder", "verification", "packed_weights"))
-    if VERIFIERS[verification].drawn_nodes and builder == "beam":
+    if VERIFIERS[verification].drawn_nodes and builder not in DRAWING:
         raise ValueError(
-            f"verification={verification!r} is invalid with tree_builder='beam': its ratio holds for drawn nodes "
-            "only, the best nodes of a beam would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
+            f"verification={verification!r} is invalid with tree_builder={builder!r}: its ratio holds for drawn nodes "
+            "only, the best nodes or paths would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
         )
     if builder != "beam" and not drafter.draws_nodes:
         raise ValueError(
-            f"tree_builder={builder!r} is invalid for a {type(drafter).__name__}, which does not draw its nodes: "
+            f"tree_builder={builder!r} is invalid for a {type(drafter).__name__}, which grows its trees by itself: "
             "expected tree_builder='beam', and with it verification='walk'"
         )
     if packed is not None and not isinstance(packed, bool):

@@ -16,6 +16,7 @@ from ..common.tuning import TUNING
 from ..trees.tree_builders import Expansion
 from ..verifiers.foresight import Race
 from .candidates import biased
+from .refinement import Refinement
 
 
 class TokenBias:
@@ -62,6 +63,7 @@ class _Part:
         logits: `[B, depth, C]`, their logits.
         race: the race among them.
         reach: `[B, depth, C]`, where the bias changes their logits; `None` for everywhere.
+        refined: the last product of the refinement for those columns.
     """
 
     columns: torch.Tensor | None
@@ -69,6 +71,7 @@ class _Part:
     logits: torch.Tensor
     race: Race | None
     reach: torch.Tensor | None
+    refined: Transform | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class ParallelExpansion(Expansion):
         temperature: of the distributions given.
         race: where the target's draws are foreseen. Probabilities are those of winning the race then.
         reach: `[B, depth, V']`, bool, the tokens of each depth whose logits the bias changes; `None` for all tokens.
+        refinement: what refines the logits by the tokens of the path; `None` for nothing.
     """
 
     logits: torch.Tensor
@@ -88,6 +92,7 @@ class ParallelExpansion(Expansion):
     temperature: float = 1.0
     race: Race | None = None
     reach: torch.Tensor | None = None
+    refinement: Refinement | None = None
 
     @property
     def depth(self) -> int:  # type: ignore[override]
@@ -95,7 +100,7 @@ class ParallelExpansion(Expansion):
 
     @property
     def has_states(self) -> bool:  # type: ignore[override]
-        return self.bias is not None
+        return self.bias is not None or self.refinement is not None
 
     def __call__(
         self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -123,7 +128,25 @@ class ParallelExpansion(Expansion):
     def _known(
         self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits of the children of some nodes, which are told their paths, and the states of the nodes."""
+        """The logits of the children of some nodes, which are told their paths, and the states of the nodes.
+
+        With a refinement the states of its model stand before those of the bias.
+        """
+        if self.refinement is None:
+            return self._drafted(part, level, tokens, states)
+        size, own, read = self.refinement.state_size, None, None
+        if states is not None:
+            read, own = states[..., :size], states[..., size:]
+        logits, own = self._drafted(part, level, tokens, own)
+        read = self.refinement.advance(tokens, read)
+        assert part.refined is not None
+        logits = self.refinement(level, logits, read, part.refined)
+        return logits, read if own is None else torch.cat([read, own], dim=-1)
+
+    def _drafted(
+        self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same by the drafter alone."""
         logits = part.logits[:, level - 1 : level]
         if self.bias is None:
             return logits, None
@@ -144,7 +167,9 @@ class ParallelExpansion(Expansion):
     @cached_property
     def _whole(self) -> _Part:
         """All of the vocabulary."""
-        return _Part(None, None if self.bias is None else self.bias.up, self.logits, self.race, self.reach)
+        up = None if self.bias is None else self.bias.up
+        refined = None if self.refinement is None else self.refinement.model.up
+        return _Part(None, up, self.logits, self.race, self.reach, refined)
 
     @cached_property
     def _part(self) -> _Part:
@@ -162,7 +187,8 @@ class ParallelExpansion(Expansion):
         columns = self._columns[:, None].expand(-1, self.depth, -1)
         race = None if race is None else race.among(self._columns)
         reach = None if self.reach is None else self.reach.gather(-1, columns)
-        return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach)
+        refined = None if self.refinement is None else self.refinement.among(self._columns)
+        return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined)
 
     @cached_property
     def _columns(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ from .draft_memory import DraftMemory
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
 from .protocol import Accepted, Ask, Session
+from .refinement import Refiner
 from .row_context import RowContext, Slots
 
 Columns = tuple[torch.Tensor, ...]  # what waits to be read of some positions, each `[n, ...]`; the positions are last
@@ -65,9 +66,10 @@ class ParallelSession(Session):
     ) -> None:
         self.drafter, self.weights, self._options = drafter, weights, options
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if options.tree_builder == "beam" and fits else None
+        self._foresight = foresight if not options.drawn and fits else None
         self._context = context
         self._rows = [_Row() for _ in context.lengths]
+        self._refiner = Refiner.of(drafter, options, weights, len(self._rows))
 
     def columns(self, news: Accepted) -> Columns:
         """Returns what is kept of news until they are read, where the drafter is."""
@@ -106,6 +108,8 @@ class ParallelSession(Session):
             row, columns = self._rows[each.row], self.columns(each)
             row.pending.append(columns)
             row.anchor = columns[-1][-1:] + 1
+            if self._refiner is not None:
+                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
             if len(row.pending) > TUNING.most_pending:  # nothing was drafted for long
                 self.read_pending([each.row])
 
@@ -162,8 +166,9 @@ class ParallelSession(Session):
             options: of the draft.
         """
         logits, bias = self.predicted(hidden, depth)
-        temperature = 1.0 if options.tree_builder == "beam" else options.temperature
-        return ParallelExpansion(logits, bias, temperature, self.race(asks, depth))
+        temperature = options.temperature if options.drawn else 1.0
+        refinement = None if self._refiner is None else self._refiner.refinement([ask.row for ask in asks])
+        return ParallelExpansion(logits, bias, temperature, self.race(asks, depth), refinement=refinement)
 
     def race(self, asks: Sequence[Ask], depth: int) -> Race | None:
         """Returns the race that decides the draws to come, where these are foreseen."""

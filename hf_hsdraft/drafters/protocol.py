@@ -162,7 +162,7 @@ class Drafter:
     Attributes:
         taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
         num_draft_steps: greatest `num_assistant_tokens`.
-        draws_nodes: whether its sessions can draw their nodes, as a `tree_builder` other than `"beam"` asks for.
+        draws_nodes: whether its sessions can grow trees by any `tree_builder`, also by those that draw nodes.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
         own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
         saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.

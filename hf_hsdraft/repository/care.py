@@ -14,7 +14,18 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 
 from ..common.checks import is_code_file, public_name
-from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, read_json, type_in
+from .drafter_files import (
+    CARD,
+    CONFIG,
+    DOCUMENTS,
+    INDEX,
+    REFINER_CONFIG,
+    REFINER_WEIGHTS,
+    WEIGHTS,
+    check_is_drafter,
+    read_json,
+    type_in,
+)
 
 ENTRY = "hub_entry"  # of the code that travels
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,7 +72,8 @@ class RepositoryCare:
             elif CONFIG in there:
                 api.hf_hub_download(repo_id, CONFIG, revision=options.get("revision"), local_dir=place)
                 check_is_drafter(Path(place), type_in(read_json(folder / CONFIG)))
-                ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *(set(DOCUMENTS) - {CARD})]
+                ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", REFINER_CONFIG, REFINER_WEIGHTS]
+                ours += sorted(set(DOCUMENTS) - {CARD})
                 former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
                 former |= there & self.former_code(Path(place))
                 stale = sorted(name for name in former if not (folder / name).is_file())

@@ -25,6 +25,8 @@ from .drafter_files import (
     CONFIG,
     INDEX,
     OPTIONS,
+    REFINER_CONFIG,
+    REFINER_WEIGHTS,
     WEIGHTS,
     DamagedFile,
     find_folder,
@@ -71,7 +73,8 @@ class Checkpoint:
             OSError: there is no such folder or repository, or it holds no configuration.
             DamagedFile: the configuration is damaged.
         """
-        folder = find_folder(name, (CONFIG, OPTIONS, LOOSE_MASK, INDEX), subfolder, **hub)
+        wanted = (CONFIG, OPTIONS, LOOSE_MASK, INDEX, REFINER_CONFIG, REFINER_WEIGHTS)
+        folder = find_folder(name, wanted, subfolder, **hub)
         if os.path.isdir(name):
             return cls(os.fspath(name), folder, read_json(folder / CONFIG))
         commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name

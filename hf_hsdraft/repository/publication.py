@@ -2,6 +2,7 @@
 
     config.json, generation_config.json     sizes, target, digests, the map to the code; drafting options
     model.safetensors                       weights
+    refiner/                                what refines the drafts, where it was trained
     *.py, custom_generate/                  the code, for those who have not installed it
     training_recipe.json, figures.json      how it was trained, what was measured
     README.md, *.png                        the card, made of those
@@ -34,6 +35,8 @@ from .drafter_files import (
     FORMAT_VERSION,
     INDEX,
     RECIPE,
+    REFINER_CONFIG,
+    REFINER_WEIGHTS,
     WEIGHTS,
     check_is_drafter,
     digests,
@@ -77,6 +80,9 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         for path in folder.iterdir() if former else []:
             if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():
                 path.unlink(missing_ok=True)
+        for name in (REFINER_CONFIG, REFINER_WEIGHTS) if former else ():
+            if Path(name) not in written:
+                (folder / name).unlink(missing_ok=True)
         for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
             if Path(one) in written:
                 (folder / other).unlink(missing_ok=True)
@@ -87,8 +93,12 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 
 def is_ours(name: str, code: Collection[str]) -> bool:
-    """Whether a file at the top of a repository is one that a drafter brings: weights, documents, or its `code`."""
-    return name in (WEIGHTS, INDEX, *DOCUMENTS) or name in code or bool(_SHARD.fullmatch(name))
+    """Whether a file of a repository is one that a drafter brings: weights, refiner, documents, or its `code`."""
+    return (
+        name in (WEIGHTS, INDEX, REFINER_CONFIG, REFINER_WEIGHTS, *DOCUMENTS)
+        or name in code
+        or bool(_SHARD.fullmatch(name))
+    )
 
 
 def stands_alone(auto_map: Any) -> bool:
@@ -129,12 +139,22 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     (partial / "custom_generate" / "requirements.txt").write_text(needed, encoding="utf-8")
     if source is not None and _is_drafter(source, config.model_type):
         _bring_documents(source, partial)
+        bring_refiner(source, partial)
     elif _is_drafter(folder, config.model_type) and _same_weights(folder, partial):
         _bring_documents(folder, partial)
+        bring_refiner(folder, partial)
     card = folder / CARD
     if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
         shutil.copyfile(card, partial / CARD)
     care().write_card(partial, folder.resolve().name)
+
+
+def bring_refiner(source: Path, partial: Path) -> None:
+    """Copies the refiner of a drafter, if it has one. It fits the vocabulary, whatever became of the weights."""
+    for name in (REFINER_CONFIG, REFINER_WEIGHTS):
+        if (source / name).is_file():
+            (partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, partial / name)
 
 
 def _bring_documents(source: Path, partial: Path) -> None:

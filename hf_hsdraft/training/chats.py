@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,35 @@ def read_chats(path: str | os.PathLike[str]) -> list[Chat]:
         FileNotFoundError: there is no such file or folder.
         ValueError: it holds no chats.
     """
-    place = Path(path)
+    chats = [Chat.of(found, _label(row)) for row, found in _rows_of(Path(path))]
+    if not chats:
+        raise ValueError(f"{path} holds no chats: expected lines with `messages` or `turns`, or a folder of a run")
+    return chats
+
+
+def read_answered(path: str | os.PathLike[str]) -> list[Conversation]:
+    """Reads finished chats, from what `read_chats` reads; prompts are left out.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: it holds no finished chats.
+    """
+    chats = [found for _, found in _rows_of(Path(path)) if isinstance(found, Conversation)]
+    if not chats:
+        raise ValueError(f"{path} holds no answers: expected lines with `messages`, or a folder of a run")
+    return chats
+
+
+def _rows_of(place: Path) -> Iterator[tuple[dict[str, Any], Conversation | Prompt]]:
     if not place.exists():
         raise FileNotFoundError(f"there is no file or folder {place}")
-    if place.is_dir():
-        inner = place / "data" if list((place / "data" / "data").glob("*.parquet")) else place
-        rows: Iterable[dict[str, Any]] = RowFolder(inner).rows()
-        chats = [Chat.of(Conversation.of(row["messages"]), _label(row)) for row in rows if row.get("messages")]
-    else:
-        chats = [Chat.of(found, _label(row)) for row, found in read_rows(place)]
-    if not chats:
-        raise ValueError(f"{place} holds no chats: expected lines with `messages` or `turns`, or a folder of a run")
-    return chats
+    if not place.is_dir():
+        yield from read_rows(place)
+        return
+    inner = place / "data" if list((place / "data" / "data").glob("*.parquet")) else place
+    for row in RowFolder(inner).rows():
+        if row.get("messages"):
+            yield row, Conversation.of(row["messages"])
 
 
 def _label(row: dict[str, Any]) -> str:

@@ -19,6 +19,24 @@ def beam_trees(
     most probable stay. They form a tree, because a child is never more probable than its parent. `beam_width` does not
     limit the children that stay: where the drafter is unsure, many children of the root are worth more than deep paths.
     """
+    tokens, parents, depths, scores = searched(expansion, root_tokens, vocab_ids, limits)
+    if expansion.depth > min(limits.max_depths):
+        scores = scores.masked_fill(depths > scores.new_tensor(limits.max_depths)[:, None], -math.inf)
+    # The sort is stable: of equal scores the earlier one comes first, which may be the other one's parent.
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, : limits.tree_size].sort(dim=1).values
+    kept = torch.stack([order + 1, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
+    rows = zip(root_tokens.tolist(), kept.tolist(), scores.gather(1, order).tolist(), strict=True)
+    return [_tree(root, children, of_row, limits.threshold) for root, children, of_row in rows]
+
+
+def searched(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the children that a beam search finds: tokens, numbers of parents, depths and scores, each `[B, C]`.
+
+    Of each depth they are the `tree_size` most probable ones, the best first. The root has number 0, and the child in
+    column i has number i + 1. `max_depths` and `threshold` are not looked at. Arguments: see `TreeBuilder`.
+    """
     tokens = root_tokens[:, None]
     scores = torch.zeros_like(tokens, dtype=torch.float32)
     states: torch.Tensor | None = None
@@ -36,13 +54,7 @@ def beam_trees(
         found += tokens.shape[1]
         tokens, scores, states = tokens[:, :width], scores[:, :width], states_of(states, parents[:, :width])
     tokens, parents, depths, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
-    if expansion.depth > min(limits.max_depths):
-        scores = scores.masked_fill(depths > scores.new_tensor(limits.max_depths)[:, None], -math.inf)
-    # The sort is stable: of equal scores the earlier one comes first, which may be the other one's parent.
-    order = scores.argsort(dim=1, descending=True, stable=True)[:, : limits.tree_size].sort(dim=1).values
-    kept = torch.stack([order + 1, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
-    rows = zip(root_tokens.tolist(), kept.tolist(), scores.gather(1, order).tolist(), strict=True)
-    return [_tree(root, children, of_row, limits.threshold) for root, children, of_row in rows]
+    return tokens, parents, depths, scores
 
 
 def _tree(root: int, children: list[list[int]], scores: list[float], threshold: float) -> DraftTree:

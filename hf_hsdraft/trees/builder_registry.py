@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from .beam_trees import beam_trees
+from .p_best_trees import p_best_trees
 from .sampled_trees import gumbel_trees, stochastic_beam_trees
 from .tree_builders import TreeBuilder
 
 TREE_BUILDERS: dict[str, TreeBuilder] = {
     "beam": beam_trees,
+    "p_best": p_best_trees,
     "gumbel": gumbel_trees,
     "stochastic_beam": stochastic_beam_trees,
 }
+DRAWING = frozenset({"gumbel", "stochastic_beam"})  # those that draw their nodes

@@ -85,7 +85,8 @@ class BlockSession(ParallelSession):
         super().__init__(drafter, weights, options, context, foresight)
         extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
-        self.kind = sizes, layers, config.block_size, *ends, *extra, drafter.dtype, drafter.device
+        place = drafter.dtype, drafter.device, self._refiner is not None
+        self.kind = sizes, layers, config.block_size, *ends, *extra, *place
         mask = torch.tensor(config.mask_token_id, device=drafter.device)
         self._mask = weights.embed(mask)
         self._slots = torch.arange(config.block_size, device=drafter.device)

@@ -15,10 +15,11 @@ from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
 from ...repository.checkpoint import LOOSE_MASK
 from ...target.target_limits import decoder_layers, text_config
-from ..draft_options import default_options
+from ..draft_options import DraftOptions, default_options
 from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall
 from ..published_drafter import PublishedDrafter, SpeculatorsFiles
+from ..refinement import REFINEMENT, check_refinement
 from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows
@@ -39,6 +40,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
     """
 
     draws_nodes = True
+    own_options = (REFINEMENT,)
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -115,7 +117,10 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
     def default_generation_config(self) -> GenerationConfig:
         """Returns the drafting options of a drafter that was saved without any."""
         steps = self.config.num_draft_steps
-        return default_options(steps, tree_size=max(24, steps), beam_width=8)
+        return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
+
+    def check_together(self, options: DraftOptions) -> None:
+        check_refinement(self, options)
 
     def check(self, target: Any) -> None:
         config, wanted = text_config(target), self.config

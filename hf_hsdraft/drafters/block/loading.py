@@ -70,7 +70,7 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
         state["mask_embedding"] = _mask_of(checkpoint, config)
     drafter.load_state_dict(state, assign=True)
     drafter.to(dtype or drafter.dtype).eval()
-    drafter.name_or_path = checkpoint.name
+    drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder
     return drafter
 
 

@@ -67,7 +67,7 @@ class CausalLMSession(Session):
         config = text_config(model)
         self.kind = config.model_type, sum(map(torch.Tensor.numel, model.parameters())), model.dtype, model.device
         fits = call.foresight is not None and vocab_size <= call.foresight.vocab_size
-        self._foresight = call.foresight if fits and call.options.tree_builder == "beam" else None
+        self._foresight = call.foresight if fits and not call.options.drawn else None
         self._texts = [_Text() for _ in range(call.rows)]
         self._kinds = kinds
         groups = [range(call.rows)] if kinds else [[row] for row in range(call.rows)]
@@ -156,7 +156,7 @@ class CausalLMSession(Session):
         return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
 
     def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        temperature = 1.0 if options.tree_builder == "beam" else options.temperature
+        temperature = options.temperature if options.drawn else 1.0
         race = None
         if self._foresight is not None:
             vocab_ids = torch.arange(self._vocab_size, device=first.device)

@@ -52,9 +52,8 @@ class EagleSession(Session):
         sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device
         self._network, self._weights, self._options = network, weights, options
-        beam = options.tree_builder == "beam"
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if beam and fits else None
+        self._foresight = foresight if not options.drawn and fits else None
         self.texts = EagleTexts(network, count)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -73,7 +72,7 @@ class EagleSession(Session):
         rows = [ask.row for ask in asks]
         self.texts.read(rows)
         ids = self._weights.vocab_ids
-        expansion = self.expansion(rows, depth, 1.0 if options.tree_builder == "beam" else options.temperature)
+        expansion = self.expansion(rows, depth, options.temperature if options.drawn else 1.0)
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)

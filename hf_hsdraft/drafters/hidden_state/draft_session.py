@@ -17,6 +17,7 @@ from ...verifiers.foresight import Foresight
 from ..draft_memory import DraftMemory
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, Session
+from ..refinement import Refiner
 from .expansion import Expansion
 from .network import HSDraftNetwork
 from .reuse import Leftover, ensemble, reuse_of
@@ -71,15 +72,15 @@ class HSDraftSession(Session):
         self.drafter, self.weights = drafter, weights
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
         sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
-        self.kind = *sizes, drafter.dtype, drafter.device
         self._options = options or DraftOptions.of(drafter)
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
-        beam = self._options.tree_builder == "beam"
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if beam and fits else None
+        self._foresight = foresight if not self._options.drawn and fits else None
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(batch_size)]
+        self._refiner = Refiner.of(drafter, self._options, weights, batch_size)
+        self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
@@ -135,6 +136,8 @@ class HSDraftSession(Session):
         """
         device, dtype = self.drafter.device, self.drafter.dtype
         self._rows[row].root = int(next_tokens[-1])
+        if self._refiner is not None:
+            self._refiner.observe(row, next_tokens[-self._refiner.model.sizes.length - 1 :].tolist())
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
@@ -198,11 +201,12 @@ class HSDraftSession(Session):
         options: DraftOptions,
         since: torch.Tensor | None = None,
     ) -> Expansion:
-        temperature = 1.0 if options.tree_builder == "beam" else options.temperature
+        temperature = options.temperature if options.drawn else 1.0
         race = None
         if self._foresight is not None:
             race = self._foresight.race([ask.row for ask in asks], hidden.shape[1], self.weights.vocab_ids)
-        return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race)
+        refinement = None if self._refiner is None else self._refiner.refinement([ask.row for ask in asks])
+        return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race, refinement)
 
     def _grown(
         self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions

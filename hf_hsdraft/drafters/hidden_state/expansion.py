@@ -10,6 +10,7 @@ from ...common.target_weights import TargetWeights
 from ...common.tensors import Transform
 from ...verifiers.foresight import Race
 from ..parallel_expansion import ParallelExpansion, TokenBias
+from ..refinement import Refinement
 from .injectors import Injector
 from .working_weights import WorkingWeights
 
@@ -61,8 +62,9 @@ class Expansion(ParallelExpansion):
         since: torch.Tensor | None = None,
         temperature: float = 1.0,
         race: Race | None = None,
+        refinement: Refinement | None = None,
     ) -> Expansion:
         """Of drafted states `[B, depth, D]`; `logits` where they are not what the head alone makes of them."""
         bias = InjectedTokens(working.injector, weights, working.injector.project(hidden), since)
         logits = working.logits(hidden) if logits is None else logits
-        return cls(logits, bias, temperature, race, working.injector.reach(logits))
+        return cls(logits, bias, temperature, race, working.injector.reach(logits), refinement)

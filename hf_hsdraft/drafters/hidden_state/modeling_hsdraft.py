@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from ..draft_options import DraftOptions, default_options
 from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
+from ..refinement import REFINEMENT, check_refinement
 from ..target_sizes import check_sizes
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import HSDraftSession
@@ -29,18 +30,20 @@ class HSDrafter(HSDraftNetwork, Drafter):
     - `assistant_confidence_threshold`: nodes whose path is less probable than this are not drafted (0 keeps all);
     - `reuse`: what becomes of rejected drafts, `"none"`, `"ensemble"` or `"resample"`;
     - `reuse_weight`: weight of the old logits in `"ensemble"`;
+    - `refinement`: share of the refiner, if one was trained, in the logits of drafted tokens; 0 for none;
     - `ngram_length`: nodes out of the text itself join the tree, found by leaders of up to so many tokens; 0 for none;
     - `tree_sizing`: `"cost"` drafts and verifies what pays here, up to the sizes above, `"fixed"` always all of it;
     - `node_cost`, `depth_cost`: what a verified node and a drafted depth cost, in forwards of one token; measured in
       the first rounds if not given;
     - `packed_weights`: whether rounds on a CPU multiply by copies of the target's weights that are laid out for it; by
       default once a call has saved the time for that, if they take no more than 2 GiB;
-    - `tree_builder`: `"beam"`, or `"gumbel"` and `"stochastic_beam"`, which draw nodes instead of taking the best;
+    - `tree_builder`: `"beam"`, `"p_best"` for the best whole paths, or `"gumbel"` and `"stochastic_beam"`, which draw
+      nodes instead of taking the best;
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
     draws_nodes = True
-    own_options = REUSE_OPTIONS
+    own_options = (*REUSE_OPTIONS, REFINEMENT)
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
         "that does so"
@@ -64,6 +67,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 
     def check_together(self, options: DraftOptions) -> None:
+        check_refinement(self, options)
         reuse, _ = reuse_of(options.own)
         if options.tree_builder != "beam" and reuse != "none":
             raise ValueError(

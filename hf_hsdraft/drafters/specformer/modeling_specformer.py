@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..draft_options import default_options
+from ..draft_options import DraftOptions, default_options
 from ..draft_reads import Read, weights_of
 from ..protocol import DraftCall, Drafter
+from ..refinement import REFINEMENT, check_refinement
 from ..target_sizes import check_sizes
 from .configuration_specformer import SpecFormerConfig
 from .specformer_network import SpecFormerNetwork
@@ -28,6 +29,7 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
     """
 
     draws_nodes = True
+    own_options = (REFINEMENT,)
     why_not_exported = "its slots are made of one position by one product, and no format of another project does so"
 
     def __init__(self, config: SpecFormerConfig) -> None:
@@ -45,7 +47,15 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""
         config = self.config
-        return default_options(config.num_draft_steps, config.tree_size, config.beam_width)
+        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
+
+    def check_together(self, options: DraftOptions) -> None:
+        if self.config.ctc and options.own[REFINEMENT.name]:
+            raise ValueError(
+                f"refinement={options.own[REFINEMENT.name]!r} is invalid for a drafter whose slots are frames: set it "
+                "to 0, as the children of a node are not those of one slot"
+            )
+        check_refinement(self, options)
 
     def check(self, target: Any) -> None:
         check_sizes(self.config, target)

@@ -51,7 +51,7 @@ class SpecFormerSession(ParallelSession):
         context = RowContext(batch_size, 1, heads, width, drafter.device, drafter.dtype)
         super().__init__(drafter, weights, options, context, foresight)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
-        place = drafter.dtype, drafter.device
+        place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
         # What was made of the last position of each text that was read.
         self._last = torch.zeros(batch_size, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
@@ -88,6 +88,6 @@ class SpecFormerSession(ParallelSession):
     def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
             return super().expansion(asks, hidden, depth, options)
-        frames, drawn = self.drafter.frames(hidden, self.weights), options.tree_builder != "beam"
+        frames, drawn = self.drafter.frames(hidden, self.weights), options.drawn
         temperature = options.temperature if drawn else 1.0
         return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, self.race(asks, depth))

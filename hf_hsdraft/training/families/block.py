@@ -76,6 +76,7 @@ class BlockFamily(PublishedFamily):
     drafter = BlockDrafter
     config = BlockConfig
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "markov_rank": 1}  # noqa: RUF012
+    plain_options = {"refinement": 0.0}  # noqa: RUF012
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # a block is computed whole in any case
 
     def derived(self, target: Any, fields: Mapping[str, Any]) -> BlockConfig:

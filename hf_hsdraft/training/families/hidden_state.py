@@ -72,7 +72,7 @@ class HiddenStateFamily(TravellingFamily):
     name = "hidden-state"
     drafter = HSDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
-    plain_options = {"reuse": "none"}  # noqa: RUF012
+    plain_options = {"reuse": "none", "refinement": 0.0}  # noqa: RUF012
     takes_adapters = True
 
     def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:

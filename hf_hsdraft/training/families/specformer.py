@@ -85,6 +85,7 @@ class SpecFormerFamily(TravellingFamily):
     name = "specformer"
     drafter = SpecFormerDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
+    plain_options = {"refinement": 0.0}  # noqa: RUF012
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
 
     def start_from_target(self, drafter: SpecFormerDrafter, target: Any, finals: torch.Tensor) -> None:

@@ -31,6 +31,8 @@ class TravellingFamily(TrainableFamily):
         config, options = drafter.config, drafter.generation_config
         config.target_name = fields.get("target_name", config.target_name)
         drafter.loaded_from = None  # its recipe and figures do not hold for the drafter of this run
+        if getattr(options, "refinement", 0.0):
+            options.refinement = 0.0  # a refiner stays behind, too
         for name in _FREE:
             if name in fields:
                 setattr(config, name, fields[name])

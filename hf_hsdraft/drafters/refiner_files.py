@@ -1,0 +1,111 @@
+"""The refiner of a drafter as files beside its weights: a folder with sizes, recipe and tensors.
+
+The folder is a subfolder, so that programs that read all weights of a drafter's folder leave it alone. It is read when
+a draft is to be refined, not before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ..common.checks import few, printable
+from ..repository.drafter_files import REFINER_CONFIG, REFINER_WEIGHTS, DamagedFile, read_json
+from .path_lm import PathLM, PathLMSizes
+
+_FIELDS = ("embedding_size", "draft_vocab_size", "length", "width", "inner_size", "rank")
+_of_drafters: weakref.WeakKeyDictionary[Any, PathLM] = weakref.WeakKeyDictionary()
+
+
+def refiner_of(drafter: Any) -> PathLM | None:
+    """Returns the refiner beside the weights of a drafter, where the drafter is and in its dtype; `None` without one.
+
+    It is read once, and kept as long as the drafter.
+
+    Raises:
+        DamagedFile: a file is damaged.
+        ValueError: it is for another target or another draft vocabulary.
+    """
+    model, folder = _of_drafters.get(drafter), getattr(drafter, "loaded_from", None)
+    if model is None:
+        if folder is None or not (folder / REFINER_CONFIG).is_file():
+            return None
+        model = _of_drafters[drafter] = load_refiner(folder, drafter.draft_vocab_ids())
+    return model.to(drafter.device, drafter.dtype)
+
+
+def save_refiner(
+    model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a refiner beside the weights of a drafter; that of a former one is replaced.
+
+    Args:
+        model: the refiner.
+        folder: of the drafter.
+        vocab_ids: `[V']`, int64, its draft vocabulary.
+        recipe: how the refiner was trained and what was measured.
+    """
+    place = Path(folder)
+    (place / REFINER_CONFIG).parent.mkdir(exist_ok=True)
+    document = {**vars(model.sizes), "vocabulary": _digest(vocab_ids), "recipe": dict(recipe or {})}
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=place) as partial:
+        config, weights = Path(partial) / "config.json", Path(partial) / "model.safetensors"
+        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+        save_file(state, weights, metadata={"format": "pt"})
+        os.replace(weights, place / REFINER_WEIGHTS)
+        os.replace(config, place / REFINER_CONFIG)
+
+
+def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
+    """Reads the refiner in a drafter's folder.
+
+    Args:
+        folder: of the drafter.
+        vocab_ids: `[V']`, int64, the drafter's vocabulary.
+
+    Raises:
+        OSError: a file is missing.
+        DamagedFile: a file is damaged.
+        ValueError: the refiner is for another draft vocabulary, or files contradict each other.
+    """
+    document = read_json(folder / REFINER_CONFIG)
+    sizes = PathLMSizes(**{name: document.get(name, 0) for name in _FIELDS})
+    if document.get("vocabulary") != _digest(vocab_ids):
+        raise ValueError(
+            f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
+            "`hsdraft train-refiner`"
+        )
+    path = folder / REFINER_WEIGHTS
+    if not path.is_file():
+        raise OSError(f"{folder} has no {REFINER_WEIGHTS}: expected it beside {REFINER_CONFIG}")
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise DamagedFile(f"{path} is damaged ({printable(error)}): train the refiner anew", path) from error
+    with torch.device("meta"):
+        model = PathLM(sizes)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if wrong := sorted(name for name in shapes.keys() | state.keys() if shapes.get(name) != _shape(state, name)):
+        raise ValueError(f"{path} does not match {REFINER_CONFIG} ({few(wrong)}): train the refiner anew")
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def _shape(state: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
+    return state[name].shape if name in state else None
+
+
+def _digest(vocab_ids: torch.Tensor) -> str:
+    """Tells draft vocabularies apart."""
+    return hashlib.sha256(json.dumps(vocab_ids.tolist()).encode()).hexdigest()[:16]

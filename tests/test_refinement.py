@@ -1,0 +1,395 @@
+"""Refined drafts: the formula, exact texts, files, and the training of refiners."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from session_helpers import news, padded
+from test_specformer import PART, make_specformer
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
+from hf_hsdraft.bench.exactness import chi_square
+from hf_hsdraft.bench.format_parity import randomise
+from hf_hsdraft.cli import app
+from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+from hf_hsdraft.drafters.parallel_expansion import ParallelExpansion
+from hf_hsdraft.drafters.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.drafters.protocol import Ask
+from hf_hsdraft.drafters.refinement import Refiner
+from hf_hsdraft.drafters.refiner_files import load_refiner, refiner_of, save_refiner
+from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
+from hf_hsdraft.repository.drafter_files import DamagedFile
+from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.training.refiner import Examples, examples_of, perplexity, train_refiner
+
+SHARE = 0.4
+
+
+def make_refiner(drafted: int = VOCAB, width: int = 32, length: int = 3) -> PathLM:
+    model = PathLM(PathLMSizes(width, drafted, length=length, width=5, inner_size=7, rank=4)).eval()
+    randomise(model, std=0.6)
+    return model.requires_grad_(False)
+
+
+def refined(drafter, folder, share: float = SHARE):
+    """The drafter as it is loaded from a folder in which a refiner lies too."""
+    drafter.save_pretrained(folder)
+    ids = drafter.draft_vocab_ids()
+    save_refiner(make_refiner(len(ids)), folder, ids)
+    loaded = AutoDrafter.from_pretrained(folder).eval()
+    loaded.generation_config.refinement = share
+    loaded.generation_config.node_cost = loaded.generation_config.depth_cost = 0.0
+    return loaded
+
+
+def make_block(target) -> BlockDrafter:
+    fields = {"num_hidden_layers": 1, "block_size": 4, "mask_token_id": VOCAB - 1, "markov_rank": 4}
+    drafter = BlockDrafter.for_target(target, **fields).eval()
+    randomise(drafter)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = 0.0
+    return drafter
+
+
+KINDS = {
+    "hidden-state": make_drafter,
+    "selector": lambda target: make_drafter(target, injector="selector", injector_top_k=5),
+    "specformer": make_specformer,
+    "part": lambda target: make_specformer(target, "part"),
+    "block": make_block,
+}
+
+
+def naive(model: PathLM, embed, text: list[int]) -> torch.Tensor:
+    """The model's logits after a text, written out: the newest token first, zeros before the beginning."""
+    kept = []
+    for back in range(1, model.sizes.length + 1):
+        if back > len(text):
+            kept.append(torch.zeros(model.sizes.width))
+            continue
+        x = embed(torch.tensor(text[-back]))
+        normed = x / (x.pow(2).mean() + 1e-6).sqrt() * model.norm.weight
+        kept.append(model.read.weight @ normed)
+    both = model.mix.weight @ torch.cat(kept) + model.mix.bias
+    gate, value = both[: model.sizes.inner_size], both[model.sizes.inner_size :]
+    code = model.down.weight @ (gate * torch.sigmoid(gate) * value)
+    return model.up.weight @ code + model.up.bias
+
+
+# --- the formula -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("before", [[], [7], [3, 9, 4, 6, 8]])
+def test_the_model_is_its_formula_step_by_step(target, before):
+    """Also where the text is shorter than what the model looks back."""
+    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    model = make_refiner()
+    refiner = Refiner(model, SHARE, weights, rows=1)
+    refiner.observe(0, before[:2])
+    refiner.observe(0, [*before[2:], 11])
+    refinement = refiner.refinement([0])
+    text, states = [*before, 11], None
+    for token in (11, 20, 21, 22):
+        text = text if states is None else [*text, token]
+        states = refinement.advance(torch.tensor([[token]]), states)
+        wanted = naive(model, weights.embed, text)
+        torch.testing.assert_close(model(states)[0, 0], wanted, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("likely", [20, 512])
+@pytest.mark.parametrize("kind", ["hidden-state", "selector", "specformer", "part"])
+def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_path, likely):
+    """log q' = log softmax((1 - share) log q + share log p) below the first depth, which keeps the drafter's own q."""
+    tuned(likely_columns=likely)
+    drafter = refined(KINDS[kind](target), tmp_path)
+    weights, text = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings()), list(range(5, 15))
+    session_class = HSDraftSession if isinstance(drafter, HSDrafter) else SpecFormerSession
+    model, sessions = refiner_of(drafter), []
+    for share in (0.0, SHARE):
+        drafter.generation_config.refinement = share
+        session = session_class(drafter, weights, DraftOptions.of(drafter))
+        session.observe([news(drafter, target, text, 0, 9)])
+        sessions.append(session)
+    plain, other = (expansion_of(session, text[-1]) for session in sessions)
+    ids = weights.vocab_ids
+    states, tokens, paths = [None, None], torch.tensor([[text[-1]]]), [[]]
+    choices = (([3, 8, 1], [0, 0, 0]), ([2, 5, 3], [0, 2, 1]), ([0], [0]))  # columns and parents
+    for level in (1, 2, 3):
+        (own, states[0]), (found, states[1]) = (
+            each(level, tokens, state) for each, state in zip((plain, other), states, strict=True)
+        )
+        for place, path in enumerate(paths):
+            q = own[0, min(place, own.shape[1] - 1)]
+            p = naive(model, weights.embed, [*text, *path]).log_softmax(-1)
+            wanted = q if level == 1 else ((1 - SHARE) * q + SHARE * p).log_softmax(-1)
+            torch.testing.assert_close(found[0, min(place, found.shape[1] - 1)], wanted, atol=2e-4, rtol=2e-4)
+        columns, parents = choices[level - 1]
+        paths = [[*paths[parent], int(ids[column])] for parent, column in zip(parents, columns, strict=True)]
+        states = [None if state is None else state[:, parents] for state in states]
+        tokens = ids[torch.tensor([columns])]
+
+
+def expansion_of(session, root: int) -> ParallelExpansion:
+    """What a session builds the tree of the next draft by."""
+    made = []
+    builder = session._grown if isinstance(session, HSDraftSession) else session.grown
+    name = "_grown" if isinstance(session, HSDraftSession) else "grown"
+
+    def noting(asks, expansion, *args):
+        made.append(expansion)
+        return builder(asks, expansion, *args)
+
+    setattr(session, name, noting)
+    session.draft([Ask(0, root, depth=3, size=8)])
+    return made[0]
+
+
+@torch.no_grad()
+def test_trees_of_likely_columns_are_those_of_all(target, tuned, tmp_path):
+    """Of two texts that differ: each has its own likely columns, and its own last tokens."""
+    drafter, texts = refined(make_specformer(target, "part"), tmp_path), [list(range(5, 15)), [40, 41, 42, 43]]
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    trees = []
+    for likely in (len(PART) // 2, 512):
+        tuned(likely_columns=likely)
+        session = SpecFormerSession(drafter, weights, DraftOptions.of(drafter), batch_size=2)
+        session.observe([news(drafter, target, text, 0, len(text) - 1, row) for row, text in enumerate(texts)])
+        trees.append(session.draft([Ask(row, text[-1], depth=3, size=6) for row, text in enumerate(texts)]))
+    assert len(trees[0]) == 2 and trees[0][0].tokens[1:] != trees[0][1].tokens[1:]
+    for narrow, whole in zip(*trees, strict=True):
+        assert narrow.tokens[1] == whole.tokens[1] and not narrow.fault(VOCAB)
+
+
+# --- exact texts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("builder", ["beam", "p_best", "gumbel"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_texts_are_those_of_plain_decoding(kind, builder, target, prompt, tmp_path):
+    drafter = refined(KINDS[kind](target), tmp_path)
+    drafter.generation_config.tree_builder = builder
+    for inputs in ({"input_ids": prompt}, padded(3)):
+        call = {**inputs, "max_new_tokens": 20, "do_sample": False}
+        plain = target.generate(**call)
+        assert target.generate(**call, assistant_model=drafter).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("reuse", ["ensemble", "resample"])
+def test_reuse_goes_with_it(reuse, target, prompt, tmp_path):
+    drafter = refined(make_drafter(target), tmp_path)
+    drafter.generation_config.reuse = reuse
+    call = {"max_new_tokens": 20, "do_sample": False}
+    plain = target.generate(prompt, **call)
+    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("kind", ["hidden-state", "specformer"])
+def test_texts_by_rejection_are_distributed_as_the_targets(kind, tmp_path):
+    """Drawn nodes are accepted by the refined distribution, so by any other the text would be biased."""
+    size, rows, calls = 6, 16, 60
+    target = make_target(vocab_size=size, pad_token_id=0, bos_token_id=1)
+    make = {"hidden-state": make_drafter, "specformer": make_specformer}[kind]
+    drafter = refined(make(target, draft_vocab_size=size), tmp_path, share=0.7)
+    drafter.generation_config.tree_builder, drafter.generation_config.verification = "gumbel", "rejection"
+    prompt = torch.tensor([[1, 4, 2]])
+    torch.manual_seed(0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(calls):
+        output = target.generate(
+            prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, assistant_model=drafter
+        )
+        counts.update(tuple(text) for text in output[:, 3:].tolist())
+    with torch.no_grad():
+        texts = torch.tensor(list(itertools.product(range(size), repeat=3)))
+        ids = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
+        logs = target(ids).logits[:, 2:5].double().log_softmax(-1)
+        exact = logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(size, size, size)
+    assert chi_square(counts, exact) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["hidden-state", "block"])
+def test_seeds_give_the_texts_of_plain_decoding(kind, target, prompt, tmp_path):
+    """Refined drafts foresee the draws as others do."""
+    drafter, texts = refined(KINDS[kind](target), tmp_path), []
+    for assistant in (None, drafter):
+        torch.manual_seed(4)
+        call = {"max_new_tokens": 20, "do_sample": True, "top_k": 30, "temperature": 1.2}
+        texts.append(target.generate(prompt, assistant_model=assistant, **call).tolist())
+    assert texts[0] == texts[1]
+
+
+# --- options and files -----------------------------------------------------------------------------------------------
+
+
+def test_it_is_off_by_default_and_changed_from_call_to_call(target, prompt, tmp_path, monkeypatch):
+    drafter, shares = refined(make_drafter(target), tmp_path), []
+    del drafter.generation_config.refinement
+    assert DraftOptions.of(drafter).own["refinement"] == 0.0
+    made = Refiner.of.__func__
+
+    def noting(cls, drafter, options, *others):
+        shares.append(options.own["refinement"])
+        return made(cls, drafter, options, *others)
+
+    monkeypatch.setattr(Refiner, "of", classmethod(noting))
+    for share in (0.0, 0.3):
+        drafter.generation_config.refinement = share
+        target.generate(prompt, max_new_tokens=6, do_sample=False, assistant_model=drafter)
+    assert shares == [0.0, 0.3]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, "much", math.nan])
+def test_shares_out_of_range_are_refused(share, drafter):
+    drafter.generation_config.refinement = share
+    with pytest.raises(ValueError, match=r"refinement=.* is invalid: expected a number from 0"):
+        DraftOptions.of(drafter)
+
+
+def test_without_a_refiner_it_is_said_what_to_do(drafter, target, prompt):
+    drafter.generation_config.refinement = 0.2
+    with pytest.raises(ValueError, match=r"no refiner beside its weights; train one by `hsdraft train-refiner`"):
+        target.generate(prompt, assistant_model=drafter)
+
+
+def test_frames_are_not_refined(target):
+    drafter = make_specformer(target, "frames")
+    drafter.generation_config.refinement = 0.2
+    with pytest.raises(ValueError, match="invalid for a drafter whose slots are frames"):
+        DraftOptions.of(drafter)
+
+
+@pytest.mark.parametrize("kind", ["hidden-state", "part", "block"])
+def test_it_comes_along_when_a_drafter_is_saved(kind, target, prompt, tmp_path):
+    drafter = refined(KINDS[kind](target), tmp_path / "one")
+    drafter.save_pretrained(tmp_path / "two")
+    again = AutoDrafter.from_pretrained(tmp_path / "two").eval()
+    assert again.generation_config.refinement == SHARE
+    for name, tensor in refiner_of(drafter).state_dict().items():
+        assert torch.equal(tensor, refiner_of(again).state_dict()[name])
+    call = {"max_new_tokens": 8, "do_sample": False}
+    assert target.generate(prompt, **call, assistant_model=again).tolist() == target.generate(prompt, **call).tolist()
+
+
+def test_the_weights_stay_as_they_are(target, tmp_path):
+    drafter = make_drafter(target)
+    drafter.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    save_refiner(make_refiner(), tmp_path, drafter.draft_vocab_ids(), {"after": 2.0})
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert json.loads((tmp_path / "refiner" / "config.json").read_text())["recipe"] == {"after": 2.0}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".saving")]
+
+
+def test_it_has_the_dtype_of_the_drafter(target, tmp_path):
+    drafter = refined(make_drafter(target), tmp_path).to(torch.bfloat16)
+    assert refiner_of(drafter).up.weight.dtype == torch.bfloat16
+    drafter.generation_config.ngram_length = 0
+    half = make_target().to(torch.bfloat16)
+    output = half.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False, assistant_model=drafter)
+    assert output.shape == (1, 11)
+
+
+def test_another_vocabulary_or_damaged_files_are_refused(target, tmp_path):
+    drafter = refined(make_drafter(target), tmp_path)
+    with pytest.raises(ValueError, match="another draft vocabulary"):
+        load_refiner(tmp_path, torch.arange(VOCAB) + 1)
+    document = json.loads((tmp_path / "refiner" / "config.json").read_text())
+    (tmp_path / "refiner" / "config.json").write_text(json.dumps({**document, "rank": 5}))
+    with pytest.raises(ValueError, match=r"does not match refiner/config.json \(down.weight, up.weight\)"):
+        load_refiner(tmp_path, drafter.draft_vocab_ids())
+    (tmp_path / "refiner" / "config.json").write_text(json.dumps({**document, "rank": "4"}))
+    with pytest.raises(ValueError, match="rank='4' is invalid"):
+        load_refiner(tmp_path, drafter.draft_vocab_ids())
+    (tmp_path / "refiner" / "config.json").write_text(json.dumps(document))
+    (tmp_path / "refiner" / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(DamagedFile, match="damaged"):
+        load_refiner(tmp_path, drafter.draft_vocab_ids())
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def test_examples_are_next_tokens_of_answers_in_the_vocabulary():
+    chat = TokenizedConversation(torch.tensor([5, 9, 7, 8, 6]), torch.tensor([False, False, True, True, True]))
+    found = examples_of([chat], torch.tensor([6, 7, 9]), length=3)
+    assert found.before.tolist() == [[0, 5, 9], [9, 7, 8]]  # 8 cannot be drafted
+    assert found.known.tolist() == [[False, True, True], [True, True, True]]
+    assert found.labels.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="hold no token of an answer that can be drafted"):
+        examples_of([chat], torch.tensor([1, 2]), length=3)
+
+
+def texts_of_a_rule(count: int, seed: int) -> list[TokenizedConversation]:
+    """The next token follows from the last two, and now and then from nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    chats = []
+    for _ in range(count):
+        ids = torch.randint(2, VOCAB, (2,), generator=generator).tolist()
+        for noise in torch.rand(40, generator=generator).tolist():
+            ids.append(2 + (3 * ids[-1] + ids[-2]) % 9 if noise < 0.9 else 20)
+        chats.append(TokenizedConversation(torch.tensor(ids), torch.tensor([False] * 2 + [True] * 40)))
+    return chats
+
+
+def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
+    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    sizes = PathLMSizes(32, VOCAB)
+    train, held_out = (
+        examples_of(texts_of_a_rule(*each), weights.vocab_ids, sizes.length) for each in ((150, 1), (20, 2))
+    )
+    trained = train_refiner(train, held_out, sizes, weights, epochs=12)
+    counts = torch.bincount(train.labels, minlength=VOCAB).float() + 0.1
+    unigram = math.exp(-float((counts / counts.sum()).log()[held_out.labels].mean()))
+    assert trained.before == pytest.approx(unigram, rel=1e-3)
+    assert trained.after < 0.6 * trained.before
+    naive_loss = []
+    for before, known, label in zip(held_out.before[:20], held_out.known[:20], held_out.labels[:20], strict=True):
+        logs = naive(trained.model, weights.embed, before[known].tolist()).log_softmax(-1)
+        naive_loss.append(-float(logs[label]))
+    part = Examples(held_out.before[:20], held_out.known[:20], held_out.labels[:20])
+    assert perplexity(trained.model, part, weights.embed) == pytest.approx(math.exp(sum(naive_loss) / 20), rel=1e-3)
+
+
+def test_a_seed_repeats_a_training(target):
+    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    examples = examples_of(texts_of_a_rule(10, 1), weights.vocab_ids, 3)
+    torch.manual_seed(5)
+    one = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
+    torch.manual_seed(6)
+    other = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
+    assert one.after == other.after and one.steps == other.steps > 0
+
+
+def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+    rows = [
+        {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": "w5 w6 w7 " * 4}]}
+        for n in range(40)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["train-refiner", "--train", str(tmp_path / "chats.jsonl"), "--drafter", str(tmp_path / "drafter")]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out"), "--epochs", "20"])
+    assert done.exit_code == 0, done.output
+    recipe = json.loads((tmp_path / "out" / "refiner" / "config.json").read_text())["recipe"]
+    assert recipe["after"] < recipe["before"] and recipe["held_out"] > 0
+    assert not (tmp_path / "drafter" / "refiner").exists()
+    loaded = HSDrafter.from_pretrained(tmp_path / "out")
+    assert loaded.generation_config.refinement == 0.0
+    loaded.generation_config.refinement = 0.3
+    ids = torch.tensor([[5, 6, 7]])
+    call = {"max_new_tokens": 12, "do_sample": False}
+    assert chatty.generate(ids, **call, assistant_model=loaded).tolist() == chatty.generate(ids, **call).tolist()
+    done = CliRunner().invoke(app, arguments)  # beside the weights
+    assert done.exit_code == 0 and (tmp_path / "drafter" / "refiner" / "model.safetensors").is_file()
+    done = CliRunner().invoke(app, [*arguments, "--held-out", "100"])
+    assert "40 chats are too few" in str(done.exception)
