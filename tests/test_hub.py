@@ -105,6 +105,7 @@ CODE = {
     "target_sizes.py",
     "target_weights.py",
     "tensors.py",
+    "text_configs.py",
     "text_positions.py",
     "text_rows.py",
     "travelling_config.py",
