@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from . import commands
 from ._version import __version__
+from .transformers_version import needs_newer
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
@@ -41,6 +42,8 @@ def common(version: Annotated[bool, typer.Option("--version", help="Print the ve
 def main() -> None:
     """The command; what a user got wrong is said in a line, not in a traceback."""
     try:
+        if (why := needs_newer()) is not None:
+            raise ImportError(why)
         app()
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)

@@ -64,6 +64,8 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
         (["--objective", "guess"], "objective='guess' is unknown"),
         (["--kinds", "gossip"], "gossip"),
         (["--kinds", "code", "--prompts", "chats.jsonl"], "--kinds is for invented prompts"),
+        (["--objective", "ctc"], "ctc"),
+        (["--answers-from", "http://localhost:1", "--invented-turns", "1"], "a server cannot invent turns"),
     ],
 )
 def test_training_options_are_checked_before_a_target_is_loaded(tmp_path, options, said):
@@ -73,3 +75,10 @@ def test_training_options_are_checked_before_a_target_is_loaded(tmp_path, option
     outcome = CliRunner().invoke(cli.app, arguments)
     assert outcome.exit_code != 0 and said in f"{outcome.output}{outcome.exception}"
     assert not (tmp_path / "out").exists()
+
+
+def test_an_old_transformers_is_named_before_anything_else(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "needs_newer", lambda: "transformers 5.1 is installed")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1 and "transformers 5.1 is installed" in capsys.readouterr().err

@@ -134,12 +134,11 @@ def train(
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     from ..target.target_loading import DEFAULT_TARGET, load_target
-    from ..training.arguments import parse_arguments, training_arguments
-    from ..training.kinds import chosen_kinds
+    from ..training.arguments import parse_arguments
     from ..training.plan import TrainingPlan
+    from ..training.prepared import prepared
     from ..training.progress import Reporter
     from ..training.run import train as run
-    from ..training.trainable import family_for
 
     if lora is not None and init_from is None:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
@@ -189,11 +188,9 @@ def train(
         family=family.value,
         drafter=overrides,
     )
-    # What is wrong is said before a large target is loaded.
-    plan.check_invents()
-    chosen_kinds(plan.kinds)
     place = device or _own_device()
-    training_arguments(out, {**family_for(plan).arguments, **arguments}, "cpu" if place.startswith("cpu") else "cuda")
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes begin together, when they load the target
+        prepared(plan, arguments, "cpu" if place.startswith("cpu") else "cuda")  # what is wrong is said before that
     _say(f"loading {target or DEFAULT_TARGET}")
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate import PartialState
+from accelerate.utils import patch_environment
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -166,6 +167,7 @@ class DrafterTrainingArguments(TrainingArguments):
             )
 
 
+@patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
 def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str) -> DrafterTrainingArguments:
     """Makes the arguments of a run.
 

@@ -261,7 +261,8 @@ class ChainLoss:
         objective: see `objectives`.
         depth_weights: `[K]`, weight of each depth. They are divided by their sum, unless predictions of a depth weigh
             differently or drafts were rejected.
-        chunk_logits: number of logits that are computed at a time, for drafter and target each.
+        chunk_logits: number of logits that are computed at a time, for drafter and target each; at most twice as many
+            of the target are held.
         scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
         d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more, which
             takes another product by the drafter's head and one by the target's for each prediction, without gradients.
@@ -362,7 +363,8 @@ class ChainLoss:
     def _teacher_logits(self, teacher: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits `[N, V']` by the rows `[N]`, ascending, of its hidden states `[U, D]`."""
         distinct, index = rows.unique_consecutive(return_inverse=True)
-        return F.linear(teacher[distinct], self.teacher_head)[index]
+        logits = F.linear(teacher[distinct], self.teacher_head)
+        return logits if len(distinct) == len(rows) else logits[index]
 
 
 def _places(hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor]:

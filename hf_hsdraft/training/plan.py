@@ -99,7 +99,9 @@ class TrainingPlan:
         return f"kinds: {', '.join(shares)}" if shares else "all kinds evenly"
 
     def check_invents(self) -> None:
-        """Raises a ValueError if kinds or openings are given that would not be used."""
+        """Raises a ValueError if the target is to invent what nobody would use, or a server what it cannot."""
+        if self.answers_from is not None and self.invented_turns:
+            raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
         for name, given in (("kinds", self.kinds), ("opening", self.openings)):
             if given and not self.invents:
                 raise ValueError(f"--{name} is for invented prompts: leave it out, or --prompts and --dataset")

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..common.checks import public_name
 from ..repository.model_card import FIGURES, RECIPE, write_card
 from ..target.target_loading import is_sharded
 from .adapters import with_lora
-from .arguments import DrafterTrainingArguments, training_arguments
+from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import (
     check_target_can_teach,
@@ -37,13 +37,14 @@ from .checks import (
     read_state,
 )
 from .conversations import Conversation, tokenize_conversation
-from .ctc_loss import CTC, check_objective
+from .ctc_loss import check_objective
 from .family import TrainableFamily
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
 from .gather import answer_all, in_order, kinds_to_invent, read_sources, recipe_of
 from .pictures import draw_pictures
 from .plan import Report, TrainingPlan
+from .prepared import prepared
 from .progress import Reporter, TrainingProgress
 from .publish import name_data_set, prepare_repository, publish
 from .published_chats import PublishedChats
@@ -103,17 +104,11 @@ def train(
         OSError: the disk is full. What is finished is kept.
     """
     out = Path(plan.out)
-    family = family_for(plan)
-    args = training_arguments(out, {**family.arguments, **(arguments or {})}, target.device.type)
-    if args.objective == CTC:
-        plan = replace(plan, drafter={**plan.drafter, "ctc": True})
-        family_for(plan)  # raises where such a drafter has no frames
-    state = PartialState()
+    plan, args = prepared(plan, arguments or {}, target.device.type)
+    family, state = family_for(plan), PartialState()
     report = Reporter.of(report if state.is_main_process else _silent)
     if is_sharded(target):
         report(f"target sharded over {state.num_processes} processes")
-    if plan.answers_from is not None and plan.invented_turns:
-        raise ValueError("a server cannot invent turns: leave --invented-turns or --answers-from out")
     check_target_can_teach(target, tokenizer, family)
     identity = fingerprint(target)
     start = drafter_to_start_from(family, target, plan)
@@ -128,7 +123,6 @@ def train(
         report(f"left out: {line}")
     plan.check_amount(len(finished) + len(prompts))
     plan.check_publishes(len(prompts))
-    plan.check_invents()
     if plan.invents:
         kinds_to_invent(plan, tokenizer)
     if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):

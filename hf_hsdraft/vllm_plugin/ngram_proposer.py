@@ -27,7 +27,10 @@ class _Text:
 
     def begins(self, tokens: np.ndarray) -> bool:
         """Whether the tokens are this text, or go on from it."""
-        return len(self.tokens) <= len(tokens) and np.array_equal(self.tokens, tokens[: len(self.tokens)])
+        count = len(self.tokens)
+        if count > len(tokens) or (count and self.tokens[-1] != tokens[count - 1]):  # most others end here
+            return False
+        return bool(np.array_equal(self.tokens, tokens[:count]))
 
 
 class NgramProposer:

@@ -1,0 +1,37 @@
+"""What can be said of a run before its target is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .arguments import DrafterTrainingArguments, training_arguments
+from .ctc_loss import CTC
+from .kinds import chosen_kinds
+from .plan import TrainingPlan
+from .trainable import family_for
+
+
+def prepared(
+    plan: TrainingPlan, arguments: Mapping[str, Any], device_type: str
+) -> tuple[TrainingPlan, DrafterTrainingArguments]:
+    """Checks a plan and the arguments of its run, and completes both.
+
+    Args:
+        plan: the plan.
+        arguments: fields of `DrafterTrainingArguments` that differ from the defaults of the family.
+        device_type: type of the device that the drafter is trained on.
+
+    Raises:
+        ValueError: plan and arguments do not fit together.
+        TypeError: there is no such argument.
+    """
+    plan.check_invents()
+    chosen_kinds(plan.kinds)
+    args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
+    if args.objective == CTC:
+        plan = replace(plan, drafter={**plan.drafter, "ctc": True})
+        family_for(plan)  # raises where such a drafter has no frames
+    return plan, args
