@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 
 from ..common.checks import is_code_file, public_name
-from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, WEIGHTS, check_is_drafter, read_json
+from .drafter_files import CARD, CONFIG, DOCUMENTS, INDEX, RULE_FILES, WEIGHTS, check_is_drafter, read_json
 
 ENTRY = "hub_entry"  # of the code that travels
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,7 +61,7 @@ class RepositoryCare:
             elif CONFIG in there:
                 api.hf_hub_download(repo_id, CONFIG, revision=options.get("revision"), local_dir=place)
                 check_is_drafter(Path(place), str(read_json(folder / CONFIG).get("model_type")))
-                ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *(set(DOCUMENTS) - {CARD})]
+                ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *(set(DOCUMENTS) - {CARD}), *RULE_FILES]
                 former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
                 former |= there & self.former_code(Path(place))
                 stale = sorted(name for name in former if not (folder / name).is_file())

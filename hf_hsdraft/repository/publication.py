@@ -34,6 +34,7 @@ from .drafter_files import (
     FORMAT_VERSION,
     INDEX,
     RECIPE,
+    RULE_FILES,
     WEIGHTS,
     check_is_drafter,
     digests,
@@ -87,7 +88,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 def is_ours(name: str, code: Collection[str]) -> bool:
     """Whether a file at the top of a repository is one that a drafter brings: weights, documents, or its `code`."""
-    return name in (WEIGHTS, INDEX, *DOCUMENTS) or name in code or bool(_SHARD.fullmatch(name))
+    return name in (WEIGHTS, INDEX, *DOCUMENTS, *RULE_FILES) or name in code or bool(_SHARD.fullmatch(name))
 
 
 def stands_alone(auto_map: Any) -> bool:
@@ -137,7 +138,13 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
 
 
 def _bring_documents(source: Path, partial: Path) -> None:
-    """Copies what is known of a drafter; after a change of its weights, only where it comes from."""
+    """Copies what is known of a drafter; after a change of its weights, only where it comes from.
+
+    What rules of verification have learned is of the target, so it comes along in any case.
+    """
+    for name in RULE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, partial / name)
     documents = [name for name in DOCUMENTS if (source / name).is_file()]
     if _same_weights(source, partial):
         for name in documents:
