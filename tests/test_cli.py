@@ -21,7 +21,8 @@ NAMES = [
     "first-calls",
     "info",
 ]
-NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "support", "throughput", "train"]
+NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "quality", "support", "throughput", "train"]
+NAMES += ["train-verifier"]
 
 
 @pytest.mark.parametrize("name", NAMES)
