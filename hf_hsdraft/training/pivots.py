@@ -54,11 +54,14 @@ class Plan:
         """Returns the folder that the classifier is saved in, before any work.
 
         Raises:
-            ValueError: the drafter has no folder of its own, or cannot be saved elsewhere.
+            ValueError: the drafter keeps no such file, or has no folder of its own and no other is named.
         """
         own = getattr(drafter, "loaded_from", None)
         if not isinstance(drafter, PretrainedDrafter):
-            raise ValueError(f"a {type(drafter).__name__} keeps no file of a verifier: expected a drafter with weights")
+            raise ValueError(
+                f"a {type(drafter).__name__} keeps no classifier beside its files: expected one of this package's "
+                "own format, such as hidden-state and SpecFormer drafters"
+            )
         if out is not None:
             return out
         if own is None or own.parent.name == "snapshots":
