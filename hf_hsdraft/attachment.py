@@ -59,6 +59,7 @@ class AttachmentStatistics:
         drafted_nodes: drafted tokens that the target verified.
         seconds: wall-clock time that these calls took to decode, in all.
         exact: whether all of their texts have the target's own distribution; see [`DraftStatistics`].
+        relaxed_tokens: tokens that a lossy rule accepted in place of the target's own.
         stepped_aside: number of calls that were decoded without drafts, by reason.
     """
 
@@ -70,6 +71,7 @@ class AttachmentStatistics:
     drafted_nodes: int = 0
     seconds: float = 0.0
     exact: bool = True
+    relaxed_tokens: int = 0
     stepped_aside: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -191,6 +193,7 @@ class Attachment:
             total.drafted_nodes += sum(done.drafted_nodes)
             total.seconds += seconds
             total.exact = total.exact and done.exact
+            total.relaxed_tokens += done.relaxed_tokens
             self.last = done
 
 

@@ -21,7 +21,8 @@ NAMES = [
     "first-calls",
     "info",
 ]
-NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "support", "throughput", "train", "train-refiner"]
+NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "quality", "support", "throughput", "train"]
+NAMES += ["train-refiner", "train-verifier"]
 
 
 @pytest.mark.parametrize("name", NAMES)

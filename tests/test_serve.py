@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, attach
 from hf_hsdraft.cli import app
+from hf_hsdraft.commands._shared import set_verification
 from hf_hsdraft.target.target_loading import default_drafter, embedded_gguf, load_target
 
 openai = pytest.importorskip("openai")
@@ -328,6 +329,41 @@ def test_streams_at_once_of_a_real_target():
         said, reason, usage = served.streamed(questions[0], max_tokens=10, stop=[" is"])
         assert reason == "stop" and said == expected[0][0][: len(said)] and said.endswith(" is")
         assert usage.completion_tokens == len(tokenizer.encode(said, add_special_tokens=False))
+
+
+def test_responses_say_by_which_rule_drafts_were_verified(tokenizer, tmp_path):
+    """A drafter whose saved options ask for a lossy rule serves exactly until that rule is set."""
+    target = make_target(max_position_embeddings=WINDOW)
+    drafter = make_drafter(target)
+    drafter.generation_config.verification, drafter.generation_config.typical_threshold = "typical", 1e-6
+    drafter.save_pretrained(tmp_path)
+    loaded = AutoDrafter.from_pretrained(tmp_path)
+    loaded.generation_config.node_cost = loaded.generation_config.depth_cost = 0.0
+    with serving(target, tokenizer, loaded) as served:
+
+        def ask() -> tuple[str, str]:
+            raw = served.client.chat.completions.with_raw_response.create(
+                model=served.name, messages=[{"role": "user", "content": words(3)}], max_tokens=24, temperature=0
+            )
+            return raw.headers["x-verification"], raw.parse().choices[0].message.content.strip()
+
+        plain = served.plain(words(3), max_new_tokens=24)[0].strip()
+        assert ask() == ("exact", plain) and served.drafting(1)["lossless"]
+        set_verification(loaded, "typical")
+        rule, text = ask()
+        assert rule == "typical; lossy" and text != plain
+        report = served.drafting(2)
+        assert not report["lossless"] and not report["last"]["lossless"] and report["relaxed_tokens"] > 0
+
+
+def test_a_rule_of_the_command_line_is_checked_before_anything_is_served():
+    drafter = make_drafter(make_target())
+    with pytest.raises(ValueError, match="verification='none' is invalid: expected one of walk, rejection, fly"):
+        set_verification(drafter, "none")
+    with pytest.raises(ValueError, match="train-verifier"):
+        set_verification(drafter, "pivot")
+    run = CliRunner().invoke(app, ["serve", "--plain", "--verification", "fly", "--port", "0"])
+    assert run.exit_code != 0 and "no drafts to verify" in " ".join(run.output.split())
 
 
 def test_errors_of_the_command_come_before_it_serves(tmp_path, tokenizer, monkeypatch):

@@ -188,7 +188,7 @@ def chi_square(counts: Counter[tuple[int, ...]], exact: torch.Tensor) -> float:
 def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
-    """Yields all settings. Rules for drawn nodes are left out where none are drawn."""
+    """Yields all settings of exact rules. Those for drawn nodes are left out where none are drawn."""
     for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
-        if builder in DRAWING or not rule.drawn_nodes:
+        if rule.exact and (builder in DRAWING or not rule.drawn_nodes):
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

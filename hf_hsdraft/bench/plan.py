@@ -244,5 +244,6 @@ def _settings(plan: BenchPlan, target: Any, systems: Sequence[System]) -> dict[s
         "repeats": plan.repeats,
         "systems": [PLAIN, *(system.name for system in systems)],
         "variants": {system.name: system.shown_options() for system in systems},
+        "lossy": [system.name for system in systems if not system.exact],
         "command": plan.command(str(target.dtype).removeprefix("torch.")),
     }

@@ -22,6 +22,8 @@ from .systems import PLAIN
 _SHOWN_DEPTHS = 8
 _COSTS = ("draft", "verify", "commit", "other")
 _EMPTY = "-"
+_HIDDEN = ("variants", "lossy")  # settings that the tables show
+LOSSY = "lossy"  # mark of a system whose rule of verification may change the text
 _TITLES = {CONTEXT: "context", BATCH: "batch", NEW: "new tokens"}
 
 
@@ -104,7 +106,7 @@ def write_report(result: BenchResult, path: Path) -> None:
 
 def print_report(result: BenchResult, console: Console) -> None:
     """Prints all tables, what was left out and why, every divergence, and the definitions."""
-    _note(console, [", ".join(f"{name}={value}" for name, value in result.settings.items() if name != "variants")])
+    _note(console, [", ".join(f"{name}={value}" for name, value in result.settings.items() if name not in _HIDDEN)])
     console.print(_main_table(result))
     _note(console, _first_calls(result.measured))
     _note(console, (f"left out: {name}: {reason}" for name, reason in result.measured.left_out.items()))
@@ -140,12 +142,12 @@ def _main_table(result: BenchResult) -> Table:
         "variant", "tau", "tokens/s", "speed-up", "spread", "after 1st token", "1st token ms", "peak MB", "identical",
         "ties", "divergent",
     )  # fmt: skip
-    several = int(result.settings.get("repeats", 1)) > 1
+    several, lossy = int(result.settings.get("repeats", 1)) > 1, result.settings.get("lossy", ())
     for name, row in result.summaries().items():
         spread = row.speed_up_repeats if several else (row.speed_up_prompts[0], row.speed_up_prompts[2])
         memory = _EMPTY if row.peak_memory_mb is None else f"{row.peak_memory_mb:.0f} (+{row.peak_growth_mb:.0f})"
         table.add_row(
-            escape(name),
+            escape(name) + (f" ({LOSSY})" if name in lossy else ""),
             _number(row.tau),
             f"{row.tokens_per_second:.1f}",
             f"{row.speed_up:.2f}",
@@ -160,6 +162,8 @@ def _main_table(result: BenchResult) -> Table:
         if several
         else "speed_up_prompts, 10th and 90th percentile of the prompts"
     )
+    if lossy:
+        table.caption += f"; {LOSSY}: its rule of verification may change the text"
     return table
 
 

@@ -16,6 +16,7 @@ from ..common.checks import public_name
 from ..drafters.draft_options import DraftOptions, option_names
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..drafters.protocol import Drafter
+from ..verifiers.registry import is_lossy
 from . import economize, peers
 
 PLAIN = "plain"
@@ -165,6 +166,7 @@ class System:
         static: whether its cache has a fixed length. Its forwards may then be compiled.
         drafts_later: whether nothing is drafted in the prompt's forward.
         packed: whether the target's weights are packed for the whole call.
+        exact: whether its rule of verification keeps the target's own distribution.
     """
 
     name: str
@@ -177,6 +179,7 @@ class System:
     static: bool = False
     drafts_later: bool = False
     packed: bool = False
+    exact: bool = True
 
     @property
     def may_be_left_out(self) -> bool:
@@ -231,8 +234,9 @@ def drafted_system(variant: Variant, drafter: Drafter, label: str = "") -> Syste
     finally:
         drafter.generation_config = stored
     alike = chosen.verification == "walk" and not chosen.drawn  # others draw further random numbers
+    exact = not is_lossy(chosen.verification)
     name = f"{label}: {variant.text}" if label else variant.text
-    return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike)
+    return System(name, {"assistant_model": drafter}, drafter, options, ours=True, draws_as_plain=alike, exact=exact)
 
 
 def _untrained(drafter: Any) -> Any:

@@ -43,6 +43,10 @@ DrafterOption = Annotated[
     str | None, typer.Option("--drafter", help="Hub name or folder; default: the one that comes with the target.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")]
+VerificationOption = Annotated[
+    str | None,
+    typer.Option("--verification", help="Rule of verification; fly, typical and pivot are lossy. Default: exact."),
+]
 DeviceOption = Annotated[str, typer.Option(help="Device to run on.")]
 
 
@@ -97,14 +101,40 @@ def check_fit(drafter: Any, target: Any, tokenizer: Any) -> None:
     drafter.warn_of_misfit(target, tokenizer, all_processes=False)
 
 
+def set_verification(drafter: Any, rule: str) -> None:
+    """Gives a drafter a rule of verification, and says if that may change the text.
+
+    Raises:
+        ValueError: there is no such rule, or it does not go with the drafter's other options.
+    """
+    from ..drafters.draft_options import DraftOptions
+    from ..verifiers.registry import is_lossy
+
+    drafter.generation_config.verification = rule
+    drafter.verifier(DraftOptions.of(drafter))
+    if is_lossy(rule):
+        console.print(f"verification={rule!r} is lossy: texts may differ from the model's own", highlight=False)
+
+
 def load_plain_or_pair(
-    target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool
+    target: str | None, drafter: str | None, dtype: Dtype, device: str, plain: bool, verification: str | None = None
 ) -> tuple[Any, Any, Any]:
-    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding."""
+    """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding.
+
+    Args:
+        verification: rule that the user confirms by naming it; `None` for the drafter's own, which is exact.
+    """
     from ..target.target_loading import load_target
 
     if not plain:
-        return load_pair(target, drafter, dtype, device)
+        model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+        if verification is not None:
+            set_verification(loaded, verification)
+        return model, tokenizer, loaded
+    if verification is not None:
+        raise typer.BadParameter(
+            "--plain has no drafts to verify: leave one of the two out", param_hint="--verification"
+        )
     if drafter is not None:
         raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
     return *load_target(target, dtype.torch, device), None

@@ -15,6 +15,7 @@ from ._shared import (
     Dtype,
     DtypeOption,
     TargetOption,
+    VerificationOption,
     console,
     drafter_of,
     load_plain_or_pair,
@@ -30,6 +31,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8000,
     plain: Annotated[bool, typer.Option("--plain", help="Without a drafter, to compare.")] = False,
+    verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
@@ -48,7 +50,7 @@ def serve(
 
     listener = bound_socket(host, port)
     name = target or DEFAULT_TARGET
-    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     attachment = None if loaded is None else attach(model, loaded)
     server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns of each request that one was received
@@ -66,6 +68,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Without a drafter.")] = False,
+    verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -75,7 +78,7 @@ def chat(
     from ..serving.chat import TerminalChat, warm_up
     from ..serving.conversation import Conversation
 
-    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     conversation = Conversation(model, tokenizer, loaded, system, max_new_tokens=max_new_tokens, **sampling)
     with console.status("trying what decoding costs on this machine"):

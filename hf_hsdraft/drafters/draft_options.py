@@ -15,11 +15,16 @@ from ..common.options import Option
 from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
 from ..trees.builder_registry import DRAWING, TREE_BUILDERS
-from ..verifiers.registry import VERIFIERS
+from ..verifiers.registry import VERIFIERS, is_lossy
 from ..verifiers.verdict import Verifier
 
 logger = logging.get_logger(__name__)
 
+# A target's own files may say so too, and they are not the caller.
+NOT_TAKEN = (
+    "the call's generation configuration asks for verification={!r}, which is lossy: it may change the text. It is not "
+    "used. To use it, set it on drafter.generation_config.verification"
+)
 _ALIKE, _NEAR = 0.85, 0.4  # of two names; see `difflib.SequenceMatcher.ratio`
 
 MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
@@ -41,7 +46,7 @@ class DraftOptions:
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
         tree_builder: `"beam"` takes the best nodes and `"p_best"` the best whole paths; `"gumbel"` and
             `"stochastic_beam"` draw their nodes.
-        verification: `"walk"` or `"rejection"`.
+        verification: a name of `VERIFIERS`: `"walk"` or `"rejection"`, which are exact, or a lossy rule.
         temperature: of the draws of a sampled tree.
         ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
         tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always does all.
@@ -102,6 +107,9 @@ class DraftOptions:
 
         def option(name: str) -> Any:
             given = getattr(call, name, None)
+            if name == "verification" and is_lossy(given) and given != getattr(config, name, None):
+                logger.warning_once(NOT_TAKEN.format(given))
+                given = None
             values = (None if given == library.get(name) else given, getattr(config, name, None))
             default = own[name].default if name in own else getattr(defaults, name)
             return next((value for value in values if value is not None), default)

@@ -68,6 +68,7 @@ class Accepted:
         following: `[n]`, int64, the tokens x_{i+1}; with `embeds` the last one only.
         earlier: of a prompt's news, the last tokens before `tokens` as far as they are known.
         num_drafted: number of emitted tokens that the draft held.
+        num_relaxed: number of these that a lossy rule accepted in place of the target's own tokens.
         embeds: `[n - 1, D]`, embeddings of the tokens x_{i+1} but the last, for prompts that were given so.
     """
 
@@ -78,6 +79,7 @@ class Accepted:
     following: torch.Tensor
     earlier: Sequence[int] = ()
     num_drafted: int = 0
+    num_relaxed: int = 0
     embeds: torch.Tensor | None = None
 
     def next_embeds(self, embed: Transform) -> torch.Tensor:
@@ -245,5 +247,10 @@ class Drafter:
         self.save_pretrained(folder, **named)  # type: ignore[attr-defined]
 
     def verifier(self, options: DraftOptions) -> Verifier:
-        """The rule that accepts its drafts."""
-        return VERIFIERS[options.verification].with_options(options.own)
+        """The rule that accepts its drafts.
+
+        Raises:
+            ValueError: the rule has learned something that does not lie beside the drafter's weights.
+        """
+        rule = VERIFIERS[options.verification].with_options(options.own)
+        return rule.learned(getattr(self, "loaded_from", None))

@@ -10,7 +10,8 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from ..common.refusals import DraftingRefused
 from ..drafters.protocol import Drafter
 from ..target.target_limits import check_inputs, furthest_position, text_config
-from .row_processors import check_processors
+from ..verifiers.verdict import Verifier
+from .row_processors import check_processors, is_row_wise
 
 
 def check_call(
@@ -33,6 +34,21 @@ def check_call(
             "guidance_scale is not possible with a drafter and synced_gpus=True: its forwards differ by process"
         )
     check_processors(processors, len(input_ids))
+
+
+def check_verifier(verifier: Verifier, target: Any, processors: Any) -> None:
+    """Raises a ValueError for a rule of verification that was trained for another target.
+
+    Raises a DraftingRefused for a rule that drops scores again, where a processor remembers that it was asked.
+    """
+    config = text_config(target)
+    verifier.check(getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0))
+    if verifier.looks_ahead and (keeping := [type(one).__name__ for one in processors if not is_row_wise(one)]):
+        raise DraftingRefused(
+            f"{type(verifier).__name__} asks for scores beyond a mismatch that it may drop again, and "
+            f"{', '.join(keeping)} may remember being asked; set row_wise = True on a processor that remembers "
+            f"nothing, choose another rule of verification, or {DraftingRefused.PLAINLY}"
+        )
 
 
 def _positions_taken(target: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int:

@@ -25,6 +25,7 @@ class DraftStatistics:
         draft_kind: `"tree"` or `"chain"`, what was drafted.
         reason: why chains were, if they were not asked for.
         exact: whether the text has the target's own distribution; only a lossy rule of verification has not.
+        relaxed_tokens: tokens that a lossy rule accepted in place of the target's own; 0 under exact rules.
         packed_weights: whether rounds multiplied by packed copies of the target's weights, from some round on.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
             the total is Python between the parts, and finding out what a target can do.
@@ -38,6 +39,7 @@ class DraftStatistics:
     draft_kind: str = "tree"
     reason: str = ""
     exact: bool = True
+    relaxed_tokens: int = 0
     packed_weights: bool = False
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -73,12 +75,22 @@ class HSDraftGenerateOutput(GenerateDecoderOnlyOutput):
 
     statistics: DraftStatistics | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether the text has the target's own distribution; see [`DraftStatistics`]."""
+        return self.statistics is None or self.statistics.exact
+
 
 @dataclass
 class HSDraftEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """The same for an encoder-decoder target."""
 
     statistics: DraftStatistics | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the text has the target's own distribution; see [`DraftStatistics`]."""
+        return self.statistics is None or self.statistics.exact
 
 
 def as_output(

@@ -15,7 +15,7 @@ from ..target.static_cache import with_draft_room
 from ..target.target_outputs import TargetOutput, picked_taps
 from ..target.target_runtime import TargetRuntime
 from ..trees.draft_tree import DraftTree
-from .call_checks import check_call
+from .call_checks import check_call, check_verifier
 from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
 from .decoded_texts import DecodedTexts
 from .draft_limits import refuse
@@ -40,7 +40,8 @@ def speculative_decoding(
 ) -> HSDraftGenerateOutput | HSDraftEncoderDecoderOutput | torch.Tensor:
     """Decodes with a drafter ("Make Every Draft Count"); the output has the target's own distribution.
 
-    Takes what `generate()` hands to a decoding method, and returns what it returns: `[B, length]` token ids, or with
+    It has not where the drafter's options name a lossy rule of verification; the statistics say so. Takes what
+    `generate()` hands to a decoding method, and returns what it returns: `[B, length]` token ids, or with
     `return_dict_in_generate` an [`HSDraftGenerateOutput`].
 
     Args:
@@ -58,6 +59,7 @@ def speculative_decoding(
     columns = options.shared_by(len(input_ids)).tree_size + 1
     model_kwargs = with_draft_room(target, model_kwargs, generation_config, input_ids, columns)
     verifier = drafter.verifier(options)
+    check_verifier(verifier, target, logits_processor)
     runtime = TargetRuntime(target, sorted({*drafter.taps_of(target), *verifier.taps}), model_kwargs)
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate

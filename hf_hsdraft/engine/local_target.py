@@ -142,7 +142,7 @@ class LocalTarget:
         places = torch.arange(begin, begin + len(tokens))
         nodes = on_device([0, *verdict.path], taps.device)
         own = self.own_taps(taps[nodes])
-        return Accepted(row, tokens, own, places, torch.tensor(tokens), num_drafted=verdict.num_drafted)
+        return Accepted(row, tokens, own, places, torch.tensor(tokens), (), verdict.num_drafted, len(verdict.relaxed))
 
     def staying(self) -> list[int]:
         """Returns the texts that stay if ended ones leave the forwards now; empty if leaving does not pay yet."""

@@ -113,6 +113,7 @@ class StatisticsKeeper(Observer):
         self.statistics.row_forwards += len(done.nodes) * done.forwards
         self.statistics.accepted_lengths += done.accepted
         self.statistics.drafted_nodes += done.nodes
+        self.statistics.relaxed_tokens += sum(each.num_relaxed for each in done.news)
 
 
 class PaceTimer(Observer):

@@ -115,13 +115,20 @@ def _check_row_wise(processor: Any) -> None:
             f"{name} keeps a state that the rows of a batch share, and with a drafter the rows are at different "
             f"lengths; call generate() for each prompt, or {DraftingRefused.PLAINLY}"
         )
-    if not _is_known(processor) and not getattr(processor, "row_wise", False):
+    if not is_row_wise(processor):
         raise DraftingRefused(
             f"{name} is not known to treat each row of a batch alone. With a drafter the rows are at different "
             "lengths, so each row is processed as a batch of one (input_ids [1, L], scores [1, V]). If the result "
             "is the same then, set row_wise = True on the processor or its class; otherwise call generate() for "
             f"each prompt, or {DraftingRefused.PLAINLY}"
         )
+
+
+def is_row_wise(processor: Any) -> bool:
+    """Whether a processor is known to treat each text alone, and to remember nothing between two calls."""
+    if isinstance(processor, _NOT_IN_BATCHES):
+        return False
+    return _form_of(processor) is not None or _is_known(processor) or bool(getattr(processor, "row_wise", False))
 
 
 def _is_known(processor: Any) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..verifiers.registry import is_lossy
 from .markdown import cell, code, table
 
 GAP = "not measured"
@@ -125,7 +126,8 @@ def _shape(variant: str, settings: Mapping[str, Any]) -> str:
         nodes, depth, width = (options[name] for name in ("tree_size", "num_assistant_tokens", "beam_width"))
     except (KeyError, TypeError):
         return variant
-    return f"{variant} ({depth} deep)" if width == 1 else f"{variant} ({nodes} nodes, {depth} deep)"
+    lossy = ", lossy" if is_lossy(options.get("verification")) else ""
+    return f"{variant} ({depth} deep{lossy})" if width == 1 else f"{variant} ({nodes} nodes, {depth} deep{lossy})"
 
 
 def _held_out(training: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from .drafter_files import (
     INDEX,
     REFINER_CONFIG,
     REFINER_WEIGHTS,
+    RULE_FILES,
     WEIGHTS,
     check_is_drafter,
     read_json,
@@ -73,7 +74,7 @@ class RepositoryCare:
                 api.hf_hub_download(repo_id, CONFIG, revision=options.get("revision"), local_dir=place)
                 check_is_drafter(Path(place), type_in(read_json(folder / CONFIG)))
                 ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", REFINER_CONFIG, REFINER_WEIGHTS]
-                ours += sorted(set(DOCUMENTS) - {CARD})
+                ours += [*sorted(set(DOCUMENTS) - {CARD}), *RULE_FILES]
                 former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
                 former |= there & self.former_code(Path(place))
                 stale = sorted(name for name in former if not (folder / name).is_file())

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ..common.checks import few, printable
+from ..verifiers.registry import rule_files
 
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
 FORMAT_VERSION = 2
@@ -24,10 +25,11 @@ FORMAT_VERSION = 2
 CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
+RULE_FILES = tuple(rule_files())  # what lossy rules have learned of the target
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
 REFINER_CONFIG, REFINER_WEIGHTS = "refiner/config.json", "refiner/model.safetensors"
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
-DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights and code
+DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS, *RULE_FILES)  # all but weights and code
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 

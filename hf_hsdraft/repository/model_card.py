@@ -13,6 +13,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import safe_open
 
 from ..common.checks import public_name
+from ..verifiers.pivot import FILE, PivotClassifier
+from ..verifiers.registry import is_lossy
 from .card_figures import figures_section, is_chain
 from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
 from .markdown import code, table
@@ -131,6 +133,7 @@ def render_card(folder: Path, name: str) -> str:
         "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
+        _lossy(folder),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -287,6 +290,28 @@ def _training(recipe: Mapping[str, Any]) -> str:
         blocks.append("```bash\n" + "\n".join(recipe["commands"]) + "\n```")
     blocks += recipe.get("notes", [])
     return "\n\n".join(blocks)
+
+
+def _lossy(folder: Path) -> str:
+    """What the folder holds for lossy verification; empty for nothing."""
+    rule, parts = _read(folder / OPTIONS).get("verification"), []
+    if is_lossy(rule):
+        parts.append(
+            f"The saved options ask for `verification={rule!r}`. It may change the text, so a drafter that is loaded "
+            f"verifies exactly until `drafter.generation_config.verification = {rule!r}` is set."
+        )
+    if (folder / FILE).is_file():
+        try:
+            recipe = PivotClassifier.load(folder / FILE).recipe
+        except ValueError:
+            recipe = {}
+        parts += [
+            f"`{FILE}` is a classifier for `verification='pivot'`, which accepts drafted tokens that are not the "
+            "model's own where the classifier holds that they do not matter. It was trained for the tasks below, with "
+            "their checkers, and is to be trusted for these only. It is never used unless that option is set.",
+            *([table(["", ""], recipe.items())] if recipe else []),
+        ]
+    return "\n\n".join(["## Lossy verification", *parts]) if parts else ""
 
 
 def _limits(target: str, warns: bool) -> list[str]:

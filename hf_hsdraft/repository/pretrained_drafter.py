@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
+from ..verifiers.registry import is_lossy
 from .care import care
 from .drafter_files import (
     CONFIG,
@@ -27,6 +29,8 @@ from .drafter_files import (
     tensors,
 )
 from .publication import complete, complete_folder
+
+logger = logging.get_logger(__name__)
 
 _OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
 _ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
@@ -234,7 +238,23 @@ def stored_options(path: Path) -> dict[str, Any]:
     Raises:
         DamagedFile: it is no JSON object.
     """
-    return drafting_options(read_json(path)) if path.is_file() else {}
+    return without_lossy(drafting_options(read_json(path)), path.parent) if path.is_file() else {}
+
+
+def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the drafting options of a folder, without a lossy rule of verification; a warning tells of it.
+
+    Whoever saved them does not decide about the texts of whoever loads them.
+    """
+    rule = options.get("verification")
+    if not is_lossy(rule):
+        return options
+    logger.warning(
+        f"the options saved in {folder} ask for verification={rule!r}, which is lossy: it may change the text. The "
+        "drafter is loaded with exact verification. To use that rule, set drafter.generation_config.verification = "
+        f"{rule!r} after loading"
+    )
+    return {name: value for name, value in options.items() if name != "verification"}
 
 
 def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:

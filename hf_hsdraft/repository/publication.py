@@ -37,6 +37,7 @@ from .drafter_files import (
     RECIPE,
     REFINER_CONFIG,
     REFINER_WEIGHTS,
+    RULE_FILES,
     WEIGHTS,
     check_is_drafter,
     digests,
@@ -95,7 +96,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 def is_ours(name: str, code: Collection[str]) -> bool:
     """Whether a file of a repository is one that a drafter brings: weights, refiner, documents, or its `code`."""
     return (
-        name in (WEIGHTS, INDEX, REFINER_CONFIG, REFINER_WEIGHTS, *DOCUMENTS)
+        name in (WEIGHTS, INDEX, REFINER_CONFIG, REFINER_WEIGHTS, *DOCUMENTS, *RULE_FILES)
         or name in code
         or bool(_SHARD.fullmatch(name))
     )
@@ -158,7 +159,13 @@ def bring_refiner(source: Path, partial: Path) -> None:
 
 
 def _bring_documents(source: Path, partial: Path) -> None:
-    """Copies what is known of a drafter; after a change of its weights, only where it comes from."""
+    """Copies what is known of a drafter; after a change of its weights, only where it comes from.
+
+    What rules of verification have learned is of the target, so it comes along in any case.
+    """
+    for name in RULE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, partial / name)
     documents = [name for name in DOCUMENTS if (source / name).is_file()]
     if _same_weights(source, partial):
         for name in documents:

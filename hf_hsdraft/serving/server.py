@@ -12,12 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 
 from ..attachment import Attachment
+from ..verifiers.registry import is_lossy
 from .answers import ChatHandler, ClientAware, OneTarget, ResponsesHandler, TextHandler
 
 
@@ -77,6 +79,7 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
     )
     app.state.manager = state.manager
     app.add_middleware(ClientAware)
+    app.add_middleware(SaysVerification, attachment=attachment)
 
     @app.get("/drafting")
     def drafting() -> JSONResponse:
@@ -88,6 +91,33 @@ def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | N
     app.add_exception_handler(TemplateError, _refused)
     app.add_exception_handler(Exception, _failed)
     return app
+
+
+class SaysVerification:
+    """Says in a header of each response by which rule drafts are verified, and whether that may change the text.
+
+    `X-Verification` is `exact`, or the name of a lossy rule and `lossy`: "fly; lossy". Plain decoding is exact.
+
+    Args:
+        attachment: see `build_app`.
+    """
+
+    def __init__(self, app: ASGIApp, attachment: Attachment | None) -> None:
+        self.app, self._attachment = app, attachment
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-verification", self._rule().encode())]
+            await send(message)
+
+        await self.app(scope, receive, marked)
+
+    def _rule(self) -> str:
+        if self._attachment is None:
+            return "exact"
+        rule = getattr(self._attachment.drafter.generation_config, "verification", None)
+        return f"{rule}; lossy" if is_lossy(rule) else "exact"
 
 
 class Server(uvicorn.Server):

@@ -151,7 +151,8 @@ class Draws:
     def settle(self, count: int) -> None:
         """Keeps the first `count` draws since the last call of this method. The others will be made again.
 
-        Only rows of a batch that go in step have such others. So the device's own generator is never set back.
+        Rows of a batch that go in step have such others, and texts under a lossy rule that looks ahead. Exact rules
+        never set the device's own generator back.
         """
         if count < len(self._drawn):
             self._generator.set_state(self._drawn[count - 1])

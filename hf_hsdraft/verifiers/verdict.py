@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,19 +61,22 @@ class Verdict:
         finished: whether the text ends with `next_token`.
         num_drafted: number of emitted tokens that the tree held: those of the path, and `next_token` where the text
             ends with a drafted token.
+        relaxed: indices of the nodes among these that a lossy rule accepted in place of the target's own token.
     """
 
     path: list[int]
     next_token: int
     finished: bool
     num_drafted: int
+    relaxed: tuple[int, ...] = ()
 
     def cut(self, tree: DraftTree, length: int) -> Verdict:
         """Returns the same verdict for a path of at most `length` nodes. What follows is decided anew later."""
         if len(self.path) <= length:
             return self
-        following = tree.tokens[self.path[length]]
-        return replace(self, path=self.path[:length], next_token=following, finished=False, num_drafted=length + 1)
+        following, kept = tree.tokens[self.path[length]], self.path[: length + 1]
+        relaxed = tuple(node for node in self.relaxed if node in kept)
+        return Verdict(self.path[:length], following, False, length + 1, relaxed)
 
 
 class Verifier:
@@ -84,14 +88,19 @@ class Verifier:
         taps: indices of the target's hidden states that the rule reads.
         own_draws: whether each token is one draw from the target's own distribution. Such draws can be foreseen.
         drawn_nodes: whether the drafter has to draw the nodes. The best nodes of a beam would bias the text.
+        looks_ahead: whether the rule asks for scores of nodes that it may drop then. Logits processors must not
+            remember that they were asked.
         own_options: options that this rule has for itself. `judge` finds their values as attributes of their names.
+        file: name of the file beside a drafter's weights that holds what the rule has learned; empty for none.
     """
 
     exact: bool = False
     taps: Sequence[int] = ()
     own_draws: bool = False
     drawn_nodes: bool = False
+    looks_ahead: bool = False
     own_options: Sequence[Option] = ()
+    file: str = ""
 
     def with_options(self, values: Mapping[str, Any]) -> Verifier:
         """Returns the rule for a call, with values of its own options among those given."""
@@ -100,6 +109,25 @@ class Verifier:
         rule = copy.copy(self)
         vars(rule).update({option.name: values[option.name] for option in self.own_options})
         return rule
+
+    def learned(self, folder: Path | None) -> Verifier:
+        """Returns the rule with what it has learned.
+
+        Args:
+            folder: the drafter's; `None` for a drafter that was not loaded from one.
+
+        Raises:
+            ValueError: the rule needs a file that is not there.
+        """
+        return self
+
+    def check(self, width: int, layers: int) -> None:
+        """Raises a ValueError for a target that the rule was not trained for.
+
+        Args:
+            width: size of the target's hidden states.
+            layers: number of its layers.
+        """
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
         """Returns the verdict about a tree. It changes nothing, except that it may draw random numbers."""

@@ -25,7 +25,7 @@ from ...repository.drafter_files import (
     find_folder,
     read_json,
 )
-from ...repository.pretrained_drafter import drafting_options
+from ...repository.pretrained_drafter import stored_options
 from ...repository.publication import complete_folder
 from ...target.target_limits import text_config
 from ..draft_options import MOST_LEADING, default_options
@@ -117,7 +117,7 @@ class CachebackDrafter(Drafter):
             folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
             check_is_drafter(folder, CachebackConfig.model_type)
             texts = read_json(folder / CONFIG).get("texts", [])
-            options = drafting_options(read_json(folder / OPTIONS)) if (folder / OPTIONS).is_file() else {}
+            options = stored_options(folder / OPTIONS)
         if not isinstance(texts, list) or not all(
             isinstance(text, list) and all(map(is_integer, text)) for text in texts
         ):

@@ -1,0 +1,236 @@
+"""What lossy verification costs and gains: questions decoded plainly, by exact drafting, and by lossy rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..drafters.draft_options import DraftOptions
+from ..verifiers.registry import VERIFIERS, is_lossy
+from .calls import Settings, time_call
+from .checked_tasks import Item
+from .measure import encode_prompt, end_tokens
+from .run import WARM_UP_TOKENS, turn_order
+from .systems import PLAIN, System, with_options
+
+EXACT = "exact drafting"
+GREEDY, SAMPLED = "greedy", "sampled"
+_NGRAM = 4  # tokens of an n-gram by which repetition is counted
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A lossy rule with its options, as it is measured.
+
+    Attributes:
+        name: name of the rule, of `VERIFIERS`.
+        options: those of its options that are set; the others are as published.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The rule as `parse` reads it."""
+        return "+".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
+
+    @property
+    def threshold(self) -> str:
+        """Name of the option that says how much is accepted."""
+        return VERIFIERS[self.name].own_options[0].name
+
+    @property
+    def value(self) -> float:
+        """The threshold's value."""
+        return self.options.get(self.threshold, VERIFIERS[self.name].own_options[0].default)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether all options are as published."""
+        defaults = {option.name: option.default for option in VERIFIERS[self.name].own_options}
+        return all(defaults[name] == value for name, value in self.options.items())
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Reads `fly` or `fly+fly_entropy=0.5+fly_window=2`.
+
+        Raises:
+            ValueError: there is no such rule or option, or the value is out of range.
+        """
+        name, *parts = text.strip().split("+")
+        lossy = [each for each in VERIFIERS if is_lossy(each)]
+        if name not in lossy:
+            raise ValueError(f"{name!r} is no lossy rule: expected some of {', '.join(lossy)}")
+        own, options = {option.name: option for option in VERIFIERS[name].own_options}, {}
+        for part in parts:
+            option, sign, value = part.partition("=")
+            if option not in own or not sign:
+                raise ValueError(f"{text!r}: {name} has no option {part!r}: expected some of {', '.join(own)}, as a=b")
+            try:
+                number = float(value)
+            except ValueError:
+                raise ValueError(f"{text!r}: {option}={value} is invalid: expected {own[option].expected}") from None
+            whole = isinstance(own[option].default, int) and number.is_integer()
+            options[option] = own[option].checked(int(number) if whole else number)
+        return cls(name, options)
+
+    def at(self, value: float) -> Rule:
+        """Returns the same rule with another threshold.
+
+        Raises:
+            ValueError: the value is out of range.
+        """
+        VERIFIERS[self.name].own_options[0].checked(value)
+        return replace(self, options={**self.options, self.threshold: value})
+
+
+def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
+    """Returns the rules that are named, each as it stands and with each of the thresholds.
+
+    Raises:
+        ValueError: see `Rule.parse`.
+    """
+    found: dict[tuple[Any, ...], Rule] = {}  # a threshold may be the published one
+    for each in [Rule.parse(text) for text in texts]:
+        for rule in (each, *(each.at(value) for value in thresholds)):
+            options = {**_defaults(rule.name), **rule.options}
+            found.setdefault((rule.name, *sorted(options.items())), rule)
+    return list(found.values())
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    return {option.name: option.default for option in VERIFIERS[name].own_options}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one system said to one question.
+
+    Attributes:
+        task: of the question.
+        right: whether the answer is right.
+        tokens: number of new tokens, the end of the text included.
+        forwards: number of forwards of the target.
+        seconds: seconds of the call.
+        relaxed: number of tokens that the rule accepted in place of the target's own choice or draw.
+        log_probability: sum over the tokens of their log-probability under the target, in nats, at temperature 1.
+        repeated: number of n-grams that occurred before in the same answer.
+        ngrams: number of n-grams.
+        same: whether the tokens are plain decoding's.
+    """
+
+    task: str
+    right: bool
+    tokens: int
+    forwards: int
+    seconds: float
+    relaxed: int
+    log_probability: float
+    repeated: int
+    ngrams: int
+    same: bool
+
+
+@dataclass
+class Quality:
+    """All answers, by the way of decoding and the system; plain decoding and exact drafting come first."""
+
+    settings: dict[str, Any]
+    rules: dict[str, Rule]
+    answers: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+
+
+def systems_of(drafter: Any, rules: Sequence[Rule]) -> list[System]:
+    """Returns plain decoding, exact drafting and each rule, with the same drafter.
+
+    Raises:
+        ValueError: a rule cannot be had with this drafter.
+    """
+    exact = {"verification": "walk"}
+    made = [System(PLAIN), System(EXACT, {"assistant_model": drafter}, drafter, exact, ours=True)]
+    for rule in rules:
+        options = {"verification": rule.name, **_defaults(rule.name), **rule.options}
+        stored = drafter.generation_config
+        with_options(drafter, options)
+        try:
+            drafter.verifier(DraftOptions.of(drafter))
+        finally:
+            drafter.generation_config = stored
+        made.append(System(rule.text, {"assistant_model": drafter}, drafter, options, ours=True, exact=False))
+    return made
+
+
+def measure_quality(
+    target: Any,
+    tokenizer: Any,
+    systems: Sequence[System],
+    items: Sequence[Item],
+    settings: Settings,
+    tell: Callable[[dict[str, list[Answer]]], None] = lambda answers: None,
+) -> dict[str, list[Answer]]:
+    """Lets all systems answer all questions, in changing order in one process.
+
+    Args:
+        target: the target.
+        tokenizer: its tokenizer.
+        systems: plain decoding first.
+        items: the questions.
+        settings: how all systems decode. Each question has the next seed.
+        tell: called with all answers so far, after each question.
+
+    Returns:
+        The answers of each system, in the order of the questions.
+    """
+    answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
+    inputs = [encode_prompt(tokenizer, item.prompt, target.device) for item in items]
+    for system in systems:  # for what a first call finds out
+        time_call(target, inputs[0], system, replace(settings, max_new_tokens=WARM_UP_TOKENS))
+    for place, (item, each) in enumerate(zip(items, inputs, strict=True)):
+        texts, runs = {}, {}
+        seeded = replace(settings, seed=settings.seed + place)
+        for system in turn_order(systems, place):
+            rows, runs[system.name] = time_call(target, each, system, seeded)
+            texts[system.name] = rows[0]
+        known: dict[tuple[int, ...], float] = {}
+        for system in systems:
+            tokens, run = texts[system.name], runs[system.name]
+            key = tuple(tokens)
+            if key not in known:
+                known[key] = log_probability(target, each["input_ids"], tokens)
+            ngrams = [key[start : start + _NGRAM] for start in range(len(key) - _NGRAM + 1)]
+            text = tokenizer.decode([token for token in tokens if token not in end_tokens(target)])
+            answers[system.name].append(
+                Answer(
+                    task=item.task,
+                    right=item.is_right(text),
+                    tokens=len(tokens),
+                    forwards=run.forwards,
+                    seconds=run.seconds,
+                    relaxed=0 if run.statistics is None else run.statistics.relaxed_tokens,
+                    log_probability=known[key],
+                    repeated=len(ngrams) - len(set(ngrams)),
+                    ngrams=len(ngrams),
+                    same=tokens == texts[systems[0].name],
+                )
+            )
+        tell(answers)
+    return answers
+
+
+@torch.inference_mode()
+def log_probability(target: Any, prompt: torch.Tensor, tokens: Sequence[int]) -> float:
+    """Returns the log-probability of a continuation under the target, in nats.
+
+    Args:
+        target: the target.
+        prompt: `[1, length]`, token ids.
+        tokens: token ids of the continuation.
+    """
+    ids = torch.cat([prompt, prompt.new_tensor([list(tokens)])], dim=1)
+    logits = target(ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
+    chosen = logits.log_softmax(dim=-1).gather(-1, ids[0, -len(tokens) :, None])
+    return float(chosen.double().sum())

@@ -1,0 +1,152 @@
+"""`hsdraft quality` and `train-verifier`: what lossy verification costs, and the classifier that one rule needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_pair
+
+app = typer.Typer()
+TasksOption = Annotated[
+    str,
+    typer.Option(help="Comma-separated: copying, addition, sentiment, choosing, extraction, counting, explaining."),
+]
+QuestionsOption = Annotated[
+    list[Path] | None,
+    typer.Option(exists=True, dir_okay=False, help="JSONL with `turns` and `answer`, and `labels` if it is one."),
+]
+_TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining"
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@app.command(short_help="Measure what lossy verification costs and gains.")
+def quality(
+    rules: Annotated[
+        str, typer.Option(help="Comma-separated: fly, typical, pivot, each with options, as fly+fly_window=2.")
+    ] = "fly,typical",
+    thresholds: Annotated[str, typer.Option(help="Also each rule with these thresholds, as 0.1,0.3,0.5,1.")] = "",
+    tasks: TasksOption = _TASKS,
+    questions: QuestionsOption = None,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampled answers; 0 leaves them out.")] = 0.7,
+    greedy: Annotated[bool, typer.Option(help="Also greedy answers.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the questions and of the sampled answers.")] = 0,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
+) -> None:
+    """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
+    from rich.progress import Progress
+
+    from ..bench.calls import Settings
+    from ..bench.checked_tasks import items_of
+    from ..bench.machine import processor
+    from ..bench.quality import GREEDY, SAMPLED, Quality, measure_quality, rules_of, systems_of
+    from ..bench.quality_figures import DEFINITIONS, draw_quality, tables_of, write_quality
+    from ..common.checks import public_name
+
+    try:
+        wanted = rules_of(_names(rules), [float(value) for value in _names(thresholds)])
+        asked = items_of(_names(tasks), questions or [], items, seed)
+        if temperature == 0 and not greedy:
+            raise ValueError("--no-greedy and --temperature 0 leave nothing to decode: give one of them up")
+        for path in (json_out, picture):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"no such folder: {path.parent}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--picture needs matplotlib: pip install -e '.[bench]' in a checkout")
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    systems = systems_of(loaded, wanted)
+    settings = {
+        "target": public_name(getattr(model, "name_or_path", "")),
+        "dtype": dtype.value,
+        "device": device,
+        "processor": processor(model.device),
+        "questions": len(asked),
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    found = Quality(settings, {rule.text: rule for rule in wanted})
+    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: temperature} if temperature else {})}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("questions", total=len(asked) * len(modes))
+        for mode, heat in modes.items():
+            how = Settings(max_new_tokens, heat, seed)
+            found.answers[mode] = measure_quality(
+                model, tokenizer, systems, asked, how, lambda answers: progress.advance(task)
+            )
+            if json_out is not None:
+                write_quality(found, json_out)
+    for table in tables_of(found):
+        console.print(table)
+    for name, text in DEFINITIONS.items():
+        console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
+    if picture is not None:
+        console.print(f"picture: {draw_quality(found, picture).name}", highlight=False, markup=False)
+
+
+@app.command("train-verifier", short_help="Train the classifier of pivot-aware verification.")
+def train_verifier(
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of a drafter to write; default: the drafter's own.")
+    ] = None,
+    tasks: TasksOption = _TASKS,
+    questions: QuestionsOption = None,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 100,
+    places: Annotated[int, typer.Option(min=1, help="Mismatches that are labelled, at most, of each question.")] = 2,
+    roll_outs: Annotated[int, typer.Option(min=1, help="Answers sampled from each of the two tokens.")] = 20,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of these answers.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Trains the classifier that verification="pivot" needs, by answers that can be checked, and saves it.
+
+    It lies beside the drafter's weights. Ask the tasks that it is to be used for: of others it knows nothing.
+    """
+    from rich.progress import Progress
+
+    from ..bench.checked_tasks import items_of
+    from ..training import pivots
+    from ..training.pivots import Place, Plan, collect, fit, save_beside
+
+    try:
+        asked = items_of(_names(tasks), questions or [], items, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
+    plan = Plan(places, roll_outs, temperature, max_new_tokens, seed)
+    folder = plan.folder_for(loaded, out)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("decoding", total=len(asked))
+        found: list[Place] = []
+        for item in asked:
+            found += collect(model, tokenizer, loaded, item, plan)
+            progress.advance(task)
+        task = progress.add_task("rolling out", total=len(found))
+        labels: list[int] = []
+        for place in found:
+            labels.append(pivots.label(model, tokenizer, place, plan))
+            progress.advance(task)
+    classifier, figures = fit(found, labels, plan)
+    save_beside(loaded, classifier, folder, model)
+    for name, value in classifier.recipe.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"saved in {folder}; held-out figures: {figures}", highlight=False, markup=False, soft_wrap=True)

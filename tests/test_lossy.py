@@ -1,0 +1,409 @@
+"""Lossy rules of verification: each decides as its paper's rule, written down naively here, and is exact at its end."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter
+from transformers import LogitsProcessor, LogitsProcessorList
+from typer.testing import CliRunner
+
+from hf_hsdraft import attach
+from hf_hsdraft.bench.exactness import check, settings
+from hf_hsdraft.cli import app
+from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.trees.draft_tree import DraftTree
+from hf_hsdraft.verifiers.own_choice import OwnChoice
+from hf_hsdraft.verifiers.pivot import FILE, LEAST_PROBABILITY, Pivot, PivotClassifier, tap_of
+from hf_hsdraft.verifiers.registry import VERIFIERS, is_lossy
+from hf_hsdraft.verifiers.relaxed import normalised_entropy
+from hf_hsdraft.verifiers.verdict import Nodes, Verdict
+
+SIZE = 7  # of the vocabulary of the tables
+WIDTH = 5  # of their hidden states
+LOSSY = [name for name in VERIFIERS if is_lossy(name)]
+EXACT = {  # values at which a rule accepts nothing but the target's own tokens
+    "fly": {"fly_entropy": 1.0},
+    "typical": {"typical_threshold": 1.0, "typical_delta": 1e6},
+    "pivot": {"pivot_threshold": 0.0},
+}
+LOOSE = {
+    "fly": {"fly_entropy": 0.0, "fly_window": 0},
+    "typical": {"typical_threshold": 1e-6, "typical_delta": 1e-6},
+    "pivot": {"pivot_threshold": 1.0},
+}
+
+
+class Table:
+    """A target: its scores after any path, where some tokens are forbidden. Sampling draws by a fixed rule."""
+
+    def __init__(self, seed: int, sampled: bool) -> None:
+        self.rng, self.sampled, self.known = random.Random(seed), sampled, {}
+        self.generator = torch.Generator().manual_seed(seed)
+        self.weights = torch.rand(SIZE, generator=self.generator)
+
+    def scores(self, path: tuple[int, ...]) -> torch.Tensor:
+        if path not in self.known:
+            scale = self.rng.choice([0.2, 1.0, 4.0])
+            scores = torch.randn(1, SIZE, generator=self.generator) * scale
+            scores[0, self.rng.randrange(SIZE)] = -torch.inf
+            self.known[path] = scores
+        return self.known[path]
+
+    def p(self, path: tuple[int, ...]) -> list[float]:
+        return self.scores(path)[0].softmax(-1).tolist()
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        return int((probabilities[0] * self.weights).argmax())
+
+    def own(self, path: tuple[int, ...]) -> int:
+        return self.draw(self.scores(path).softmax(-1)) if self.sampled else int(self.scores(path).argmax())
+
+    def tree(self, width: int) -> DraftTree:
+        """A path of the target's own choices with wrong tokens here and there, and other branches beside it."""
+        nodes: list[tuple[int, int, float, tuple[int, ...]]] = [(0, -1, 0.0, ())]
+        tip = 0
+        for depth in range(self.rng.randint(1, 9)):
+            for _ in range(self.rng.randint(1, width)):
+                parent = tip if width == 1 or self.rng.random() < 0.7 else self.rng.randrange(len(nodes))
+                path = nodes[parent][3]
+                token = self.own(path) if self.rng.random() < 0.75 else self.rng.randrange(SIZE)
+                if (*path, token) in [node[3] for node in nodes]:
+                    continue
+                nodes.append((token, parent, nodes[parent][2] - self.rng.random(), (*path, token)))
+            deepest = [place for place, node in enumerate(nodes) if len(node[3]) == depth + 1]
+            tip = self.rng.choice(deepest) if deepest else tip
+        tokens, parents, scores, paths = zip(*nodes, strict=True)
+        return DraftTree(tokens, parents, tuple(map(len, paths)), scores)
+
+    def nodes(self, tree: DraftTree) -> Nodes:
+        logits = torch.cat([self.scores(path) for path in paths_of(tree)])
+        taps = torch.stack([state_of(path) for path in paths_of(tree)])
+        return Nodes(
+            logits,
+            lambda node, tokens: self.scores(tuple(tokens)),
+            lambda path, tokens: False,
+            self.draw if self.sampled else None,
+            self.sampled,
+            taps,
+        )
+
+
+def state_of(path: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(hash(path) % 2**31))
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    return [tuple(tree.tokens[above] for above in tree.path(node)) for node in range(len(tree))]
+
+
+def entropy(p: list[float]) -> float:
+    return -sum(each * math.log(each) for each in p if each > 0)
+
+
+def naively(table: Table, tree: DraftTree, forgives) -> tuple[int, ...]:
+    """The tokens that a rule emits, by the paths of a tree alone.
+
+    Args:
+        forgives: takes the path, the best child's token and all paths.
+    """
+    paths = dict(zip(paths_of(tree), tree.scores, strict=True))
+    path: tuple[int, ...] = ()
+    while True:
+        own = (*path, table.own(path))
+        if own in paths:
+            path = own
+            continue
+        below = [each for each in paths if len(each) == len(path) + 1 and each[:-1] == path]
+        below = [each for each in below if table.p(path)[each[-1]] > 0]
+        best = max(below, key=paths.__getitem__, default=None)
+        if best is None or not forgives(path, best[-1], paths):
+            return own
+        path = best
+
+
+def fly(table: Table, theta: float, window: int):
+    def forgives(path, token, paths):
+        if entropy(table.p(path)) / math.log(SIZE) < theta:
+            return False
+        following = (*path, token)
+        for _ in range(window):
+            following = (*following, table.own(following))
+        return following in paths
+
+    return forgives
+
+
+def typical(table: Table, epsilon: float, delta: float):
+    def forgives(path, token, paths):
+        p = table.p(path)
+        return p[token] > min(epsilon, delta * math.exp(-entropy(p)))
+
+    return forgives
+
+
+def pivot(table: Table, classifier: PivotClassifier, sigma: float):
+    def forgives(path, token, paths):
+        p = table.p(path)
+        figures = torch.tensor([[entropy(p) / math.log(SIZE), p[token]]])
+        weights = dict(classifier.named_parameters())
+        states = weights["states.weight"] @ state_of((*path, token)) + weights["states.bias"]
+        told = weights["figures.weight"] @ figures[0] + weights["figures.bias"]
+        inner = (weights["inner.weight"] @ torch.cat([states, told]) + weights["inner.bias"]).clamp(min=0)
+        logits = (weights["outer.weight"] @ inner + weights["outer.bias"]).tolist()
+        chance = math.exp(logits[1]) / (math.exp(logits[0]) + math.exp(logits[1]))
+        return chance < sigma and p[token] >= LEAST_PROBABILITY
+
+    return forgives
+
+
+def tokens_of(tree: DraftTree, verdict: Verdict) -> tuple[int, ...]:
+    return (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
+
+
+def a_classifier(width: int = WIDTH, tap: int = 1) -> PivotClassifier:
+    torch.manual_seed(0)
+    made = PivotClassifier(width, tap, {"tasks": "none"})
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return made.requires_grad_(False)
+
+
+def a_rule(name: str, values: dict) -> object:
+    rule = Pivot(a_classifier()) if name == "pivot" else VERIFIERS[name]
+    defaults = {option.name: option.default for option in rule.own_options}
+    return rule.with_options({**defaults, **values})
+
+
+SETTINGS = [
+    ("fly", (0.3, 2), {"fly_entropy": 0.3, "fly_window": 2}),
+    ("fly", (0.6, 0), {"fly_entropy": 0.6, "fly_window": 0}),
+    ("fly", (0.0, 1), {"fly_entropy": 0.0, "fly_window": 1}),
+    ("typical", (0.09, 0.3), {}),
+    ("typical", (0.15, 0.6), {"typical_threshold": 0.15, "typical_delta": 0.6}),
+    ("pivot", (0.5,), {}),
+    ("pivot", (0.9,), {"pivot_threshold": 0.9}),
+]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("width", [1, 3], ids=["chains", "trees"])
+@pytest.mark.parametrize(("name", "numbers", "values"), SETTINGS, ids=str)
+def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sampled):
+    rule, forgiven, parted = a_rule(name, values), 0, 0
+    for seed in range(400):
+        table = Table(seed, sampled)
+        tree = table.tree(width)
+        forgives = (
+            pivot(table, rule.classifier, *numbers)
+            if name == "pivot"
+            else {"fly": fly, "typical": typical}[name](table, *numbers)
+        )
+        verdict = rule.judge(tree, table.nodes(tree))
+        assert tokens_of(tree, verdict) == naively(table, tree, forgives), seed
+        assert verdict.num_drafted == len(verdict.path) and not verdict.finished
+        path = [(), *(paths_of(tree)[node] for node in verdict.path)]
+        others = [
+            node for node, (one, next_) in zip(verdict.path, pairwise(path), strict=True) if next_[-1] != table.own(one)
+        ]
+        assert list(verdict.relaxed) == others
+        forgiven += len(others)
+        parted += len(verdict.path) < max(tree.depths)
+        for length in range(len(verdict.path)):
+            cut = verdict.cut(tree, length)
+            assert tokens_of(tree, cut) == tokens_of(tree, verdict)[: length + 1]
+            assert list(cut.relaxed) == [node for node in others if node in verdict.path[: length + 1]]
+    assert forgiven > 10 and parted > 10
+
+
+def test_fly_on_a_chain_is_the_papers_rule():
+    """By arrays: a mismatch of the draft is kept if W places without one follow it within the draft."""
+    theta, window, kept, last = 0.3, 2, 0, 0
+    rule = a_rule("fly", {"fly_entropy": theta, "fly_window": window})
+    for seed in range(300):
+        table = Table(seed, sampled=False)
+        tree = table.tree(1)
+        draft = list(tree.tokens[1:])
+        prefixes = [tuple(draft[:place]) for place in range(len(draft) + 1)]
+        wanted = [table.own(prefix) for prefix in prefixes]
+        differs = [one != other for one, other in zip(draft, wanted, strict=False)]
+        length = len(draft)
+        for place in [place for place, different in enumerate(differs) if different]:
+            certain = entropy(table.p(prefixes[place])) / math.log(SIZE) < theta
+            forbidden = table.p(prefixes[place])[draft[place]] == 0
+            following = differs[place + 1 : place + 1 + window]
+            if certain or forbidden or len(following) < window or any(following):
+                length = place
+                last += len(following) < window and not certain
+                break
+            kept += 1
+        verdict = rule.judge(tree, table.nodes(tree))
+        assert tokens_of(tree, verdict) == (*draft[:length], wanted[length]), seed
+    assert kept > 10 and last > 10
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_rule_at_its_exact_end_follows_the_target_alone(name, sampled):
+    exact, loose = a_rule(name, EXACT[name]), a_rule(name, LOOSE[name])
+    differing = 0
+    for seed in range(400):
+        table = Table(seed, sampled)
+        tree = table.tree(3)
+        expected = OwnChoice().judge(tree, table.nodes(tree))
+        assert exact.judge(tree, table.nodes(tree)) == expected
+        differing += loose.judge(tree, table.nodes(tree)) != expected
+    assert differing > 10
+
+
+def test_entropy_is_between_certain_and_uniform():
+    assert normalised_entropy(torch.tensor([1.0, 0.0, 0.0])) == 0.0
+    assert normalised_entropy(torch.full((8,), 1 / 8)) == pytest.approx(1.0)
+    p = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    assert normalised_entropy(p) == pytest.approx(entropy(p.tolist()) / math.log(4), abs=1e-6)
+    three = [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9]
+    assert normalised_entropy(p, 3) == pytest.approx(entropy(three) / math.log(3), abs=1e-6)
+    assert normalised_entropy(p, 9) == normalised_entropy(p)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_the_chi_square_catches_lossy_rules_and_nothing_at_their_exact_end(name):
+    class Indifferent(PivotClassifier):
+        def forward(self, states, figures):
+            return torch.zeros(len(states), 2)
+
+    class WithStates(type(VERIFIERS[name])):  # the table of the test has no hidden states
+        def judge(self, tree, nodes):
+            states = torch.zeros(len(tree), 1)
+            return super().judge(tree, Nodes(nodes.logits, nodes.scores, nodes.ends, nodes.draw, True, states))
+
+    made = WithStates(Indifferent(1, 1)) if name == "pivot" else VERIFIERS[name]
+    defaults = {option.name: option.default for option in made.own_options}
+    loose, exact = (made.with_options({**defaults, **values[name]}) for values in (LOOSE, EXACT))
+    assert check(loose, "beam", "none", 1.0, samples=3000).p_value < 1e-6
+    assert check(exact, "beam", "none", 1.0, samples=3000).p_value > 1e-4
+    assert name not in {setting[0] for setting in settings()}
+
+
+def opted_in(target, name: str, values: dict, folder=None, **options):
+    drafter = make_drafter(target)
+    if name == "pivot":
+        drafter.save_pretrained(folder)
+        a_classifier(target.config.hidden_size, tap_of(target.config.num_hidden_layers)).save(folder / FILE)
+        drafter.loaded_from = folder
+    config = drafter.generation_config
+    config.verification, config.tree_sizing = name, "fixed"
+    for option, value in {**values, **options}.items():
+        setattr(config, option, value)
+    return drafter
+
+
+CALL = {"max_new_tokens": 40, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("ngrams", [0, 4])
+@pytest.mark.parametrize("name", LOSSY)
+def test_calls_at_the_exact_end_are_plain_decoding_and_looser_ones_say_what_they_are(
+    target, prompt, name, ngrams, rows, tmp_path
+):
+    ids = prompt.expand(rows, -1).clone()
+    ids[:, 0] = torch.arange(5, 5 + rows)
+    plain = target.generate(ids, do_sample=False, max_new_tokens=40)
+    exact = opted_in(target, name, EXACT[name], tmp_path / "exact", ngram_length=ngrams)
+    output = target.generate(ids, do_sample=False, assistant_model=exact, **CALL)
+    assert output.sequences.tolist() == plain.tolist() and output.statistics.relaxed_tokens == 0
+    assert not output.exact and not output.statistics.exact  # the rule is lossy, whatever its threshold
+
+    loose = opted_in(target, name, LOOSE[name], tmp_path / "loose", ngram_length=ngrams)
+    output = target.generate(ids, do_sample=False, assistant_model=loose, **CALL)
+    text = output.sequences
+    chosen = target(text[:, :-1]).logits.argmax(-1)[:, ids.shape[1] - 1 :]
+    new = text[:, ids.shape[1] :]
+    assert output.statistics.relaxed_tokens == int((chosen != new).sum()) > 0
+    assert output.statistics.tau > 1 and not output.exact
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_sampling_at_the_exact_end_draws_as_plain_decoding(target, prompt, name, tmp_path):
+    call = {"do_sample": True, "max_new_tokens": 30, "top_k": 0}
+    exact = opted_in(target, name, EXACT[name], tmp_path / "exact")
+    loose = opted_in(target, name, LOOSE[name], tmp_path / "loose")
+    texts, after = [], []
+    for assistant in ({}, {"assistant_model": exact}, {"assistant_model": loose}):
+        torch.manual_seed(5)
+        texts.append(target.generate(prompt, **call, **assistant).tolist())
+        after.append(float(torch.rand(1)))
+    assert texts[0] == texts[1] != texts[2] and after[0] == after[1]
+
+
+def test_a_window_that_fails_leaves_the_draws_as_they_were(target, prompt):
+    """Fly looks ahead at every mismatch here, and forgives none: nothing is as long as the window."""
+    call = {"do_sample": True, "max_new_tokens": 30, "top_k": 0, "temperature": 2.0}
+    drafter = opted_in(target, "fly", {"fly_entropy": 0.0, "fly_window": 20})
+    torch.manual_seed(6)
+    plain = target.generate(prompt, **call)
+    torch.manual_seed(6)
+    output = target.generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **call)
+    assert output.sequences.tolist() == plain.tolist() and output.statistics.relaxed_tokens == 0
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_processors_forbid_is_never_accepted(target, prompt, name, tmp_path):
+    forbidden = list(range(0, VOCAB, 2))
+    drafter = opted_in(target, name, LOOSE[name], tmp_path)
+    output = target.generate(prompt, do_sample=False, assistant_model=drafter, suppress_tokens=forbidden, **CALL)
+    assert output.statistics.relaxed_tokens > 0
+    assert not set(output.sequences[0, prompt.shape[1] :].tolist()) & set(forbidden)
+
+
+def test_a_processor_that_remembers_is_refused_by_a_rule_that_looks_ahead(target, prompt):
+    class Counting(LogitsProcessor):
+        def __call__(self, ids, scores):
+            return scores
+
+    processors, drafter = LogitsProcessorList([Counting()]), opted_in(target, "fly", {})
+    call = {"do_sample": False, "max_new_tokens": 4, "logits_processor": processors}
+    with pytest.raises(DraftingRefused, match=r"FLy asks for scores .* Counting .* row_wise = True"):
+        target.generate(prompt, assistant_model=drafter, **call)
+    Counting.row_wise = True
+    assert target.generate(prompt, assistant_model=drafter, **call).shape[1] == prompt.shape[1] + 4
+    Counting.row_wise = False
+    drafter.generation_config.verification = "typical"
+    assert target.generate(prompt, assistant_model=drafter, **call).shape[1] == prompt.shape[1] + 4
+
+
+def test_an_attachment_counts_what_was_relaxed(target, prompt):
+    drafter = opted_in(target, "fly", LOOSE["fly"])
+    with attach(target, drafter) as attachment:
+        target.generate(prompt, do_sample=False, max_new_tokens=20)
+        assert attachment.statistics.relaxed_tokens == attachment.last.relaxed_tokens > 0
+        assert not attachment.statistics.exact and not attachment.last.exact
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("fly_entropy", 1.5), ("fly_window", -1), ("fly_most_probable", 1), ("typical_threshold", 0.0),
+     ("typical_delta", math.inf), ("pivot_threshold", "half")],
+)  # fmt: skip
+def test_values_out_of_range_are_told(target, option, value):
+    drafter = make_drafter(target)
+    setattr(drafter.generation_config, option, value)
+    with pytest.raises(ValueError, match=f"{option}=.* is invalid: expected"):
+        DraftOptions.of(drafter)
+
+
+def test_the_command_that_tests_exactness_leaves_lossy_rules_out(monkeypatch):
+    tried = []
+    monkeypatch.setattr("hf_hsdraft.bench.exactness.check", lambda *s, samples: tried.append(s[0]) or stop())
+
+    def stop():
+        raise ValueError("enough")
+
+    CliRunner().invoke(app, ["exactness", "--samples", "1000", "--processors", "none"])
+    assert tried == ["walk"]

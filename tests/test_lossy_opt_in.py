@@ -1,0 +1,232 @@
+"""Nobody gets a lossy text who did not ask for it, by whatever way a drafter or its options come."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from safetensors.torch import save_file
+from test_lossy import LOOSE, a_classifier
+from transformers import AutoModel, GenerationConfig, pipeline
+
+from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDrafter, attach
+from hf_hsdraft.bench.report import BenchResult, _main_table
+from hf_hsdraft.bench.systems import make_systems, parse_variants
+from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.repository.drafter_files import CARD, OPTIONS
+from hf_hsdraft.verifiers.pivot import FILE, PivotClassifier, tap_of
+from hf_hsdraft.verifiers.registry import VERIFIERS, is_lossy
+
+NEW = {"do_sample": False, "max_new_tokens": 24}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The warnings of the package."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            found.append(record.getMessage())
+
+    handler, logger = Keep(), logging.getLogger("hf_hsdraft")
+    loggers = [logger, logging.getLogger("transformers")]
+    for each in loggers:
+        each.addHandler(handler)
+    yield found
+    for each in loggers:
+        each.removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    """A drafter whose saved options ask for the loosest rule there is."""
+    folder = tmp_path_factory.mktemp("user") / "drafter"
+    drafter = make_drafter(target)
+    config = drafter.generation_config
+    config.verification, config.tree_sizing = "fly", "fixed"
+    for name, value in LOOSE["fly"].items():
+        setattr(config, name, value)
+    drafter.save_pretrained(folder)
+    assert json.loads((folder / OPTIONS).read_text())["verification"] == "fly"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    ids = torch.arange(5, 16)[None]
+    return ids, target.generate(ids, **NEW).tolist()
+
+
+def test_the_default_is_exact(target):
+    for drafter in (make_drafter(target), CachebackDrafter()):
+        assert VERIFIERS[DraftOptions.of(drafter).verification].exact
+    assert not is_lossy("walk") and not is_lossy("rejection") and not is_lossy(None) and not is_lossy(["fly"])
+
+
+LOADERS = {
+    "HSDrafter": HSDrafter.from_pretrained,
+    "AutoDrafter": AutoDrafter.from_pretrained,
+    "AutoModel": AutoModel.from_pretrained,
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loading_warns_and_stays_exact_until_it_is_confirmed(target, folder, plain, told, loader):
+    ids, text = plain
+    drafter = LOADERS[loader](folder)
+    assert any("verification='fly'" in line and "lossy" in line and "after loading" in line for line in told)
+    output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.sequences.tolist() == text and output.exact
+    drafter.generation_config.verification = "fly"
+    output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.sequences.tolist() != text and not output.exact
+    assert output.statistics.relaxed_tokens > 0  # the other saved options are those of the folder
+
+
+def test_options_of_the_caller_confirm(target, folder, plain, told):
+    given = GenerationConfig(verification="fly", **LOOSE["fly"])
+    drafter = HSDrafter.from_pretrained(folder, generation_config=given)
+    assert DraftOptions.of(drafter).verification == "fly"
+
+
+def test_the_configuration_of_a_drafter_cannot_ask_for_it(target, folder, plain, tmp_path):
+    make_drafter(target).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "verification": "fly", **LOOSE["fly"]}))
+    drafter = HSDrafter.from_pretrained(tmp_path)
+    assert DraftOptions.of(drafter).verification == "walk"
+
+
+def test_calls_by_name_attachments_and_pipelines_stay_exact(target, folder, plain, own_tokenizer, told):
+    ids, text = plain
+    assert target.generate(ids, **NEW, assistant_model=str(folder)).tolist() == text
+    own = make_target()
+    with attach(own, folder) as attachment:
+        assert own.generate(ids, **NEW).tolist() == text
+        assert attachment.statistics.calls == 1 and attachment.statistics.exact
+    with_name = pipeline("text-generation", model=target, tokenizer=own_tokenizer, assistant_model=str(folder))
+    without = pipeline("text-generation", model=target, tokenizer=own_tokenizer)
+    words = "w3 w5 w7 w11"
+    assert with_name(words, **NEW) == without(words, **NEW)
+    assert sum("lossy" in line for line in told) >= 3
+
+
+def test_the_recipe_of_a_repository_stays_exact(target, folder, plain):
+    ids, text = plain
+    assert target.generate(ids, **NEW, custom_generate=str(folder), trust_remote_code=True).tolist() == text
+
+
+def test_code_that_travelled_stays_exact(target, folder, plain, tmp_path):
+    """In a process of its own the repository's code is another copy of everything."""
+    import shutil
+    import subprocess
+    import sys
+
+    target.save_pretrained(tmp_path / "target")
+    alone = tmp_path / "alone"
+    shutil.copytree(folder, alone)
+    code = f"""
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
+drafter = AutoModel.from_pretrained({str(alone)!r}, trust_remote_code=True)
+ids = torch.arange(5, 16)[None]
+call = dict(do_sample=False, max_new_tokens=24, return_dict_in_generate=True, assistant_model=drafter)
+first = target.generate(ids, **call)
+drafter.generation_config.verification = "fly"
+second = target.generate(ids, **call)
+import sys
+assert "hf_hsdraft" not in sys.modules
+print(first.exact, first.sequences.tolist(), second.exact, second.statistics.relaxed_tokens > 0, sep="|")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    exact, text, second, relaxed = run.stdout.strip().splitlines()[-1].split("|")
+    assert (exact, json.loads(text), second, relaxed) == ("True", plain[1], "False", "True")
+    assert "lossy" in run.stderr
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_options_of_a_target_cannot_ask_for_it(plain, told, attached):
+    """They come with the target's own files, by its generation_config.json."""
+    ids, text = plain
+    target = make_target()
+    target.generation_config.verification = "fly"
+    target.generation_config.fly_entropy, target.generation_config.fly_window = 0.0, 0
+    drafter = make_drafter(target)
+    drafter.generation_config.tree_sizing = "fixed"
+    if attached:
+        with attach(target, drafter) as attachment:
+            assert target.generate(ids, **NEW).tolist() == text and attachment.statistics.exact
+        return
+    output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.sequences.tolist() == text and output.exact
+
+
+def test_a_drafter_without_weights_stays_exact_too(tmp_path, told):
+    drafter = CachebackDrafter()
+    drafter.generation_config.verification = "typical"
+    drafter.save_pretrained(tmp_path)
+    loaded = CachebackDrafter.from_pretrained(tmp_path)
+    assert DraftOptions.of(loaded).verification == "walk" and any("lossy" in line for line in told)
+
+
+def test_bench_tables_mark_lossy_variants(target):
+    variants = parse_variants("tree,tree+verification=fly")
+    systems = make_systems(variants, target, {"": make_drafter(target)})
+    assert [system.exact for system in systems] == [True, False]
+    result = BenchResult({"lossy": [systems[1].name]}, {}, [])
+    from hf_hsdraft.bench.calls import Run
+
+    for name in ("plain", *(system.name for system in systems)):
+        result.measured.runs[name] = [Run(4, 1.0, 2)]
+    names = list(_main_table(result).columns[0].cells)
+    assert names == ["plain", "tree", "tree+verification=fly (lossy)"]
+
+
+def test_a_card_says_what_saved_options_ask_for(folder):
+    card = (folder / CARD).read_text()
+    assert "## Lossy verification" in card and "verification='fly'" in card and "verifies exactly until" in card
+
+
+def test_a_classifier_travels_with_its_drafter(target, tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    make_drafter(target).save_pretrained(one)
+    assert "Lossy" not in (one / CARD).read_text()
+    made = a_classifier(target.config.hidden_size, tap_of(target.config.num_hidden_layers))
+    made.recipe = {"tasks": "copying"}
+    made.save(one / FILE)
+    loaded = HSDrafter.from_pretrained(one)
+    with torch.no_grad():
+        next(loaded.parameters()).add_(1.0)  # other weights: the classifier is of the target
+    loaded.save_pretrained(other)
+    there = PivotClassifier.load(other / FILE)
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(tensor, there.state_dict()[name])
+    assert there.recipe == made.recipe and there.tap == made.tap
+    card = (other / CARD).read_text()
+    assert "## Lossy verification" in card and "copying" in card
+    make_drafter(target, seed=9).save_pretrained(other)  # another drafter takes the place of this one
+    assert not (other / FILE).exists()
+
+
+def test_a_missing_damaged_or_foreign_classifier_is_told_before_work(target, plain, tmp_path):
+    ids, _ = plain
+    drafter = make_drafter(target)
+    drafter.generation_config.verification = "pivot"
+    with pytest.raises(ValueError, match=r"train one by `hsdraft train-verifier`"):
+        target.generate(ids, **NEW, assistant_model=drafter)
+    drafter.save_pretrained(tmp_path)
+    drafter.loaded_from = tmp_path
+    a_classifier(width=12, tap=1).save(tmp_path / FILE)
+    with pytest.raises(ValueError, match=r"width 12: the target has hidden states 0 to 3 of width 32"):
+        target.generate(ids, **NEW, assistant_model=drafter)
+    (tmp_path / FILE).write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match="is damaged"):
+        target.generate(ids, **NEW, assistant_model=drafter)
+    save_file({"x": torch.zeros(1)}, tmp_path / FILE)
+    with pytest.raises(ValueError, match="expected a file that `hsdraft train-verifier` wrote"):
+        target.generate(ids, **NEW, assistant_model=drafter)

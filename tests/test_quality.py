@@ -1,0 +1,265 @@
+"""`hsdraft quality` and `train-verifier`: questions with answers, figures by their definitions, labels and training."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from test_lossy import LOOSE
+from typer.testing import CliRunner
+
+from hf_hsdraft import HSDrafter
+from hf_hsdraft.bench.calls import Settings
+from hf_hsdraft.bench.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
+from hf_hsdraft.bench.measure import encode_prompt
+from hf_hsdraft.bench.quality import (
+    EXACT,
+    Answer,
+    Quality,
+    Rule,
+    log_probability,
+    measure_quality,
+    rules_of,
+    systems_of,
+)
+from hf_hsdraft.bench.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
+from hf_hsdraft.bench.systems import PLAIN
+from hf_hsdraft.cli import app
+from hf_hsdraft.training import pivots
+from hf_hsdraft.training.pivots import Place, Plan, collect, fit, label, utility
+from hf_hsdraft.verifiers.pivot import FILE, PivotClassifier, tap_of
+
+
+@pytest.mark.parametrize("task", GENERATED)
+def test_a_task_has_two_hundred_questions_whose_answers_are_right(task):
+    items = make_items(task, 200, seed=3)
+    assert len({item.prompt for item in items}) == 200 and items == make_items(task, 200, seed=3)
+    assert items != make_items(task, 200, seed=4)
+    for item in items:
+        assert item.is_right(item.answer) and item.is_right(f"The answer is: {item.answer}.")
+        assert not item.is_right("") and not item.is_right("I do not know 12345 things")
+        numbers = [int(found) for found in re.findall(r"\d+", item.prompt)]
+        if task in ("addition", "explaining"):
+            assert int(item.answer) == sum(numbers)
+        elif task == "counting":
+            assert item.answer.split() == [str(number) for number in range(numbers[0], numbers[1] + 1)]
+        elif task == "sentiment":
+            assert ("loved" in item.prompt) == (item.answer == "positive")
+        else:
+            assert item.answer in item.prompt
+
+
+def test_answers_are_read_as_a_person_would():
+    number = Item("sums", "", "1,234", "number")
+    assert number.is_right("It is 3 + 4, so 1234.0") and not number.is_right("1234, not 12")
+    assert numbers_of("-3 or 1,000.5, not 2.") == [-3.0, 1000.5, 2.0]
+    word = Item("mood", "", "positive", "label", ("positive", "negative"))
+    assert word.is_right("**Positive**, not negative") and not word.is_right("Negative; hardly positive")
+    assert not word.is_right("It is positively so")
+    named = Item("place", "", "New York", "contains")
+    assert named.is_right("She lives in new-york!") and not named.is_right("She lives in New Yorkshire.")
+
+
+def test_questions_of_files(tmp_path):
+    rows = [
+        {"turns": ["How many?"], "answer": "3 + 4 = 7\n#### 7", "category": "math"},
+        {"turns": ["Which?"], "answer": "B", "labels": ["A", "B"]},
+        {"turns": ["Where?"], "answer": "in Rome"},
+    ]
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    math_, label_, text = read_items(path)
+    assert (math_.task, math_.answer, math_.kind) == ("math", "7", "number")
+    assert (label_.task, label_.kind, label_.labels) == ("own", "label", ("A", "B"))
+    assert text.kind == "contains"
+    assert len(items_of(["copying"], [path], 1)) == 3  # one of each task: copying, math, own
+    path.write_text(json.dumps({"turns": ["How many?"]}) + "\n")
+    with pytest.raises(ValueError, match="has no `answer`"):
+        read_items(path)
+    path.write_text(json.dumps({"turns": ["Which?"], "answer": "C", "labels": ["A", "B"]}) + "\n")
+    with pytest.raises(ValueError, match=r"expected one of its labels \['A', 'B'\]"):
+        read_items(path)
+    with pytest.raises(ValueError, match="no task 'none': expected some of copying"):
+        items_of(["none"], [], 1)
+    with pytest.raises(ValueError, match="no questions with answers"):
+        items_of([], [], 1)
+
+
+def test_rules_are_read_with_their_options():
+    rule = Rule.parse("fly+fly_window=2+fly_entropy=0.5")
+    assert rule.options == {"fly_window": 2, "fly_entropy": 0.5} and rule.value == 0.5 and not rule.is_published
+    assert Rule.parse("typical").is_published and Rule.parse("typical").value == 0.09
+    found = rules_of(["fly", "pivot"], [0.3, 0.7])
+    assert [each.text for each in found] == [
+        "fly", "fly+fly_entropy=0.7", "pivot", "pivot+pivot_threshold=0.3", "pivot+pivot_threshold=0.7",
+    ]  # fmt: skip
+    for wrong, told in (
+        ("walk", "'walk' is no lossy rule: expected some of fly, typical, pivot"),
+        ("fly+window=2", "fly has no option 'window=2': expected some of fly_entropy"),
+        ("fly+fly_window=2.5", "fly_window=2.5 is invalid: expected an integer"),
+        ("fly+fly_window=two", "fly_window=two is invalid: expected an integer"),
+        ("fly+fly_entropy=7", "fly_entropy=7.0 is invalid: expected a number from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            Rule.parse(wrong)
+
+
+def test_intervals_cover_what_varies_and_nothing_else():
+    def ratio(a, b):
+        return a / b
+
+    same = bootstrap(([0.5] * 9, [1.0] * 9), ratio)
+    assert same.value == same.low == same.high == 0.5
+    generator = torch.Generator().manual_seed(0)
+    coins = (torch.rand(400, generator=generator) < 0.3).double().tolist()
+    found = bootstrap((coins, [1.0] * 400), ratio)
+    share = sum(coins) / 400
+    spread = 1.96 * math.sqrt(share * (1 - share) / 400)  # of the binomial distribution
+    assert found.value == pytest.approx(share)
+    assert found.low == pytest.approx(share - spread, abs=0.012) and found.high == pytest.approx(
+        share + spread, abs=0.012
+    )
+
+
+def answer(task="a", right=True, tokens=10, **changes) -> Answer:
+    fields = {"forwards": 5, "seconds": 1.0, "relaxed": 0, "log_probability": -10.0, "repeated": 0, "ngrams": 7}
+    return Answer(task, right, tokens, **{**fields, "same": True, **changes})
+
+
+def test_figures_are_those_of_their_definitions():
+    plain = [answer(forwards=10, seconds=2.0) for _ in range(8)] + [answer("b", right=False, forwards=10, seconds=2.0)]
+    own = [answer(right=index > 1, relaxed=1, log_probability=-15.0, repeated=3, same=False) for index in range(9)]
+    assert told_by(plain) == {"a"}
+    row = row_of(own, plain, [answer() for _ in range(9)])
+    assert row.accuracy.value == pytest.approx(6 / 8) and row.kept.value == pytest.approx(6 / 8)
+    assert row.relaxed.value == pytest.approx(0.1) and row.same.value == 0.0
+    assert row.log_probability.value == pytest.approx(-0.5) and row.repetition.value == pytest.approx(3 / 7)
+    assert (row.tau.value, row.speed_up.value, row.gain.value, row.tokens.value) == (2.0, 2.0, 1.0, 10.0)
+    quality = Quality({}, {}, {"greedy": {PLAIN: plain, EXACT: plain, "fly": own}})
+    assert as_document(quality)["figures"]["greedy"]["fly"]["kept"]["value"] == pytest.approx(6 / 8)
+    assert "say nothing" in str(tables_of(quality)[1].caption) and "b" in str(tables_of(quality)[1].caption)
+
+
+def test_log_probabilities_are_the_targets(target):
+    prompt, tokens = torch.arange(5, 12)[None], [3, 9, 40]
+    scores = target(torch.cat([prompt, torch.tensor([tokens])], dim=1)).logits[0].log_softmax(-1)
+    expected = sum(float(scores[6 + place, token]) for place, token in enumerate(tokens))
+    assert log_probability(target, prompt, tokens) == pytest.approx(expected, abs=1e-4)
+
+
+def test_systems_answer_the_same_questions(target, tokenizer):
+    drafter = make_drafter(target)
+    drafter.generation_config.tree_sizing = "fixed"
+    rule = Rule("fly", dict(LOOSE["fly"]))
+    items = [Item("words", f"w{index} w{index + 3}", "w1", "contains") for index in range(4)]
+    for heat in (0.0, 1.0):
+        settings = Settings(24, heat)
+        systems = systems_of(drafter, [rule])
+        found = measure_quality(target, tokenizer, systems, items, settings)
+        assert [len(each) for each in found.values()] == [4, 4, 4]
+        assert all(each.same and each.relaxed == 0 for each in found[EXACT])
+        assert [each.forwards for each in found[PLAIN]] == [24] * 4
+        assert sum(each.relaxed for each in found[rule.text]) > 0 and not all(each.same for each in found[rule.text])
+        assert all(each.log_probability == plain.log_probability
+                   for each, plain in zip(found[EXACT], found[PLAIN], strict=True))  # fmt: skip
+    assert drafter.generation_config.verification == "walk"
+    with pytest.raises(ValueError, match="train-verifier"):
+        systems_of(drafter, [Rule("pivot")])
+
+
+PLAN = Plan(places=50, roll_outs=3, max_new_tokens=16)
+
+
+def test_mismatches_are_those_of_the_greedy_answer(target, tokenizer):
+    item = Item("words", "w3 w5 w8", "w1", "contains")
+    drafter = make_drafter(target)
+    found = collect(target, tokenizer, drafter, item, PLAN)
+    prompt = encode_prompt(tokenizer, item.prompt)["input_ids"]
+    answer = target.generate(prompt, do_sample=False, max_new_tokens=16)[0, prompt.shape[1] :].tolist()
+    assert len(found) > 3
+    for place in found:
+        before = len(place.before)
+        assert list(place.before) == answer[:before] and place.own == answer[before] != place.drafted
+        text = torch.cat([prompt, torch.tensor([[*place.before, place.drafted]])], dim=1)
+        output = target(text, output_hidden_states=True)
+        torch.testing.assert_close(place.state, output.hidden_states[tap_of(3)][0, -1], atol=1e-4, rtol=1e-4)
+        p = output.logits[0, -2].softmax(-1)
+        entropy = float(torch.special.entr(p).sum()) / math.log(len(p))
+        assert place.figures == pytest.approx((entropy, float(p[place.drafted])), abs=1e-4)
+
+
+def test_a_place_is_a_pivot_if_answers_after_it_are_right_less_often(target, tokenizer, monkeypatch):
+    place = Place(Item("a", "w3", "w7", "contains"), torch.tensor([[5, 6]]), (9, 9), 10, 11, torch.zeros(2), (0.5, 0.5))
+    shares = {10: 0.8, 11: 0.71}
+    monkeypatch.setattr(pivots, "utility", lambda target, tokenizer, place, token, plan: shares[token])
+    assert label(target, tokenizer, place, PLAN) == 1
+    shares[11] = 0.73  # more than nine tenths of 0.8
+    assert label(target, tokenizer, place, PLAN) == 0
+
+
+def test_answers_are_rolled_out_from_the_token(target, tokenizer):
+    word = tokenizer.convert_ids_to_tokens(10)
+    place = Place(Item("a", "", word, "contains"), torch.tensor([[5, 6]]), (9,), 10, 11, torch.zeros(2), (0.5, 0.5))
+    assert utility(target, tokenizer, place, 10, PLAN) == 1.0  # the token itself is in each of the answers
+    short = Plan(roll_outs=3, max_new_tokens=2)
+    assert utility(target, tokenizer, place, 11, short) == 0.0  # and nothing follows here
+
+
+def places(count: int) -> tuple[list[Place], list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(count, 8, generator=generator)
+    item = Item("sums", "", "1", "number")
+    made = [Place(item, torch.zeros(1, 1), (), 0, 1, state, (0.5, 0.1)) for state in states]
+    return made, (states[:, 0] > 0.5).long().tolist()
+
+
+def test_a_classifier_learns_what_can_be_told():
+    classifier, told = fit(*places(400), Plan())
+    assert told["pivots found"] > 0.8 and told["others passed"] > 0.8
+    assert classifier.recipe["tasks"] == "sums" and classifier.recipe["mismatches"] == 400
+    made, _ = places(40)
+    with pytest.raises(ValueError, match="0 of 40 mismatches are pivots"):
+        fit(made, [0] * 40, Plan())
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target()
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    make_drafter(target).save_pretrained(folder / "drafter")
+    return folder
+
+
+def test_the_commands(saved, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pair = ["--target", str(saved / "target"), "--drafter", str(saved / "drafter")]
+    monkeypatch.setattr(pivots, "label", lambda target, tokenizer, place, plan: place.drafted % 2)
+    train = ["train-verifier", *pair, "--tasks", "counting,copying", "--items", "6", "--max-new-tokens", "12"]
+    run = CliRunner().invoke(app, [*train, "--out", str(tmp_path / "drafter")])
+    assert run.exit_code == 0, run.output
+    assert PivotClassifier.load(tmp_path / "drafter" / FILE).recipe["tasks"] == "counting, copying"
+    assert "counting, copying" in (tmp_path / "drafter" / "README.md").read_text()
+    assert HSDrafter.from_pretrained(tmp_path / "drafter").loaded_from == tmp_path / "drafter"
+
+    pair[3] = str(tmp_path / "drafter")
+    out, picture = tmp_path / "quality.json", tmp_path / "quality.png"
+    command = ["quality", *pair, "--tasks", "counting", "--items", "2", "--max-new-tokens", "8", "--thresholds", "0.9"]
+    run = CliRunner().invoke(
+        app, [*command, "--rules", "fly,typical,pivot", "--json", str(out), "--picture", str(picture)]
+    )
+    assert run.exit_code == 0, run.output
+    document = json.loads(out.read_text())
+    assert set(document["figures"]) == {"greedy", "sampled"} and picture.stat().st_size > 5000
+    names = [PLAIN, EXACT, "fly", "fly+fly_entropy=0.9", "typical", "typical+typical_threshold=0.9", "pivot",
+             "pivot+pivot_threshold=0.9"]  # fmt: skip
+    assert list(document["figures"]["greedy"]) == names
+    assert document["figures"]["greedy"][EXACT]["same"]["value"] == 1.0
+    assert [name for name in names[2:] if document["rules"][name]["published"]] == ["fly", "typical", "pivot"]
+    run = CliRunner().invoke(app, [*command, "--rules", "walk"])
+    assert run.exit_code != 0 and "no lossy rule" in run.output
