@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target, write_prompts
 from session_helpers import news, padded
 from test_specformer import PART, make_specformer
 from typer.testing import CliRunner
@@ -28,7 +28,11 @@ from hf_hsdraft.drafters.refiner_files import load_refiner, refiner_of, save_ref
 from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.repository.drafter_files import DamagedFile
 from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.training.growth import grown
+from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.refiner import Examples, examples_of, perplexity, train_refiner
+from hf_hsdraft.training.run import train
+from hf_hsdraft.training.vocabulary import with_draft_vocabulary
 
 SHARE = 0.4
 
@@ -313,6 +317,39 @@ def test_another_vocabulary_or_damaged_files_are_refused(target, tmp_path):
     (tmp_path / "refiner" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(DamagedFile, match="damaged"):
         load_refiner(tmp_path, drafter.draft_vocab_ids())
+
+
+@pytest.mark.parametrize("kind", ["part", "block"])
+def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, tokenizer, tmp_path):
+    """Its evaluations draft too, by the options that came with the drafter."""
+    refined(KINDS[kind](chatty), tmp_path / "one").save_pretrained(tmp_path / "start")
+    family = {"part": "specformer", "block": "block"}[kind]
+    planned = TrainingPlan(
+        prompts=[str(write_prompts(tmp_path / "prompts.jsonl", 12))], out=str(tmp_path / "out"), eval_conversations=3,
+        eval_prompts=2, max_new_tokens=12, answer_batch_size=5, family=family, drafter={},
+        init_from=str(tmp_path / "start"),
+    )  # fmt: skip
+    steps = {"max_steps": 2, "eval_steps": 1, "eval_new_tokens": 6, "disable_tqdm": True}
+    trained = train(chatty, tokenizer, planned, steps, report=lambda _: None)
+    assert trained.generation_config.refinement == 0.0 and refiner_of(trained) is None
+    assert (tmp_path / "start" / "refiner").is_dir() and not list((tmp_path / "out").rglob("refiner"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda drafter, target: grown(drafter, 2, drafter.config.num_hidden_layers),
+        lambda drafter, target: with_draft_vocabulary(
+            drafter, list(range(0, VOCAB, 2)), target.get_output_embeddings().weight
+        ),
+    ],
+    ids=["grown", "another vocabulary"],
+)
+def test_a_changed_drafter_drafts_without_it(changed, target, prompt, tmp_path):
+    drafter = changed(refined(make_drafter(target), tmp_path), target)
+    call = {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(prompt, **call)
+    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
 
 
 # --- training --------------------------------------------------------------------------------------------------------

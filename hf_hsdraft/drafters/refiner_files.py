@@ -44,6 +44,20 @@ def refiner_of(drafter: Any) -> PathLM | None:
     return model.to(drafter.device, drafter.dtype)
 
 
+def leave_refiner(drafter: Any) -> None:
+    """Makes a drafter forget its refiner: it is neither used nor saved with the drafter any more.
+
+    Recipe and figures of the folder that the drafter was loaded from stay behind too.
+
+    Args:
+        drafter: any drafter. Its drafting options are changed in place.
+    """
+    _of_drafters.pop(drafter, None)
+    drafter.loaded_from = None
+    if getattr(drafter.generation_config, "refinement", 0.0):
+        drafter.generation_config.refinement = 0.0
+
+
 def save_refiner(
     model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
 ) -> None:
