@@ -19,6 +19,7 @@ from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli import app
 from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.path_lm import PathLM, PathLMSizes
@@ -171,6 +172,51 @@ def test_trees_of_likely_columns_are_those_of_all(target, tuned, tmp_path):
     assert len(trees[0]) == 2 and trees[0][0].tokens[1:] != trees[0][1].tokens[1:]
     for narrow, whole in zip(*trees, strict=True):
         assert narrow.tokens[1] == whole.tokens[1] and not narrow.fault(VOCAB)
+
+
+@pytest.mark.parametrize("kind", ["hidden-state", "part", "block"])
+def test_a_chat_that_goes_on_keeps_its_last_tokens(kind, target, tmp_path, monkeypatch):
+    """The second call refines as one call would that reads the whole text, also where few tokens are new."""
+    drafter, noted = refined(KINDS[kind](target), tmp_path), []
+    drafter.generation_config.ngram_length, drafter.generation_config.tree_sizing = 0, "fixed"
+    refinement = Refiner.refinement
+
+    def noting(self, rows):
+        noted[-1].append(self._last[0])
+        return refinement(self, rows)
+
+    monkeypatch.setattr(Refiner, "refinement", noting)
+
+    def decoded(inputs, **call):
+        noted.append([])
+        return target.generate(inputs, do_sample=False, assistant_model=drafter, return_dict_in_generate=True, **call)
+
+    first = decoded(padded(1)["input_ids"], max_new_tokens=7)
+    more = torch.cat([first.sequences, torch.tensor([[8]])], dim=1)
+    continued = decoded(more, max_new_tokens=7, past_key_values=first.past_key_values)
+    whole = decoded(more, max_new_tokens=7)
+    assert continued.sequences.tolist() == whole.sequences.tolist()
+    assert noted[1] == noted[2] and noted[1][0] == continued.sequences[0, : more.shape[1] + 1][-4:].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("start", [0, 6])
+def test_assisted_decoding_of_transformers_refines_too(start, target, tmp_path):
+    """Each draft knows the last tokens of the padded text, also where the prompt's first `start` tokens were cached."""
+    drafter = refined(make_drafter(target), tmp_path)
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    generator = HSCandidateGenerator(drafter, weights, DraftOptions.of(drafter))
+    ids, mask = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 10]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    generator.get_candidates(ids, is_first_iteration=True)
+    read = start
+    for accepted in ([11], [12, 13, 14], [15]):  # the last of each is the bonus token
+        ids = torch.cat([ids, torch.tensor([accepted])], dim=1)
+        mask = torch.cat([mask, torch.ones(1, len(accepted), dtype=torch.long)], dim=1)
+        outputs = target(ids[:, :-1], attention_mask=mask[:, :-1], output_hidden_states=True)
+        outputs.hidden_states = tuple(states[:, read:] for states in outputs.hidden_states)
+        read = ids.shape[1] - 1
+        generator.get_candidates(ids, {"attention_mask": mask}, outputs, False, len(accepted) - 1)
+        assert generator._refiner._last[0] == ids[0, -4:].tolist()
 
 
 # --- exact texts -----------------------------------------------------------------------------------------------------
