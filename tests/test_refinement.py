@@ -313,7 +313,9 @@ def test_without_a_refiner_it_is_said_what_to_do(drafter, target, prompt):
 def test_frames_are_not_refined(target):
     drafter = make_specformer(target, "frames")
     drafter.generation_config.refinement = 0.2
-    with pytest.raises(ValueError, match="invalid for a drafter whose slots are frames"):
+    with pytest.raises(
+        ValueError, match=r"refinement=0\.2 is invalid for this drafter: its slots are frames.*; set it"
+    ):
         DraftOptions.of(drafter)
 
 
@@ -450,6 +452,14 @@ def test_a_seed_repeats_a_training(target):
     torch.manual_seed(6)
     other = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
     assert one.after == other.after and one.steps == other.steps > 0
+
+
+def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
+    make_specformer(target, "frames").save_pretrained(tmp_path / "drafter")
+    (tmp_path / "chats.jsonl").write_text("no JSON")
+    arguments = ["train-refiner", "--train", str(tmp_path / "chats.jsonl"), "--drafter", str(tmp_path / "drafter")]
+    done = CliRunner().invoke(app, arguments)
+    assert "this SpecFormerDrafter cannot be refined: its slots are frames" in str(done.exception)
 
 
 def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monkeypatch):

@@ -38,7 +38,6 @@ def train_refiner(
 
     from ..by_name import load_drafter
     from ..drafters.path_lm import PathLMSizes
-    from ..drafters.refinement import REFINEMENT
     from ..drafters.refiner_files import save_refiner
     from ..target.target_loading import load_target
     from ..training.chats import read_answered
@@ -50,8 +49,8 @@ def train_refiner(
     if out is None and not Path(name).is_dir():
         raise typer.BadParameter(f"{name} is no folder: say where to save it with its refiner", param_hint="--out")
     loaded = load_drafter(name, None, device)
-    if REFINEMENT not in loaded.own_options:
-        raise ValueError(f"a {type(loaded).__name__} cannot be refined: its depths are not drafted at once")
+    if loaded.why_not_refined:
+        raise ValueError(f"this {type(loaded).__name__} cannot be refined: {loaded.why_not_refined}")
     chats = [chat for path in train for chat in read_answered(path)]
     if len(chats) < held_out:
         raise ValueError(f"{len(chats)} chats are too few: expected {held_out} at least, of which one is held out")

@@ -37,8 +37,10 @@ _FIRST_LEVEL = 2
 
 
 def check_refinement(drafter: Any, options: DraftOptions) -> None:
-    """Raises a ValueError if a refinement is asked for, and the drafter has no refiner or a wrong one."""
+    """Raises a ValueError if a refinement is asked for, and there can be none, is none or a wrong one."""
     share = options.own.get(REFINEMENT.name, 0.0)
+    if share and drafter.why_not_refined:
+        raise ValueError(f"refinement={share!r} is invalid for this drafter: {drafter.why_not_refined}; set it to 0")
     if share and refiner_of(drafter) is None:
         raise ValueError(
             f"refinement={share!r} is invalid: this drafter has no refiner beside its weights; train one by `hsdraft "

@@ -40,6 +40,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
     """
 
     draws_nodes = True
+    why_not_refined = ""
     own_options = (REFINEMENT,)
 
     def __init__(self, config: BlockConfig) -> None:

@@ -43,6 +43,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     """
 
     draws_nodes = True
+    why_not_refined = ""
     own_options = (*REUSE_OPTIONS, REFINEMENT)
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
