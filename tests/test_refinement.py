@@ -409,6 +409,8 @@ def test_examples_are_next_tokens_of_answers_in_the_vocabulary():
     assert found.before.tolist() == [[0, 5, 9], [9, 7, 8]]  # 8 cannot be drafted
     assert found.known.tolist() == [[False, True, True], [True, True, True]]
     assert found.labels.tolist() == [1, 0]
+    shuffled = examples_of([chat], torch.tensor([9, 6, 7]), length=3)  # as published drafters may have it
+    assert shuffled.before.tolist() == found.before.tolist() and shuffled.labels.tolist() == [2, 1]
     with pytest.raises(ValueError, match="hold no token of an answer that can be drafted"):
         examples_of([chat], torch.tensor([1, 2]), length=3)
 

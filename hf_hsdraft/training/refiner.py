@@ -78,19 +78,20 @@ def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor,
 
     Args:
         chats: the chats.
-        vocab_ids: `[V']`, int64, the token id of each column, ascending.
+        vocab_ids: `[V']`, int64, the token id of each column, in any order.
         length: number of tokens before each.
 
     Raises:
         ValueError: there are none.
     """
-    ids, parts = vocab_ids.cpu(), []
+    ranked, order = vocab_ids.cpu().sort()
+    parts = []
     for chat in chats:
         padded = torch.cat([chat.input_ids.new_full((length,), -1), chat.input_ids])
         before = padded.unfold(0, length, 1)[:-1]
-        columns = torch.searchsorted(ids, chat.input_ids).clamp(max=len(ids) - 1)
-        wanted = chat.answer_mask & (ids[columns] == chat.input_ids)
-        parts.append((before[wanted], columns[wanted]))
+        places = torch.searchsorted(ranked, chat.input_ids).clamp(max=len(ranked) - 1)
+        wanted = chat.answer_mask & (ranked[places] == chat.input_ids)
+        parts.append((before[wanted], order[places[wanted]]))
     if not sum(len(labels) for _, labels in parts):
         raise ValueError(
             "the chats hold no token of an answer that can be drafted: expected lines with `messages` in which the "
