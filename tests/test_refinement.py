@@ -464,16 +464,61 @@ def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
     assert "this SpecFormerDrafter cannot be refined: its slots are frames" in str(done.exception)
 
 
-def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
-    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+def command(folder, *options: str):
+    """Runs `train-refiner` for the drafter in a folder, on 40 chats."""
     rows = [
         {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": "w5 w6 w7 " * 4}]}
         for n in range(40)
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["train-refiner", "--train", str(tmp_path / "chats.jsonl"), "--drafter", str(tmp_path / "drafter")]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out"), "--epochs", "20"])
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["train-refiner", "--train", str(folder / "chats.jsonl"), "--drafter", str(folder / "drafter")]
+    return CliRunner().invoke(app, [*arguments, *options])
+
+
+@pytest.mark.parametrize("where", ["beside", "elsewhere"])
+def test_the_command_looks_first_whether_it_can_save(where, chatty, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    monkeypatch.setattr("hf_hsdraft.training.refiner.train_refiner", lambda *args: pytest.fail("has trained"))
+    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+    out = tmp_path / ("drafter" if where == "beside" else "out")
+    out.mkdir(exist_ok=True)
+    (out / "refiner").write_text("in the way")
+    done = command(tmp_path, *(() if where == "beside" else ("--out", str(out))))
+    assert isinstance(done.exception, NotADirectoryError) and "refiner is a file" in str(done.exception)
+
+
+def test_the_command_saves_the_drafter_before_it_trains(chatty, tokenizer, tmp_path, monkeypatch):
+    """And loads the target in the drafter's dtype."""
+    dtypes, there = [], []
+
+    def load(name, dtype, device):
+        dtypes.append(dtype)
+        return chatty, tokenizer
+
+    def trains(*args):
+        there.append(HSDrafter.from_pretrained(tmp_path / "out").dtype)
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", load)
+    monkeypatch.setattr("hf_hsdraft.training.refiner.train_refiner", trains)
+    make_drafter(chatty).to(torch.bfloat16).save_pretrained(tmp_path / "drafter")
+    command(tmp_path, "--out", str(tmp_path / "out"))
+    assert dtypes == there == [torch.bfloat16]
+
+
+def test_the_command_warns_of_another_target(chatty, tokenizer, tmp_path, monkeypatch):
+    """As other commands do: of a target that the drafter fits by its sizes only."""
+    warned = []
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    monkeypatch.setattr(HSDrafter, "warn_of_misfit", lambda self, *args, **kwargs: warned.append(args))
+    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+    assert command(tmp_path).exit_code == 0 and warned == [(chatty, tokenizer)]
+
+
+def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+    done = command(tmp_path, "--out", str(tmp_path / "out"), "--epochs", "20")
     assert done.exit_code == 0, done.output
     recipe = json.loads((tmp_path / "out" / "refiner" / "config.json").read_text())["recipe"]
     assert recipe["after"] < recipe["before"] and recipe["held_out"] > 0
@@ -484,7 +529,7 @@ def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monke
     ids = torch.tensor([[5, 6, 7]])
     call = {"max_new_tokens": 12, "do_sample": False}
     assert chatty.generate(ids, **call, assistant_model=loaded).tolist() == chatty.generate(ids, **call).tolist()
-    done = CliRunner().invoke(app, arguments)  # beside the weights
+    done = command(tmp_path)  # beside the weights
     assert done.exit_code == 0 and (tmp_path / "drafter" / "refiner" / "model.safetensors").is_file()
-    done = CliRunner().invoke(app, [*arguments, "--held-out", "100"])
+    done = command(tmp_path, "--held-out", "100")
     assert "40 chats are too few" in str(done.exception)

@@ -58,6 +58,15 @@ def leave_refiner(drafter: Any) -> None:
         drafter.generation_config.refinement = 0.0
 
 
+def check_place(folder: str | os.PathLike[str]) -> None:
+    """Raises an OSError if no refiner can be written into a drafter's folder."""
+    place = (Path(folder) / REFINER_CONFIG).parent
+    if place.exists() and not place.is_dir():
+        raise NotADirectoryError(f"{place} is a file: expected a folder there, or nothing; move it away")
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder):
+        pass
+
+
 def save_refiner(
     model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
 ) -> None:
