@@ -14,7 +14,7 @@ from ..common.checks import few, is_integer, is_number, printable
 from ..common.options import Option
 from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
-from ..trees.builder_registry import DRAWING, TREE_BUILDERS
+from ..trees.builder_registry import DRAWING, TREE_BUILDERS, WHOLE
 from ..verifiers.registry import VERIFIERS
 from ..verifiers.verdict import Verifier
 
@@ -122,7 +122,7 @@ class DraftOptions:
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
             # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
             ngram_length=option("ngram_length") if builder not in DRAWING else 0,
-            tree_sizing=option("tree_sizing") if builder not in DRAWING else "fixed",
+            tree_sizing=option("tree_sizing") if builder not in WHOLE else "fixed",  # sizes by cost keep the best nodes
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
             own={name: each.checked(option(name)) for name, each in own.items()},
