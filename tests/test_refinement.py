@@ -18,6 +18,7 @@ from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli import app
+from hf_hsdraft.drafters.block.block_session import BlockSession
 from hf_hsdraft.drafters.draft_options import DraftOptions
 from hf_hsdraft.drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
@@ -156,6 +157,44 @@ def expansion_of(session, root: int) -> ParallelExpansion:
     setattr(session, name, noting)
     session.draft([Ask(0, root, depth=3, size=8)])
     return made[0]
+
+
+@torch.no_grad()
+def test_the_product_for_some_columns_is_that_of_all(target):
+    """Of two texts with columns of their own."""
+    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    refiner = Refiner(make_refiner(), SHARE, weights, rows=2)
+    for row in range(2):
+        refiner.observe(row, [3 + row, 9, 4])
+    refinement = refiner.refinement([0, 1])
+    code = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    columns = torch.tensor([[5, 0, 90, 7], [1, 96, 2, 30]])
+    wanted = refinement.model.up(code).gather(-1, columns[:, None].expand(-1, 3, -1))
+    torch.testing.assert_close(refinement.among(columns)(code), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["part", "block"])
+def test_the_best_children_are_those_of_all_scores(kind, target, tuned, tmp_path):
+    """Below the first depth, where the refiner speaks; the likely columns are but a part here."""
+    drafter, text = refined(KINDS[kind](target), tmp_path), list(range(5, 15))
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    likely = len(weights.vocab_ids) // 2
+    tuned(likely_columns=likely)
+    session = (SpecFormerSession if kind == "part" else BlockSession)(drafter, weights, DraftOptions.of(drafter))
+    session.observe([news(drafter, target, text, 0, 9)])
+    expansion, columns = expansion_of(session, text[-1]), torch.tensor([[4, 2, 7]])
+    _, states = expansion(1, torch.tensor([[text[-1]]]), None)
+    tokens, states = weights.vocab_ids[columns], states.expand(-1, 3, -1)
+    scores = torch.tensor([[-0.5, -1.0, -2.0]])
+    within = expansion.logits.amax(dim=1).topk(likely).indices[0]
+    logits, children = expansion._known(expansion._whole, 2, tokens, states)
+    totals = (logits[0][:, within].log_softmax(-1) + scores[0][:, None]).flatten()
+    wanted, places = totals.topk(6)
+    values, found, parents, kept = expansion.best(2, tokens, states, scores, 6)
+    torch.testing.assert_close(values[0], wanted, atol=1e-5, rtol=1e-5)
+    assert found[0].tolist() == within[places % likely].tolist()
+    assert parents[0].tolist() == (places // likely).tolist() and torch.equal(kept, children)
 
 
 @torch.no_grad()
