@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from hf_hsdraft.drafters.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.path_lm import PathLM, PathLMSizes
 from hf_hsdraft.drafters.protocol import Ask
 from hf_hsdraft.drafters.refinement import Refiner
-from hf_hsdraft.drafters.refiner_files import load_refiner, refiner_of, save_refiner
+from hf_hsdraft.drafters.refiner_files import has_refiner, load_refiner, refiner_of, save_refiner
 from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.repository.drafter_files import DamagedFile
 from hf_hsdraft.training.conversations import TokenizedConversation
@@ -71,6 +72,10 @@ KINDS = {
     "part": lambda target: make_specformer(target, "part"),
     "block": make_block,
 }
+
+
+def borrowed(drafter, target):
+    return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
 
 
 def naive(model: PathLM, embed, text: list[int]) -> torch.Tensor:
@@ -119,7 +124,7 @@ def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_pa
     drafter = refined(KINDS[kind](target), tmp_path)
     weights, text = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings()), list(range(5, 15))
     session_class = HSDraftSession if isinstance(drafter, HSDrafter) else SpecFormerSession
-    model, sessions = refiner_of(drafter), []
+    model, sessions = refiner_of(drafter, weights), []
     for share in (0.0, SHARE):
         drafter.generation_config.refinement = share
         session = session_class(drafter, weights, DraftOptions.of(drafter))
@@ -364,8 +369,9 @@ def test_it_comes_along_when_a_drafter_is_saved(kind, target, prompt, tmp_path):
     drafter.save_pretrained(tmp_path / "two")
     again = AutoDrafter.from_pretrained(tmp_path / "two").eval()
     assert again.generation_config.refinement == SHARE
-    for name, tensor in refiner_of(drafter).state_dict().items():
-        assert torch.equal(tensor, refiner_of(again).state_dict()[name])
+    before, after = (refiner_of(each, borrowed(each, target)).state_dict() for each in (drafter, again))
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name])
     call = {"max_new_tokens": 8, "do_sample": False}
     assert target.generate(prompt, **call, assistant_model=again).tolist() == target.generate(prompt, **call).tolist()
 
@@ -382,7 +388,7 @@ def test_the_weights_stay_as_they_are(target, tmp_path):
 
 def test_it_has_the_dtype_of_the_drafter(target, tmp_path):
     drafter = refined(make_drafter(target), tmp_path).to(torch.bfloat16)
-    assert refiner_of(drafter).up.weight.dtype == torch.bfloat16
+    assert refiner_of(drafter, borrowed(drafter, target)).up.weight.dtype == torch.bfloat16
     drafter.generation_config.ngram_length = 0
     half = make_target().to(torch.bfloat16)
     output = half.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False, assistant_model=drafter)
@@ -406,6 +412,49 @@ def test_another_vocabulary_or_damaged_files_are_refused(target, tmp_path):
         load_refiner(tmp_path, drafter.draft_vocab_ids())
 
 
+def test_sizes_out_of_range_name_their_file(target, tmp_path):
+    refined(make_drafter(target), tmp_path)
+    path = tmp_path / "refiner" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rank": 0}))
+    with pytest.raises(ValueError, match=r"refiner/config.json: rank=0 is invalid"):
+        load_refiner(tmp_path, torch.arange(VOCAB))
+
+
+def test_weights_of_another_refiner_are_refused(target, tmp_path):
+    """As if one of two files had been copied. A refiner of an older version, without the digest, is read."""
+    refined(make_drafter(target), tmp_path / "one")
+    refined(make_drafter(target), tmp_path / "two")
+    other = make_refiner()
+    other.up.bias.add_(1.0)
+    save_refiner(other, tmp_path / "two", torch.arange(VOCAB))
+    files = [tmp_path / name / "refiner" / "model.safetensors" for name in ("one", "two")]
+    files[0].write_bytes(files[1].read_bytes())
+    with pytest.raises(DamagedFile, match=r"of another refiner: its SHA-256 is not the one in refiner/config.json"):
+        load_refiner(tmp_path / "one", torch.arange(VOCAB))
+    path = tmp_path / "one" / "refiner" / "config.json"
+    document = json.loads(path.read_text())
+    del document["weights_digest"]
+    path.write_text(json.dumps(document))
+    assert torch.equal(load_refiner(tmp_path / "one", torch.arange(VOCAB)).up.bias, other.up.bias)
+
+
+def test_a_drafter_of_any_vocabulary_is_refined(target, prompt, tmp_path):
+    """What it drafts is known with the target only."""
+    drafter = refined(make_block(target), tmp_path)
+    drafter.config = replace(drafter.config, vocab_size=None, draft_vocab_size=None)
+    assert len(drafter.draft_vocab_ids()) == 0 and len(refiner_of(drafter, borrowed(drafter, target)).up.bias) == VOCAB
+    call = {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(prompt, **call)
+    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+
+
+def test_a_refiner_for_a_target_of_another_width_is_refused(target, prompt, tmp_path):
+    drafter = refined(make_drafter(target), tmp_path)
+    save_refiner(make_refiner(width=16), tmp_path, torch.arange(VOCAB))
+    with pytest.raises(ValueError, match=r"for embeddings of 16 and 97 .* this target and drafter have 32 and 97"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
+
+
 @pytest.mark.parametrize("kind", ["part", "block"])
 def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, tokenizer, tmp_path):
     """Its evaluations draft too, by the options that came with the drafter."""
@@ -418,7 +467,7 @@ def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, toke
     )  # fmt: skip
     steps = {"max_steps": 2, "eval_steps": 1, "eval_new_tokens": 6, "disable_tqdm": True}
     trained = train(chatty, tokenizer, planned, steps, report=lambda _: None)
-    assert trained.generation_config.refinement == 0.0 and refiner_of(trained) is None
+    assert trained.generation_config.refinement == 0.0 and not has_refiner(trained)
     assert (tmp_path / "start" / "refiner").is_dir() and not list((tmp_path / "out").rglob("refiner"))
 
 
