@@ -524,8 +524,8 @@ def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
     trained = train_refiner(train, held_out, sizes, weights, epochs=12)
     counts = torch.bincount(train.labels, minlength=VOCAB).float() + 0.1
     unigram = math.exp(-float((counts / counts.sum()).log()[held_out.labels].mean()))
-    assert trained.before == pytest.approx(unigram, rel=1e-3)
-    assert trained.after < 0.6 * trained.before
+    assert trained.perplexity_before == pytest.approx(unigram, rel=1e-3)
+    assert trained.perplexity_after < 0.6 * trained.perplexity_before
     naive_loss = []
     for before, known, label in zip(held_out.before[:20], held_out.known[:20], held_out.labels[:20], strict=True):
         logs = naive(trained.model, weights.embed, before[known].tolist()).log_softmax(-1)
@@ -541,7 +541,7 @@ def test_a_seed_repeats_a_training(target):
     one = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
     torch.manual_seed(6)
     other = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
-    assert one.after == other.after and one.steps == other.steps > 0
+    assert one.perplexity_after == other.perplexity_after and one.steps == other.steps > 0
 
 
 def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
@@ -609,7 +609,7 @@ def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monke
     done = command(tmp_path, "--out", str(tmp_path / "out"), "--epochs", "20")
     assert done.exit_code == 0, done.output
     recipe = json.loads((tmp_path / "out" / "refiner" / "config.json").read_text())["recipe"]
-    assert recipe["after"] < recipe["before"] and recipe["held_out"] > 0
+    assert recipe["perplexity_after"] < recipe["perplexity_before"] and recipe["held_out"] > 0
     assert not (tmp_path / "drafter" / "refiner").exists()
     loaded = HSDrafter.from_pretrained(tmp_path / "out")
     assert loaded.generation_config.refinement == 0.0

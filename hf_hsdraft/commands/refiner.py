@@ -76,8 +76,9 @@ def train_refiner(
     trained = run(examples, judges, sizes, weights, epochs, seed, report)
     save_refiner(trained.model.to(loaded.dtype), folder, weights.vocab_ids, {**trained.recipe(), "seed": seed})
     console.print(
-        f"held-out perplexity {trained.before:.1f} before, {trained.after:.1f} after, {trained.seconds:.0f} seconds; "
-        f"saved in {folder}. Refine by drafter.generation_config.refinement = 0.2, for instance",
+        f"held-out perplexity {trained.perplexity_before:.1f} before, {trained.perplexity_after:.1f} after, "
+        f"{trained.seconds:.0f} seconds; saved in {folder}. Refine by "
+        "drafter.generation_config.refinement = 0.2, for instance",
         highlight=False,
         soft_wrap=True,
     )

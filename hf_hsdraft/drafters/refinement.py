@@ -32,7 +32,8 @@ REFINEMENT = Option(
     "a number from 0 (no refinement) to below 1",
     "Share of the refiner in the logits of drafted tokens.",
 )
-# The token before the first depth is inside the hidden states that all these drafters read, and told by the target.
+# The drafters know the text before the first depth from the target's hidden states, and the root too. Leftover states,
+# which `reuse="resample"` draws from again, are older than the root: their first depth is not refined all the same.
 _FIRST_LEVEL = 2
 
 

@@ -55,7 +55,8 @@ class Trained:
     Attributes:
         model: the trained model, float32.
         examples, held_out: numbers of next tokens that it learned from and was measured on.
-        before, after: perplexity of the held-out tokens, by the frequencies of tokens alone and after training.
+        perplexity_before, perplexity_after: of the held-out tokens, by the frequencies of tokens alone and after
+            training.
         steps: number of steps.
         seconds: time of training, without reading and measuring.
     """
@@ -63,8 +64,8 @@ class Trained:
     model: PathLM
     examples: int
     held_out: int
-    before: float
-    after: float
+    perplexity_before: float
+    perplexity_after: float
     steps: int
     seconds: float
 
