@@ -68,6 +68,11 @@ class DraftOptions:
         """Whether nodes are drawn, by the distributions that a rule of verification may ask for."""
         return self.tree_builder in DRAWING
 
+    @property
+    def draw_temperature(self) -> float:
+        """The temperature of the distributions that nodes are drawn from; 1 where none are drawn."""
+        return self.temperature if self.drawn else 1.0
+
     def shared_by(self, rows: int) -> DraftOptions:
         """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
 
@@ -161,7 +166,7 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
             f"verification={verification!r} is invalid with tree_builder={builder!r}: its ratio holds for drawn nodes "
             "only, the best nodes or paths would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
         )
-    if builder != "beam" and not drafter.draws_nodes:
+    if builder != "beam" and not drafter.takes_tree_builders:
         raise ValueError(
             f"tree_builder={builder!r} is invalid for a {type(drafter).__name__}, which grows its trees by itself: "
             "expected tree_builder='beam', and with it verification='walk'"

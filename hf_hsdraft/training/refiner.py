@@ -107,7 +107,7 @@ def train_refiner(
     held_out: Examples,
     sizes: PathLMSizes,
     weights: TargetWeights,
-    epochs: int = 3,
+    epochs: int = 1,
     seed: int = 0,
     report: Callable[[int, int, float], None] | None = None,
 ) -> Trained:

@@ -39,7 +39,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         config: its configuration.
     """
 
-    draws_nodes = True
+    takes_tree_builders = True
     why_not_refined = ""
     own_options = (REFINEMENT,)
 

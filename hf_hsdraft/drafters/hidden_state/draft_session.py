@@ -201,7 +201,7 @@ class HSDraftSession(Session):
         options: DraftOptions,
         since: torch.Tensor | None = None,
     ) -> Expansion:
-        temperature = options.temperature if options.drawn else 1.0
+        temperature = options.draw_temperature
         race = None
         if self._foresight is not None:
             race = self._foresight.race([ask.row for ask in asks], hidden.shape[1], self.weights.vocab_ids)

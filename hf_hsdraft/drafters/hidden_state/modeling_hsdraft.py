@@ -42,7 +42,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
-    draws_nodes = True
+    takes_tree_builders = True
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, REFINEMENT)
     why_not_exported = (

@@ -28,7 +28,7 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
         config: its configuration.
     """
 
-    draws_nodes = True
+    takes_tree_builders = True
     own_options = (REFINEMENT,)
     why_not_exported = "its slots are made of one position by one product, and no format of another project does so"
 
