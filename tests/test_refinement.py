@@ -376,6 +376,20 @@ def test_it_comes_along_when_a_drafter_is_saved(kind, target, prompt, tmp_path):
     assert target.generate(prompt, **call, assistant_model=again).tolist() == target.generate(prompt, **call).tolist()
 
 
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("kind", ["part", "block"])
+def test_another_drafter_that_is_saved_there_has_none(kind, others, target, tmp_path):
+    """Its folder goes too, unless somebody keeps something in it."""
+    refined(KINDS[kind](target), tmp_path)
+    if others:
+        (tmp_path / "refiner" / "notes.txt").write_text("mine")
+    other = KINDS[kind](target)
+    randomise(other, seed=9)
+    other.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.glob("refiner/*")] == (["notes.txt"] if others else [])
+    assert (tmp_path / "refiner").exists() == others
+
+
 def test_the_weights_stay_as_they_are(target, tmp_path):
     drafter = make_drafter(target)
     drafter.save_pretrained(tmp_path)

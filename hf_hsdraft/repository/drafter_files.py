@@ -25,7 +25,7 @@ CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safet
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
-REFINER_CONFIG, REFINER_WEIGHTS = "refiner/config.json", "refiner/model.safetensors"
+REFINER = REFINER_CONFIG, REFINER_WEIGHTS = ("refiner/config.json", "refiner/model.safetensors")
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights and code
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
@@ -88,7 +88,7 @@ def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **
     check_is_drafter(folder, model_type)
     if not os.path.isdir(name):
         commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
-        names = [*(listed_files(folder) or [WEIGHTS]), REFINER_CONFIG, REFINER_WEIGHTS]
+        names = [*(listed_files(folder) or [WEIGHTS]), *REFINER]
         folder = find_folder(name, names, subfolder, **{**hub, "revision": commit})  # of the same state
     return folder
 
