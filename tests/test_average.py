@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.drafters.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.drafters.refiner_files import load_refiner, save_refiner
 from hf_hsdraft.repository.drafter_files import read_json
 from hf_hsdraft.training.average import average, average_folders
 from hf_hsdraft.training.identity import record_target
@@ -49,6 +51,24 @@ def test_the_stored_average_loads_and_drafts_and_says_what_it_is(target, tokeniz
     call = {"max_new_tokens": 24, "do_sample": False}
     plain = target.generate(prompt, **call)
     assert torch.equal(target.generate(prompt, assistant_model=drafter, **call), plain)
+
+
+def test_the_first_drafters_refiner_is_that_of_the_average(target, tokenizer, prompt, pair, tmp_path):
+    """In a folder, and in the object that `average` returns."""
+    ids = torch.arange(VOCAB)
+    for name in ("one", "two"):
+        save_refiner(PathLM(PathLMSizes(32, VOCAB)), tmp_path / name, ids)
+        options = read_json(tmp_path / name / "generation_config.json") | {"refinement": 0.2}
+        (tmp_path / name / "generation_config.json").write_text(json.dumps(options))
+    average_folders(pair, [0.5, 0.5], tmp_path / "mean", target, tokenizer)
+    call = {"max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(prompt, **call)
+    parts = [HSDrafter.from_pretrained(name) for name in pair]
+    for drafter in (HSDrafter.from_pretrained(tmp_path / "mean"), average(parts, [0.5, 0.5])):
+        assert drafter.generation_config.refinement == 0.2
+        assert torch.equal(target.generate(prompt, assistant_model=drafter, **call), plain)
+    wanted, found = (load_refiner(tmp_path / name, ids) for name in ("one", "mean"))
+    assert torch.equal(found.up.weight, wanted.up.weight)
 
 
 def write_recipe(folder, **recipe):

@@ -515,7 +515,7 @@ drafter.push_to_hub("user/refined")
 remote = AutoModel.from_pretrained("user/refined", trust_remote_code=True)
 assert "hf_hsdraft" not in sys.modules
 files = sys.modules[type(remote).__module__.rpartition(".")[0] + ".refiner_files"]
-found = files.refiner_of(remote)
+found = files.refiner_of(remote, remote.borrow(target.get_input_embeddings(), None))
 weights = None if found is None else found.up.weight.sum().item()
 answer([tokens(assistant_model=remote), remote.generation_config.refinement, weights])
 """

@@ -71,6 +71,15 @@ def test_an_option_cannot_take_a_name_that_means_something_else(drafter):
         DraftOptions.of(drafter)
 
 
+@pytest.mark.parametrize(
+    ("builder", "sizing"), [("beam", "cost"), ("p_best", "fixed"), ("gumbel", "fixed"), ("stochastic_beam", "fixed")]
+)
+def test_sizes_by_cost_are_those_of_beams_only(target, builder, sizing):
+    drafter = make_drafter(target)
+    drafter.generation_config.tree_builder = builder
+    assert drafter.generation_config.tree_sizing == "cost" and DraftOptions.of(drafter).tree_sizing == sizing
+
+
 def test_reuse_belongs_to_the_hidden_state_family(target, drafter):
     assert {"reuse", "reuse_weight"} <= {option.name for option in HSDrafter.own_options}
     reuse = {"reuse": "none", "reuse_weight": 0.4}

@@ -6,10 +6,11 @@ import itertools
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target
+from conftest import VOCAB, make_drafter, make_target, write_prompts
 from session_helpers import news, padded
 from test_specformer import PART, make_specformer
 from typer.testing import CliRunner
@@ -18,17 +19,23 @@ from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli import app
+from hf_hsdraft.drafters.block.block_session import BlockSession
 from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.drafters.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.path_lm import PathLM, PathLMSizes
 from hf_hsdraft.drafters.protocol import Ask
 from hf_hsdraft.drafters.refinement import Refiner
-from hf_hsdraft.drafters.refiner_files import load_refiner, refiner_of, save_refiner
+from hf_hsdraft.drafters.refiner_files import has_refiner, load_refiner, refiner_of, save_refiner
 from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.repository.drafter_files import DamagedFile
 from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.training.growth import grown
+from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.refiner import Examples, examples_of, perplexity, train_refiner
+from hf_hsdraft.training.run import train
+from hf_hsdraft.training.vocabulary import with_draft_vocabulary
 
 SHARE = 0.4
 
@@ -65,6 +72,10 @@ KINDS = {
     "part": lambda target: make_specformer(target, "part"),
     "block": make_block,
 }
+
+
+def borrowed(drafter, target):
+    return drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
 
 
 def naive(model: PathLM, embed, text: list[int]) -> torch.Tensor:
@@ -113,7 +124,7 @@ def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_pa
     drafter = refined(KINDS[kind](target), tmp_path)
     weights, text = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings()), list(range(5, 15))
     session_class = HSDraftSession if isinstance(drafter, HSDrafter) else SpecFormerSession
-    model, sessions = refiner_of(drafter), []
+    model, sessions = refiner_of(drafter, weights), []
     for share in (0.0, SHARE):
         drafter.generation_config.refinement = share
         session = session_class(drafter, weights, DraftOptions.of(drafter))
@@ -154,6 +165,44 @@ def expansion_of(session, root: int) -> ParallelExpansion:
 
 
 @torch.no_grad()
+def test_the_product_for_some_columns_is_that_of_all(target):
+    """Of two texts with columns of their own."""
+    weights = make_drafter(target).borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    refiner = Refiner(make_refiner(), SHARE, weights, rows=2)
+    for row in range(2):
+        refiner.observe(row, [3 + row, 9, 4])
+    refinement = refiner.refinement([0, 1])
+    code = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    columns = torch.tensor([[5, 0, 90, 7], [1, 96, 2, 30]])
+    wanted = refinement.model.up(code).gather(-1, columns[:, None].expand(-1, 3, -1))
+    torch.testing.assert_close(refinement.among(columns)(code), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["part", "block"])
+def test_the_best_children_are_those_of_all_scores(kind, target, tuned, tmp_path):
+    """Below the first depth, where the refiner speaks; the likely columns are but a part here."""
+    drafter, text = refined(KINDS[kind](target), tmp_path), list(range(5, 15))
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    likely = len(weights.vocab_ids) // 2
+    tuned(likely_columns=likely)
+    session = (SpecFormerSession if kind == "part" else BlockSession)(drafter, weights, DraftOptions.of(drafter))
+    session.observe([news(drafter, target, text, 0, 9)])
+    expansion, columns = expansion_of(session, text[-1]), torch.tensor([[4, 2, 7]])
+    _, states = expansion(1, torch.tensor([[text[-1]]]), None)
+    tokens, states = weights.vocab_ids[columns], states.expand(-1, 3, -1)
+    scores = torch.tensor([[-0.5, -1.0, -2.0]])
+    within = expansion.logits.amax(dim=1).topk(likely).indices[0]
+    logits, children = expansion._known(expansion._whole, 2, tokens, states)
+    totals = (logits[0][:, within].log_softmax(-1) + scores[0][:, None]).flatten()
+    wanted, places = totals.topk(6)
+    values, found, parents, kept = expansion.best(2, tokens, states, scores, 6)
+    torch.testing.assert_close(values[0], wanted, atol=1e-5, rtol=1e-5)
+    assert found[0].tolist() == within[places % likely].tolist()
+    assert parents[0].tolist() == (places // likely).tolist() and torch.equal(kept, children)
+
+
+@torch.no_grad()
 def test_trees_of_likely_columns_are_those_of_all(target, tuned, tmp_path):
     """Of two texts that differ: each has its own likely columns, and its own last tokens."""
     drafter, texts = refined(make_specformer(target, "part"), tmp_path), [list(range(5, 15)), [40, 41, 42, 43]]
@@ -167,6 +216,51 @@ def test_trees_of_likely_columns_are_those_of_all(target, tuned, tmp_path):
     assert len(trees[0]) == 2 and trees[0][0].tokens[1:] != trees[0][1].tokens[1:]
     for narrow, whole in zip(*trees, strict=True):
         assert narrow.tokens[1] == whole.tokens[1] and not narrow.fault(VOCAB)
+
+
+@pytest.mark.parametrize("kind", ["hidden-state", "part", "block"])
+def test_a_chat_that_goes_on_keeps_its_last_tokens(kind, target, tmp_path, monkeypatch):
+    """The second call refines as one call would that reads the whole text, also where few tokens are new."""
+    drafter, noted = refined(KINDS[kind](target), tmp_path), []
+    drafter.generation_config.ngram_length, drafter.generation_config.tree_sizing = 0, "fixed"
+    refinement = Refiner.refinement
+
+    def noting(self, rows):
+        noted[-1].append(self._last[0])
+        return refinement(self, rows)
+
+    monkeypatch.setattr(Refiner, "refinement", noting)
+
+    def decoded(inputs, **call):
+        noted.append([])
+        return target.generate(inputs, do_sample=False, assistant_model=drafter, return_dict_in_generate=True, **call)
+
+    first = decoded(padded(1)["input_ids"], max_new_tokens=7)
+    more = torch.cat([first.sequences, torch.tensor([[8]])], dim=1)
+    continued = decoded(more, max_new_tokens=7, past_key_values=first.past_key_values)
+    whole = decoded(more, max_new_tokens=7)
+    assert continued.sequences.tolist() == whole.sequences.tolist()
+    assert noted[1] == noted[2] and noted[1][0] == continued.sequences[0, : more.shape[1] + 1][-4:].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("start", [0, 6])
+def test_assisted_decoding_of_transformers_refines_too(start, target, tmp_path):
+    """Each draft knows the last tokens of the padded text, also where the prompt's first `start` tokens were cached."""
+    drafter = refined(make_drafter(target), tmp_path)
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    generator = HSCandidateGenerator(drafter, weights, DraftOptions.of(drafter))
+    ids, mask = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 10]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    generator.get_candidates(ids, is_first_iteration=True)
+    read = start
+    for accepted in ([11], [12, 13, 14], [15]):  # the last of each is the bonus token
+        ids = torch.cat([ids, torch.tensor([accepted])], dim=1)
+        mask = torch.cat([mask, torch.ones(1, len(accepted), dtype=torch.long)], dim=1)
+        outputs = target(ids[:, :-1], attention_mask=mask[:, :-1], output_hidden_states=True)
+        outputs.hidden_states = tuple(states[:, read:] for states in outputs.hidden_states)
+        read = ids.shape[1] - 1
+        generator.get_candidates(ids, {"attention_mask": mask}, outputs, False, len(accepted) - 1)
+        assert generator._refiner._last[0] == ids[0, -4:].tolist()
 
 
 # --- exact texts -----------------------------------------------------------------------------------------------------
@@ -263,7 +357,9 @@ def test_without_a_refiner_it_is_said_what_to_do(drafter, target, prompt):
 def test_frames_are_not_refined(target):
     drafter = make_specformer(target, "frames")
     drafter.generation_config.refinement = 0.2
-    with pytest.raises(ValueError, match="invalid for a drafter whose slots are frames"):
+    with pytest.raises(
+        ValueError, match=r"refinement=0\.2 is invalid for this drafter: its slots are frames.*; set it"
+    ):
         DraftOptions.of(drafter)
 
 
@@ -273,10 +369,25 @@ def test_it_comes_along_when_a_drafter_is_saved(kind, target, prompt, tmp_path):
     drafter.save_pretrained(tmp_path / "two")
     again = AutoDrafter.from_pretrained(tmp_path / "two").eval()
     assert again.generation_config.refinement == SHARE
-    for name, tensor in refiner_of(drafter).state_dict().items():
-        assert torch.equal(tensor, refiner_of(again).state_dict()[name])
+    before, after = (refiner_of(each, borrowed(each, target)).state_dict() for each in (drafter, again))
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name])
     call = {"max_new_tokens": 8, "do_sample": False}
     assert target.generate(prompt, **call, assistant_model=again).tolist() == target.generate(prompt, **call).tolist()
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("kind", ["part", "block"])
+def test_another_drafter_that_is_saved_there_has_none(kind, others, target, tmp_path):
+    """Its folder goes too, unless somebody keeps something in it."""
+    refined(KINDS[kind](target), tmp_path)
+    if others:
+        (tmp_path / "refiner" / "notes.txt").write_text("mine")
+    other = KINDS[kind](target)
+    randomise(other, seed=9)
+    other.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.glob("refiner/*")] == (["notes.txt"] if others else [])
+    assert (tmp_path / "refiner").exists() == others
 
 
 def test_the_weights_stay_as_they_are(target, tmp_path):
@@ -291,7 +402,7 @@ def test_the_weights_stay_as_they_are(target, tmp_path):
 
 def test_it_has_the_dtype_of_the_drafter(target, tmp_path):
     drafter = refined(make_drafter(target), tmp_path).to(torch.bfloat16)
-    assert refiner_of(drafter).up.weight.dtype == torch.bfloat16
+    assert refiner_of(drafter, borrowed(drafter, target)).up.weight.dtype == torch.bfloat16
     drafter.generation_config.ngram_length = 0
     half = make_target().to(torch.bfloat16)
     output = half.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False, assistant_model=drafter)
@@ -315,6 +426,82 @@ def test_another_vocabulary_or_damaged_files_are_refused(target, tmp_path):
         load_refiner(tmp_path, drafter.draft_vocab_ids())
 
 
+def test_sizes_out_of_range_name_their_file(target, tmp_path):
+    refined(make_drafter(target), tmp_path)
+    path = tmp_path / "refiner" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rank": 0}))
+    with pytest.raises(ValueError, match=r"refiner/config.json: rank=0 is invalid"):
+        load_refiner(tmp_path, torch.arange(VOCAB))
+
+
+def test_weights_of_another_refiner_are_refused(target, tmp_path):
+    """As if one of two files had been copied. A refiner of an older version, without the digest, is read."""
+    refined(make_drafter(target), tmp_path / "one")
+    refined(make_drafter(target), tmp_path / "two")
+    other = make_refiner()
+    other.up.bias.add_(1.0)
+    save_refiner(other, tmp_path / "two", torch.arange(VOCAB))
+    files = [tmp_path / name / "refiner" / "model.safetensors" for name in ("one", "two")]
+    files[0].write_bytes(files[1].read_bytes())
+    with pytest.raises(DamagedFile, match=r"of another refiner: its SHA-256 is not the one in refiner/config.json"):
+        load_refiner(tmp_path / "one", torch.arange(VOCAB))
+    path = tmp_path / "one" / "refiner" / "config.json"
+    document = json.loads(path.read_text())
+    del document["weights_digest"]
+    path.write_text(json.dumps(document))
+    assert torch.equal(load_refiner(tmp_path / "one", torch.arange(VOCAB)).up.bias, other.up.bias)
+
+
+def test_a_drafter_of_any_vocabulary_is_refined(target, prompt, tmp_path):
+    """What it drafts is known with the target only."""
+    drafter = refined(make_block(target), tmp_path)
+    drafter.config = replace(drafter.config, vocab_size=None, draft_vocab_size=None)
+    assert len(drafter.draft_vocab_ids()) == 0 and len(refiner_of(drafter, borrowed(drafter, target)).up.bias) == VOCAB
+    call = {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(prompt, **call)
+    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+
+
+def test_a_refiner_for_a_target_of_another_width_is_refused(target, prompt, tmp_path):
+    drafter = refined(make_drafter(target), tmp_path)
+    save_refiner(make_refiner(width=16), tmp_path, torch.arange(VOCAB))
+    with pytest.raises(ValueError, match=r"for embeddings of 16 and 97 .* this target and drafter have 32 and 97"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("kind", ["part", "block"])
+def test_a_run_that_trains_a_drafter_further_leaves_it_behind(kind, chatty, tokenizer, tmp_path):
+    """Its evaluations draft too, by the options that came with the drafter."""
+    refined(KINDS[kind](chatty), tmp_path / "one").save_pretrained(tmp_path / "start")
+    family = {"part": "specformer", "block": "block"}[kind]
+    planned = TrainingPlan(
+        prompts=[str(write_prompts(tmp_path / "prompts.jsonl", 12))], out=str(tmp_path / "out"), eval_conversations=3,
+        eval_prompts=2, max_new_tokens=12, answer_batch_size=5, family=family, drafter={},
+        init_from=str(tmp_path / "start"),
+    )  # fmt: skip
+    steps = {"max_steps": 2, "eval_steps": 1, "eval_new_tokens": 6, "disable_tqdm": True}
+    trained = train(chatty, tokenizer, planned, steps, report=lambda _: None)
+    assert trained.generation_config.refinement == 0.0 and not has_refiner(trained)
+    assert (tmp_path / "start" / "refiner").is_dir() and not list((tmp_path / "out").rglob("refiner"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda drafter, target: grown(drafter, 2, drafter.config.num_hidden_layers),
+        lambda drafter, target: with_draft_vocabulary(
+            drafter, list(range(0, VOCAB, 2)), target.get_output_embeddings().weight
+        ),
+    ],
+    ids=["grown", "another vocabulary"],
+)
+def test_a_changed_drafter_drafts_without_it(changed, target, prompt, tmp_path):
+    drafter = changed(refined(make_drafter(target), tmp_path), target)
+    call = {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(prompt, **call)
+    assert target.generate(prompt, **call, assistant_model=drafter).tolist() == plain.tolist()
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +511,8 @@ def test_examples_are_next_tokens_of_answers_in_the_vocabulary():
     assert found.before.tolist() == [[0, 5, 9], [9, 7, 8]]  # 8 cannot be drafted
     assert found.known.tolist() == [[False, True, True], [True, True, True]]
     assert found.labels.tolist() == [1, 0]
+    shuffled = examples_of([chat], torch.tensor([9, 6, 7]), length=3)  # as published drafters may have it
+    assert shuffled.before.tolist() == found.before.tolist() and shuffled.labels.tolist() == [2, 1]
     with pytest.raises(ValueError, match="hold no token of an answer that can be drafted"):
         examples_of([chat], torch.tensor([1, 2]), length=3)
 
@@ -349,8 +538,8 @@ def test_training_lowers_the_perplexity_of_texts_that_it_has_not_seen(target):
     trained = train_refiner(train, held_out, sizes, weights, epochs=12)
     counts = torch.bincount(train.labels, minlength=VOCAB).float() + 0.1
     unigram = math.exp(-float((counts / counts.sum()).log()[held_out.labels].mean()))
-    assert trained.before == pytest.approx(unigram, rel=1e-3)
-    assert trained.after < 0.6 * trained.before
+    assert trained.perplexity_before == pytest.approx(unigram, rel=1e-3)
+    assert trained.perplexity_after < 0.6 * trained.perplexity_before
     naive_loss = []
     for before, known, label in zip(held_out.before[:20], held_out.known[:20], held_out.labels[:20], strict=True):
         logs = naive(trained.model, weights.embed, before[known].tolist()).log_softmax(-1)
@@ -366,22 +555,75 @@ def test_a_seed_repeats_a_training(target):
     one = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
     torch.manual_seed(6)
     other = train_refiner(examples, examples, PathLMSizes(32, VOCAB), weights, seed=3)
-    assert one.after == other.after and one.steps == other.steps > 0
+    assert one.perplexity_after == other.perplexity_after and one.steps == other.steps > 0
+
+
+def test_the_command_refuses_frames_before_it_reads_chats(target, tmp_path):
+    make_specformer(target, "frames").save_pretrained(tmp_path / "drafter")
+    (tmp_path / "chats.jsonl").write_text("no JSON")
+    arguments = ["train-refiner", "--train", str(tmp_path / "chats.jsonl"), "--drafter", str(tmp_path / "drafter")]
+    done = CliRunner().invoke(app, arguments)
+    assert "this SpecFormerDrafter cannot be refined: its slots are frames" in str(done.exception)
+
+
+def command(folder, *options: str):
+    """Runs `train-refiner` for the drafter in a folder, on 40 chats."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": "w5 w6 w7 " * 4}]}
+        for n in range(40)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["train-refiner", "--train", str(folder / "chats.jsonl"), "--drafter", str(folder / "drafter")]
+    return CliRunner().invoke(app, [*arguments, *options])
+
+
+@pytest.mark.parametrize("where", ["beside", "elsewhere"])
+def test_the_command_looks_first_whether_it_can_save(where, chatty, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    monkeypatch.setattr("hf_hsdraft.training.refiner.train_refiner", lambda *args: pytest.fail("has trained"))
+    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+    out = tmp_path / ("drafter" if where == "beside" else "out")
+    out.mkdir(exist_ok=True)
+    (out / "refiner").write_text("in the way")
+    done = command(tmp_path, *(() if where == "beside" else ("--out", str(out))))
+    assert isinstance(done.exception, NotADirectoryError) and "refiner is a file" in str(done.exception)
+
+
+def test_the_command_saves_the_drafter_before_it_trains(chatty, tokenizer, tmp_path, monkeypatch):
+    """And loads the target in the drafter's dtype."""
+    dtypes, there = [], []
+
+    def load(name, dtype, device):
+        dtypes.append(dtype)
+        return chatty, tokenizer
+
+    def trains(*args):
+        there.append(HSDrafter.from_pretrained(tmp_path / "out").dtype)
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", load)
+    monkeypatch.setattr("hf_hsdraft.training.refiner.train_refiner", trains)
+    make_drafter(chatty).to(torch.bfloat16).save_pretrained(tmp_path / "drafter")
+    command(tmp_path, "--out", str(tmp_path / "out"))
+    assert dtypes == there == [torch.bfloat16]
+
+
+def test_the_command_warns_of_another_target(chatty, tokenizer, tmp_path, monkeypatch):
+    """As other commands do: of a target that the drafter fits by its sizes only."""
+    warned = []
+    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
+    monkeypatch.setattr(HSDrafter, "warn_of_misfit", lambda self, *args, **kwargs: warned.append(args))
+    make_drafter(chatty).save_pretrained(tmp_path / "drafter")
+    assert command(tmp_path).exit_code == 0 and warned == [(chatty, tokenizer)]
 
 
 def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *args: (chatty, tokenizer))
     make_drafter(chatty).save_pretrained(tmp_path / "drafter")
-    rows = [
-        {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": "w5 w6 w7 " * 4}]}
-        for n in range(40)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["train-refiner", "--train", str(tmp_path / "chats.jsonl"), "--drafter", str(tmp_path / "drafter")]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out"), "--epochs", "20"])
+    done = command(tmp_path, "--out", str(tmp_path / "out"), "--epochs", "20")
     assert done.exit_code == 0, done.output
     recipe = json.loads((tmp_path / "out" / "refiner" / "config.json").read_text())["recipe"]
-    assert recipe["after"] < recipe["before"] and recipe["held_out"] > 0
+    assert recipe["perplexity_after"] < recipe["perplexity_before"] and recipe["held_out"] > 0
     assert not (tmp_path / "drafter" / "refiner").exists()
     loaded = HSDrafter.from_pretrained(tmp_path / "out")
     assert loaded.generation_config.refinement == 0.0
@@ -389,7 +631,7 @@ def test_the_command_trains_and_saves(target, chatty, tokenizer, tmp_path, monke
     ids = torch.tensor([[5, 6, 7]])
     call = {"max_new_tokens": 12, "do_sample": False}
     assert chatty.generate(ids, **call, assistant_model=loaded).tolist() == chatty.generate(ids, **call).tolist()
-    done = CliRunner().invoke(app, arguments)  # beside the weights
+    done = command(tmp_path)  # beside the weights
     assert done.exit_code == 0 and (tmp_path / "drafter" / "refiner" / "model.safetensors").is_file()
-    done = CliRunner().invoke(app, [*arguments, "--held-out", "100"])
+    done = command(tmp_path, "--held-out", "100")
     assert "40 chats are too few" in str(done.exception)

@@ -25,7 +25,7 @@ class WrappedDrafter(Drafter):
     def __init__(self, drafter: Any) -> None:
         self.config, self.device = drafter.config, getattr(drafter, "device", None)
         self.num_draft_steps = drafter.num_draft_steps
-        self.draws_nodes, self.own_options = drafter.draws_nodes, drafter.own_options
+        self.takes_tree_builders, self.own_options = drafter.takes_tree_builders, drafter.own_options
         self.generation_config = copy.deepcopy(drafter.generation_config)
         self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
         self._drafter = drafter

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ._shared import DeviceOption, DrafterOption, TargetOption, console, drafter_of
+from ._shared import DeviceOption, DrafterOption, TargetOption, check_fit, console, drafter_of
 
 app = typer.Typer()
 
@@ -34,12 +34,9 @@ def train_refiner(
 
     The option `refinement` of the drafter says how much it counts; it is 0 until somebody sets it.
     """
-    import torch
-
     from ..by_name import load_drafter
     from ..drafters.path_lm import PathLMSizes
-    from ..drafters.refinement import REFINEMENT
-    from ..drafters.refiner_files import save_refiner
+    from ..drafters.refiner_files import check_place, save_refiner
     from ..target.target_loading import load_target
     from ..training.chats import read_answered
     from ..training.conversations import tokenize_conversation
@@ -50,13 +47,16 @@ def train_refiner(
     if out is None and not Path(name).is_dir():
         raise typer.BadParameter(f"{name} is no folder: say where to save it with its refiner", param_hint="--out")
     loaded = load_drafter(name, None, device)
-    if REFINEMENT not in loaded.own_options:
-        raise ValueError(f"a {type(loaded).__name__} cannot be refined: its depths are not drafted at once")
+    if loaded.why_not_refined:
+        raise ValueError(f"this {type(loaded).__name__} cannot be refined: {loaded.why_not_refined}")
+    folder = Path(name) if out is None else out
+    if out is None:
+        check_place(folder)
     chats = [chat for path in train for chat in read_answered(path)]
     if len(chats) < held_out:
         raise ValueError(f"{len(chats)} chats are too few: expected {held_out} at least, of which one is held out")
-    model, tokenizer = load_target(target, torch.float32, device)
-    loaded.check(model)
+    model, tokenizer = load_target(target, loaded.dtype, device)
+    check_fit(loaded, model, tokenizer)
     weights = loaded.borrow(model.get_input_embeddings(), model.get_output_embeddings())
     tokenized = [tokenize_conversation(tokenizer, chat, max_length) for chat in chats]
     width = weights.embed(weights.vocab_ids[:1]).shape[-1]
@@ -70,14 +70,15 @@ def train_refiner(
         if done % 500 == 0 or done == steps:
             console.print(f"step {done:,} of {steps:,}: loss {loss:.3f}", highlight=False)
 
-    trained = run(examples, judges, sizes, weights, epochs, seed, report)
-    if out is not None:
+    if out is not None:  # before the work: the folder may be one that cannot be written
         loaded.save_pretrained(out)
-    folder = Path(name) if out is None else out
+        check_place(out)
+    trained = run(examples, judges, sizes, weights, epochs, seed, report)
     save_refiner(trained.model.to(loaded.dtype), folder, weights.vocab_ids, {**trained.recipe(), "seed": seed})
     console.print(
-        f"held-out perplexity {trained.before:.1f} before, {trained.after:.1f} after, {trained.seconds:.0f} seconds; "
-        f"saved in {folder}. Refine by drafter.generation_config.refinement = 0.2, for instance",
+        f"held-out perplexity {trained.perplexity_before:.1f} before, {trained.perplexity_after:.1f} after, "
+        f"{trained.seconds:.0f} seconds; saved in {folder}. Refine by "
+        "drafter.generation_config.refinement = 0.2, for instance",
         highlight=False,
         soft_wrap=True,
     )

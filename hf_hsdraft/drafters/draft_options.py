@@ -14,7 +14,7 @@ from ..common.checks import few, is_integer, is_number, printable
 from ..common.options import Option
 from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
-from ..trees.builder_registry import DRAWING, TREE_BUILDERS
+from ..trees.builder_registry import DRAWING, TREE_BUILDERS, WHOLE
 from ..verifiers.registry import VERIFIERS, is_lossy
 from ..verifiers.verdict import Verifier
 
@@ -73,6 +73,11 @@ class DraftOptions:
         """Whether nodes are drawn, by the distributions that a rule of verification may ask for."""
         return self.tree_builder in DRAWING
 
+    @property
+    def draw_temperature(self) -> float:
+        """The temperature of the distributions that nodes are drawn from; 1 where none are drawn."""
+        return self.temperature if self.drawn else 1.0
+
     def shared_by(self, rows: int) -> DraftOptions:
         """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
 
@@ -130,7 +135,7 @@ class DraftOptions:
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
             # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
             ngram_length=option("ngram_length") if builder not in DRAWING else 0,
-            tree_sizing=option("tree_sizing") if builder not in DRAWING else "fixed",
+            tree_sizing=option("tree_sizing") if builder not in WHOLE else "fixed",  # sizes by cost keep the best nodes
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
             own={name: each.checked(option(name)) for name, each in own.items()},
@@ -169,7 +174,7 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
             f"verification={verification!r} is invalid with tree_builder={builder!r}: its ratio holds for drawn nodes "
             "only, the best nodes or paths would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
         )
-    if builder != "beam" and not drafter.draws_nodes:
+    if builder != "beam" and not drafter.takes_tree_builders:
         raise ValueError(
             f"tree_builder={builder!r} is invalid for a {type(drafter).__name__}, which grows its trees by itself: "
             "expected tree_builder='beam', and with it verification='walk'"

@@ -63,7 +63,7 @@ class _Part:
         logits: `[B, depth, C]`, their logits.
         race: the race among them.
         reach: `[B, depth, C]`, where the bias changes their logits; `None` for everywhere.
-        refined: the last product of the refinement for those columns.
+        refined_up: the last product of the refinement for those columns.
     """
 
     columns: torch.Tensor | None
@@ -71,7 +71,7 @@ class _Part:
     logits: torch.Tensor
     race: Race | None
     reach: torch.Tensor | None
-    refined: Transform | None
+    refined_up: Transform | None
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,14 @@ class ParallelExpansion(Expansion):
         """
         if self.refinement is None:
             return self._drafted(part, level, tokens, states)
-        size, own, read = self.refinement.state_size, None, None
+        size, own, model_states = self.refinement.state_size, None, None
         if states is not None:
-            read, own = states[..., :size], states[..., size:]
+            model_states, own = states[..., :size], states[..., size:]
         logits, own = self._drafted(part, level, tokens, own)
-        read = self.refinement.advance(tokens, read)
-        assert part.refined is not None
-        logits = self.refinement(level, logits, read, part.refined)
-        return logits, read if own is None else torch.cat([read, own], dim=-1)
+        model_states = self.refinement.advance(tokens, model_states)
+        assert part.refined_up is not None
+        logits = self.refinement(level, logits, model_states, part.refined_up)
+        return logits, model_states if own is None else torch.cat([model_states, own], dim=-1)
 
     def _drafted(
         self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
@@ -168,8 +168,8 @@ class ParallelExpansion(Expansion):
     def _whole(self) -> _Part:
         """All of the vocabulary."""
         up = None if self.bias is None else self.bias.up
-        refined = None if self.refinement is None else self.refinement.model.up
-        return _Part(None, up, self.logits, self.race, self.reach, refined)
+        refined_up = None if self.refinement is None else self.refinement.model.up
+        return _Part(None, up, self.logits, self.race, self.reach, refined_up)
 
     @cached_property
     def _part(self) -> _Part:
@@ -187,8 +187,8 @@ class ParallelExpansion(Expansion):
         columns = self._columns[:, None].expand(-1, self.depth, -1)
         race = None if race is None else race.among(self._columns)
         reach = None if self.reach is None else self.reach.gather(-1, columns)
-        refined = None if self.refinement is None else self.refinement.among(self._columns)
-        return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined)
+        refined_up = None if self.refinement is None else self.refinement.among(self._columns)
+        return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined_up)
 
     @cached_property
     def _columns(self) -> torch.Tensor:

@@ -166,7 +166,7 @@ class ParallelSession(Session):
             options: of the draft.
         """
         logits, bias = self.predicted(hidden, depth)
-        temperature = options.temperature if options.drawn else 1.0
+        temperature = options.draw_temperature
         refinement = None if self._refiner is None else self._refiner.refinement([ask.row for ask in asks])
         return ParallelExpansion(logits, bias, temperature, self.race(asks, depth), refinement=refinement)
 

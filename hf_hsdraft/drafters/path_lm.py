@@ -1,7 +1,8 @@
 """A tiny neural n-gram model of a target's text, by which drafts of independent depths are refined.
 
 It reads the last few tokens by the embedding that the drafter borrows of its target, and predicts the next one within
-the draft vocabulary by logits of low rank. So a node costs about as much as in the injector of a hidden-state drafter.
+the draft vocabulary by logits of low rank. By default a node costs products of D by 96, 288 by 384, 192 by 64, and 64
+by the columns that are looked at.
 
 Letters in the shapes: D width of the target's embedding, r rank, V' draft vocabulary, S size of a state.
 """

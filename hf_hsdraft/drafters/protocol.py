@@ -164,8 +164,9 @@ class Drafter:
     Attributes:
         taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
         num_draft_steps: greatest `num_assistant_tokens`.
-        draws_nodes: whether its sessions can grow trees by any `tree_builder`, also by those that draw nodes.
+        takes_tree_builders: whether its sessions can grow trees by any `tree_builder`, also by those that draw nodes.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
+        why_not_refined: why its drafts cannot be refined by a tiny model of the target's text; empty if they can.
         own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
         saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
         why_not_exported: why there are no others.
@@ -174,8 +175,9 @@ class Drafter:
 
     taps: Sequence[int] = ()
     num_draft_steps: int
-    draws_nodes: bool = False
+    takes_tree_builders: bool = False
     least_ngram_length: int = 0
+    why_not_refined: str = "its depths are not drafted at once"
     own_options: Sequence[Option] = ()
     saved_as: Sequence[str] = ()
     why_not_exported: str = "no other program is known to read it"

@@ -23,7 +23,7 @@ from ..common.target_weights import TargetWeights
 from ..common.tensors import Transform, on_device
 from .draft_options import DraftOptions
 from .path_lm import PathLM
-from .refiner_files import refiner_of
+from .refiner_files import has_refiner, refiner_of
 
 REFINEMENT = Option(
     "refinement",
@@ -32,14 +32,20 @@ REFINEMENT = Option(
     "a number from 0 (no refinement) to below 1",
     "Share of the refiner in the logits of drafted tokens.",
 )
-# The token before the first depth is inside the hidden states that all these drafters read, and told by the target.
+# The drafters know the text before the first depth from the target's hidden states, and the root too. Leftover states,
+# which `reuse="resample"` draws from again, are older than the root: their first depth is not refined all the same.
 _FIRST_LEVEL = 2
 
 
 def check_refinement(drafter: Any, options: DraftOptions) -> None:
-    """Raises a ValueError if a refinement is asked for, and the drafter has no refiner or a wrong one."""
+    """Raises a ValueError if a refinement is asked for, and there can be no refiner or is none.
+
+    Whether one fits is seen when the target is known, see `Refiner.of`.
+    """
     share = options.own.get(REFINEMENT.name, 0.0)
-    if share and refiner_of(drafter) is None:
+    if share and drafter.why_not_refined:
+        raise ValueError(f"refinement={share!r} is invalid for this drafter: {drafter.why_not_refined}; set it to 0")
+    if share and not has_refiner(drafter):
         raise ValueError(
             f"refinement={share!r} is invalid: this drafter has no refiner beside its weights; train one by `hsdraft "
             "train-refiner` and load the drafter again, or set refinement to 0"
@@ -105,9 +111,13 @@ class Refiner:
 
     @classmethod
     def of(cls, drafter: Any, options: DraftOptions, weights: TargetWeights, rows: int) -> Refiner | None:
-        """Returns the refiner that the options ask for; `None` if they ask for none."""
+        """Returns the refiner that the options ask for; `None` if they ask for none.
+
+        Raises:
+            OSError, DamagedFile, ValueError: as `refiner_of`.
+        """
         share = options.own.get(REFINEMENT.name, 0.0)
-        model = refiner_of(drafter) if share else None
+        model = refiner_of(drafter, weights) if share else None
         return None if model is None else cls(model, share, weights, rows)
 
     def observe(self, row: int, tokens: Sequence[int]) -> None:

@@ -25,8 +25,7 @@ from .drafter_files import (
     CONFIG,
     INDEX,
     OPTIONS,
-    REFINER_CONFIG,
-    REFINER_WEIGHTS,
+    REFINER,
     WEIGHTS,
     DamagedFile,
     find_folder,
@@ -73,7 +72,7 @@ class Checkpoint:
             OSError: there is no such folder or repository, or it holds no configuration.
             DamagedFile: the configuration is damaged.
         """
-        wanted = (CONFIG, OPTIONS, LOOSE_MASK, INDEX, REFINER_CONFIG, REFINER_WEIGHTS)
+        wanted = (CONFIG, OPTIONS, LOOSE_MASK, INDEX, *REFINER)
         folder = find_folder(name, wanted, subfolder, **hub)
         if os.path.isdir(name):
             return cls(os.fspath(name), folder, read_json(folder / CONFIG))

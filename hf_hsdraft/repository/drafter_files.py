@@ -27,7 +27,7 @@ INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
 RULE_FILES = tuple(rule_files())  # what lossy rules have learned of the target
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
-REFINER_CONFIG, REFINER_WEIGHTS = "refiner/config.json", "refiner/model.safetensors"
+REFINER = REFINER_CONFIG, REFINER_WEIGHTS = ("refiner/config.json", "refiner/model.safetensors")
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS, *RULE_FILES)  # all but weights and code
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
@@ -90,7 +90,7 @@ def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **
     check_is_drafter(folder, model_type)
     if not os.path.isdir(name):
         commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
-        names = [*(listed_files(folder) or [WEIGHTS]), REFINER_CONFIG, REFINER_WEIGHTS]
+        names = [*(listed_files(folder) or [WEIGHTS]), *REFINER]
         folder = find_folder(name, names, subfolder, **{**hub, "revision": commit})  # of the same state
     return folder
 

@@ -35,8 +35,7 @@ from .drafter_files import (
     FORMAT_VERSION,
     INDEX,
     RECIPE,
-    REFINER_CONFIG,
-    REFINER_WEIGHTS,
+    REFINER,
     RULE_FILES,
     WEIGHTS,
     check_is_drafter,
@@ -81,9 +80,8 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         for path in folder.iterdir() if former else []:
             if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():
                 path.unlink(missing_ok=True)
-        for name in (REFINER_CONFIG, REFINER_WEIGHTS) if former else ():
-            if Path(name) not in written:
-                (folder / name).unlink(missing_ok=True)
+        if former:
+            _remove_refiner(folder, written)
         for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
             if Path(one) in written:
                 (folder / other).unlink(missing_ok=True)
@@ -95,11 +93,8 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 def is_ours(name: str, code: Collection[str]) -> bool:
     """Whether a file of a repository is one that a drafter brings: weights, refiner, documents, or its `code`."""
-    return (
-        name in (WEIGHTS, INDEX, REFINER_CONFIG, REFINER_WEIGHTS, *DOCUMENTS, *RULE_FILES)
-        or name in code
-        or bool(_SHARD.fullmatch(name))
-    )
+    ours = (WEIGHTS, INDEX, *REFINER, *DOCUMENTS, *RULE_FILES)
+    return name in ours or name in code or bool(_SHARD.fullmatch(name))
 
 
 def stands_alone(auto_map: Any) -> bool:
@@ -152,10 +147,20 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
 
 def bring_refiner(source: Path, partial: Path) -> None:
     """Copies the refiner of a drafter, if it has one. It fits the vocabulary, whatever became of the weights."""
-    for name in (REFINER_CONFIG, REFINER_WEIGHTS):
+    for name in REFINER:
         if (source / name).is_file():
             (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, partial / name)
+
+
+def _remove_refiner(folder: Path, kept: Collection[Path]) -> None:
+    """Deletes the files of a former drafter's refiner that are not among others, and their folder if it is empty."""
+    for name in REFINER:
+        if Path(name) not in kept:
+            (folder / name).unlink(missing_ok=True)
+    place = (folder / REFINER[0]).parent
+    if place.is_dir() and not any(place.iterdir()):
+        place.rmdir()
 
 
 def _bring_documents(source: Path, partial: Path) -> None:

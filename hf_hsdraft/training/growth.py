@@ -13,6 +13,7 @@ from torch import nn
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.hidden_state.network import HSDraftLayer
+from ..drafters.refiner_files import leave_refiner
 
 
 @torch.no_grad()
@@ -35,6 +36,7 @@ def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> 
     config = HSDraftConfig.from_dict(drafter.config.to_dict() | sizes)
     larger = HSDrafter(config).to(drafter.device, drafter.dtype)
     larger.generation_config = copy.deepcopy(drafter.generation_config)
+    leave_refiner(larger)
     larger.name_or_path = drafter.name_or_path
     different = {"layers", "step_modules", "roll_norm", "roll_proj"}
     for name, part in drafter.named_children():

@@ -55,7 +55,8 @@ class Trained:
     Attributes:
         model: the trained model, float32.
         examples, held_out: numbers of next tokens that it learned from and was measured on.
-        before, after: perplexity of the held-out tokens, by the frequencies of tokens alone and after training.
+        perplexity_before, perplexity_after: of the held-out tokens, by the frequencies of tokens alone and after
+            training.
         steps: number of steps.
         seconds: time of training, without reading and measuring.
     """
@@ -63,8 +64,8 @@ class Trained:
     model: PathLM
     examples: int
     held_out: int
-    before: float
-    after: float
+    perplexity_before: float
+    perplexity_after: float
     steps: int
     seconds: float
 
@@ -78,19 +79,20 @@ def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor,
 
     Args:
         chats: the chats.
-        vocab_ids: `[V']`, int64, the token id of each column, ascending.
+        vocab_ids: `[V']`, int64, the token id of each column, in any order.
         length: number of tokens before each.
 
     Raises:
         ValueError: there are none.
     """
-    ids, parts = vocab_ids.cpu(), []
+    ranked, order = vocab_ids.cpu().sort()
+    parts = []
     for chat in chats:
         padded = torch.cat([chat.input_ids.new_full((length,), -1), chat.input_ids])
         before = padded.unfold(0, length, 1)[:-1]
-        columns = torch.searchsorted(ids, chat.input_ids).clamp(max=len(ids) - 1)
-        wanted = chat.answer_mask & (ids[columns] == chat.input_ids)
-        parts.append((before[wanted], columns[wanted]))
+        places = torch.searchsorted(ranked, chat.input_ids).clamp(max=len(ranked) - 1)
+        wanted = chat.answer_mask & (ranked[places] == chat.input_ids)
+        parts.append((before[wanted], order[places[wanted]]))
     if not sum(len(labels) for _, labels in parts):
         raise ValueError(
             "the chats hold no token of an answer that can be drafted: expected lines with `messages` in which the "
@@ -105,7 +107,7 @@ def train_refiner(
     held_out: Examples,
     sizes: PathLMSizes,
     weights: TargetWeights,
-    epochs: int = 3,
+    epochs: int = 1,
     seed: int = 0,
     report: Callable[[int, int, float], None] | None = None,
 ) -> Trained:

@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ..bench.measure import pooled_tau
 from ..common.target_weights import TargetWeights
+from ..drafters.refiner_files import leave_refiner
 from ..engine.call_output import DraftStatistics
 from ..target.target_loading import is_sharded
 from .arguments import DrafterTrainingArguments
@@ -303,6 +304,7 @@ class DrafterTrainer(Trainer):
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
         drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
         drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
+        leave_refiner(drafter)  # nor on what is not trained here
         for prompt in prompts:
             yield self.target.generate(
                 **prompt,

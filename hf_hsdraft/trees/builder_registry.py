@@ -14,3 +14,4 @@ TREE_BUILDERS: dict[str, TreeBuilder] = {
     "stochastic_beam": stochastic_beam_trees,
 }
 DRAWING = frozenset({"gumbel", "stochastic_beam"})  # those that draw their nodes
+WHOLE = DRAWING | {"p_best"}  # those whose trees are verified as they are, as choosing among the nodes would undo them

@@ -39,7 +39,8 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         config: its configuration.
     """
 
-    draws_nodes = True
+    takes_tree_builders = True
+    why_not_refined = ""
     own_options = (REFINEMENT,)
 
     def __init__(self, config: BlockConfig) -> None:

@@ -56,7 +56,7 @@ class CausalLMDrafter(nn.Module, Drafter):
     """
 
     num_draft_steps = 32
-    draws_nodes = True
+    takes_tree_builders = True
     why_not_exported = (
         "its folder is that of the language model itself, which other programs take as their draft model as it is"
     )

@@ -156,7 +156,7 @@ class CausalLMSession(Session):
         return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
 
     def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        temperature = options.temperature if options.drawn else 1.0
+        temperature = options.draw_temperature
         race = None
         if self._foresight is not None:
             vocab_ids = torch.arange(self._vocab_size, device=first.device)

@@ -72,7 +72,7 @@ class EagleSession(Session):
         rows = [ask.row for ask in asks]
         self.texts.read(rows)
         ids = self._weights.vocab_ids
-        expansion = self.expansion(rows, depth, options.temperature if options.drawn else 1.0)
+        expansion = self.expansion(rows, depth, options.draw_temperature)
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)

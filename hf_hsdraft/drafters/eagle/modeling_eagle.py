@@ -44,7 +44,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         ValueError: the rotary embedding is of no kind that transformers has.
     """
 
-    draws_nodes = True
+    takes_tree_builders = True
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)

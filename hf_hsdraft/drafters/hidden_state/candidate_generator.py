@@ -124,6 +124,9 @@ class HSCandidateGenerator(HSDraftSession, CandidateGenerator):
         real = torch.nonzero(attended[-rows:]).flatten()
         self.settle(input_ids[0, length - 1 - n_last_matches : length - 1].tolist())
         self.read(taps[real], input_ids[0, length - rows :][real], positions[real])
+        if self._refiner is not None:
+            text = [*input_ids[0, : length - 1][attended.bool()].tolist(), int(input_ids[0, -1])]
+            self._refiner.observe(0, text[-rows:] if self._started else text)
         self._started = True
         [tree] = self.draft()
         best_leaf = max(range(len(tree)), key=lambda node: (tree.depths[node], tree.scores[node]))

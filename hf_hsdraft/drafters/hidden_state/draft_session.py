@@ -101,6 +101,8 @@ class HSDraftSession(Session):
             self.settle(each.tokens[:-1], each.row)
             embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
             self.read(each.taps, each.following, each.positions, each.row, embeds)
+            if self._refiner is not None:
+                self._refiner.observe(each.row, [*each.earlier, *each.tokens])
 
     def keep(self, rows: Sequence[int]) -> None:
         for row in set(range(len(self._rows))).difference(rows):
@@ -136,8 +138,6 @@ class HSDraftSession(Session):
         """
         device, dtype = self.drafter.device, self.drafter.dtype
         self._rows[row].root = int(next_tokens[-1])
-        if self._refiner is not None:
-            self._refiner.observe(row, next_tokens[-self._refiner.model.sizes.length - 1 :].tolist())
         embeds = self.weights.embed(next_tokens) if embeds is None else embeds.to(device, dtype)
         pending = self._rows[row].pending
         pending.append((taps.to(device, dtype), embeds, position_ids.to(device)))
@@ -201,7 +201,7 @@ class HSDraftSession(Session):
         options: DraftOptions,
         since: torch.Tensor | None = None,
     ) -> Expansion:
-        temperature = options.temperature if options.drawn else 1.0
+        temperature = options.draw_temperature
         race = None
         if self._foresight is not None:
             race = self._foresight.race([ask.row for ask in asks], hidden.shape[1], self.weights.vocab_ids)

@@ -42,7 +42,8 @@ class HSDrafter(HSDraftNetwork, Drafter):
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
-    draws_nodes = True
+    takes_tree_builders = True
+    why_not_refined = ""
     own_options = (*REUSE_OPTIONS, REFINEMENT)
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "

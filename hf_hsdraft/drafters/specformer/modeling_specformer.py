@@ -28,7 +28,7 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
         config: its configuration.
     """
 
-    draws_nodes = True
+    takes_tree_builders = True
     own_options = (REFINEMENT,)
     why_not_exported = "its slots are made of one position by one product, and no format of another project does so"
 
@@ -44,17 +44,16 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
     def num_draft_steps(self) -> int:  # type: ignore[override]
         return self.config.num_draft_steps
 
+    @property
+    def why_not_refined(self) -> str:  # type: ignore[override]
+        return "its slots are frames, and the children of a node are not those of one slot" if self.config.ctc else ""
+
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""
         config = self.config
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 
     def check_together(self, options: DraftOptions) -> None:
-        if self.config.ctc and options.own[REFINEMENT.name]:
-            raise ValueError(
-                f"refinement={options.own[REFINEMENT.name]!r} is invalid for a drafter whose slots are frames: set it "
-                "to 0, as the children of a node are not those of one slot"
-            )
         check_refinement(self, options)
 
     def check(self, target: Any) -> None:

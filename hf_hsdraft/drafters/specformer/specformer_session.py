@@ -88,6 +88,5 @@ class SpecFormerSession(ParallelSession):
     def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
             return super().expansion(asks, hidden, depth, options)
-        frames, drawn = self.drafter.frames(hidden, self.weights), options.drawn
-        temperature = options.temperature if drawn else 1.0
+        frames, drawn, temperature = self.drafter.frames(hidden, self.weights), options.drawn, options.draw_temperature
         return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, self.race(asks, depth))

@@ -11,6 +11,7 @@ import torch
 
 from ...common.checks import public_name
 from ...common.decoder_layer import LayerSizes
+from ...drafters.refiner_files import leave_refiner
 from ..family import TrainableFamily
 
 _OPTIONS = ("tree_size", "beam_width")  # drafting options, which these configurations do not hold
@@ -59,6 +60,7 @@ class PublishedFamily(TrainableFamily):
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         self.check_trainable(drafter.config)
+        leave_refiner(drafter)
         fields = _named(fields)
         drafter.config = replace(drafter.config, **{name: fields[name] for name in self.free if name in fields})
         drafter.generation_config.num_assistant_tokens = drafter.num_draft_steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...drafters.refiner_files import leave_refiner
 from ..family import Choose, TrainableFamily
 from ..vocabulary import with_draft_vocabulary
 
@@ -30,9 +31,7 @@ class TravellingFamily(TrainableFamily):
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         config, options = drafter.config, drafter.generation_config
         config.target_name = fields.get("target_name", config.target_name)
-        drafter.loaded_from = None  # its recipe and figures do not hold for the drafter of this run
-        if getattr(options, "refinement", 0.0):
-            options.refinement = 0.0  # a refiner stays behind, too
+        leave_refiner(drafter)  # and recipe and figures, which do not hold for the drafter of this run
         for name in _FREE:
             if name in fields:
                 setattr(config, name, fields[name])
