@@ -143,7 +143,7 @@ def test_prompts_beyond_the_context_window(drafter):
         ("tree_size", 0, "an integer 1 or more"),
         ("reuse", "always", "none, ensemble, resample"),
         ("tree_builder", "best", "beam, p_best, gumbel, stochastic_beam"),
-        ("verification", "typical", "walk, rejection"),
+        ("verification", "exactly", "walk, rejection"),
         ("verification", "rejection", "bias the text"),
         ("reuse_weight", -1.0, "0 or more"),
         ("assistant_confidence_threshold", 1.0, "below 1"),
