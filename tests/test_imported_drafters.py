@@ -12,7 +12,7 @@ from conftest import make_drafter, make_target
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter
+from hf_hsdraft import AutoDrafter, BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter, HSDrafter
 from hf_hsdraft.cli import app
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.draft_memory import DraftMemory
@@ -106,6 +106,29 @@ def test_a_drafter_is_exported_with_the_name_of_its_target(make, tmp_path):
     assert document["speculators_config"]["verifier"]["name_or_path"] == "org/a-target"
     assert AutoDrafter.from_pretrained(out).config.target_name == "org/a-target"
     assert "org/a-target" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("make", [block, eagle])
+def test_recipe_and_figures_come_along_while_the_weights_stay(make, tmp_path):
+    make(make_target()).save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "figures.json").write_text("{}")
+    (tmp_path / "saved" / "training_recipe.json").write_text('{"training": {"data": "some chats"}}')
+    drafter = AutoDrafter.from_pretrained(tmp_path / "saved")
+    drafter.save_pretrained(tmp_path / "again")
+    drafter.export("speculators", tmp_path / "exported")
+    for name in ("again", "exported"):
+        assert (tmp_path / name / "figures.json").is_file()
+        assert "some chats" in (tmp_path / name / "training_recipe.json").read_text()
+    next(drafter.parameters()).data.mul_(2)
+    drafter.save_pretrained(tmp_path / "changed")
+    assert not (tmp_path / "changed" / "figures.json").exists()
+    assert json.loads((tmp_path / "changed" / "training_recipe.json").read_text())["changed_since"] is True
+
+
+def test_a_class_of_another_kind_names_the_one_that_loads_it(tmp_path):
+    eagle(make_target()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"AutoDrafter\.from_pretrained\(\) loads it"):
+        HSDrafter.from_pretrained(tmp_path)
 
 
 def test_masks_with_an_embedding_of_their_own_are_kept_here_and_not_exported(tmp_path):

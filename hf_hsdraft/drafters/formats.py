@@ -49,6 +49,7 @@ class Format:
         drafter: class of the drafters; `None` if that is not known before loading.
         possible: whether a config.json may be one of this format, so that it is worth looking at the weights.
         listed: whether `hsdraft list` names a checkpoint of this format.
+        loads: whether `load` makes a drafter; `False` if it only says why there can be none.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Format:
     drafter: Any = None
     possible: Callable[[Mapping[str, Any]], bool] = lambda config: True
     listed: Callable[[Checkpoint], bool] = lambda checkpoint: True
+    loads: bool = True
 
 
 def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -93,7 +95,8 @@ def recognise(checkpoint: Checkpoint) -> Format:
     marks = ("speculators_model_type", "architectures", "model_type")
     seen = ", ".join(f"{name}={printable(config[name])}" for name in marks if config.get(name) is not None)
     tensors = f"; tensors: {few(sorted(checkpoint.shapes), 8) or 'none'}" if candidates else ""
+    known = ", ".join(form.name for form in formats() if form.loads)
     raise ValueError(
         f"{printable(checkpoint.name)} is no drafter of a known format ({seen or 'no field names one'}{tensors}): "
-        f"expected one of {', '.join(form.name for form in formats())}"
+        f"expected one of {known}. Convert it to one of these, or use another drafter"
     )

@@ -17,7 +17,7 @@ from ..common.checks import printable
 from ..repository.care import care
 from ..repository.checkpoint import LOOSE_MASK, Checkpoint
 from ..repository.drafter_files import CONFIG, HUB_ARGUMENTS, WEIGHTS
-from ..repository.publication import bring_refiner, complete_folder
+from ..repository.publication import bring_known, complete_folder
 from .formats import recognise
 from .protocol import Drafter
 
@@ -40,7 +40,7 @@ class SpeculatorsFiles:
 class PublishedDrafter(Drafter):
     """A drafter that other projects publish. It is saved in the format of the package speculators, which vLLM reads."""
 
-    loaded_from: Path | None = None  # where a refiner may lie
+    loaded_from: Path | None = None  # where recipe, figures and a refiner may lie
     saved_as = ("speculators",)
     why_not_exported = "it is written in the format of speculators only"
 
@@ -100,7 +100,7 @@ class PublishedDrafter(Drafter):
             save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
             self.generation_config.save_pretrained(partial)
             if self.loaded_from is not None:
-                bring_refiner(self.loaded_from, partial)
+                bring_known(self.loaded_from, partial)
             for name, tensor in files.loose.items():
                 torch.save(tensor.detach().cpu(), partial / name)
             care().write_card(partial, folder.resolve().name)

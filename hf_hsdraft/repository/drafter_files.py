@@ -131,7 +131,10 @@ def check_is_drafter(folder: Path, model_type: str | None) -> None:
     config = read_json(folder / CONFIG)
     found = type_in(config)
     if found != model_type:
-        raise ValueError(f"{folder} holds a model of type {printable(found)!r}, not a drafter of type {model_type!r}")
+        hint = "; AutoDrafter.from_pretrained() loads it" if found == SPECULATOR else ""
+        raise ValueError(
+            f"{folder} holds a model of type {printable(found)!r}, not a drafter of type {model_type!r}{hint}"
+        )
     if wrong := sorted(_NOT_OF_A_CONFIG & config.keys()):
         raise ValueError(f"{', '.join(wrong)} must not be in a drafter's configuration: remove it")
 

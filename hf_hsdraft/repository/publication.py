@@ -134,15 +134,19 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     shutil.copyfile(inspect.getfile(generate), partial / "custom_generate" / "generate.py")
     (partial / "custom_generate" / "requirements.txt").write_text(needed, encoding="utf-8")
     if source is not None and _is_drafter(source, config.model_type):
-        _bring_documents(source, partial)
-        bring_refiner(source, partial)
+        bring_known(source, partial)
     elif _is_drafter(folder, config.model_type) and _same_weights(folder, partial):
-        _bring_documents(folder, partial)
-        bring_refiner(folder, partial)
+        bring_known(folder, partial)
     card = folder / CARD
     if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
         shutil.copyfile(card, partial / CARD)
     care().write_card(partial, folder.resolve().name)
+
+
+def bring_known(source: Path, partial: Path) -> None:
+    """Copies what is known of a drafter and what belongs to it, see `_bring_documents` and `bring_refiner`."""
+    _bring_documents(source, partial)
+    bring_refiner(source, partial)
 
 
 def bring_refiner(source: Path, partial: Path) -> None:

@@ -62,6 +62,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         reading.check(drafter)
         drafter.config = reading.complete_config()
         drafter.load_state_dict(reading.state(drafter, dtype), assign=True)
+        drafter.loaded_from = checkpoint.folder
         return drafter.eval()
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
