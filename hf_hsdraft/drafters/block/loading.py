@@ -110,9 +110,7 @@ def _format(
 
 _OF_LAYERS, _OF_SPECULATORS = with_fields("hidden_size"), with_fields("speculators_model_type")
 FORMATS = (
-    Format(
-        "neighbouring formats that are refused", 0, is_refused, refuse, possible=_OF_LAYERS, loads=False
-    ),
+    Format("neighbouring formats that are refused", 0, is_refused, refuse, possible=_OF_LAYERS, loads=False),
     _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators, _OF_SPECULATORS),
     _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec, _OF_LAYERS),
     _format("transformers (DFlash)", 30, is_transformers, read_transformers, names_transformers, **_OF_TRANSFORMERS),
