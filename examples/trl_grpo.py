@@ -14,6 +14,7 @@ shows how well the drafter fits.
 
 import argparse
 import contextlib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -91,7 +92,7 @@ def draw(paths, picture):
     """Draws tau and reward over the steps of several histories."""
     figure = new_figure(9.0, 3.6)
     panels = figure.subplots(1, 2)
-    for path, colour, line in zip(paths, COLOURS, "-:" * len(paths), strict=False):
+    for path, colour, line in zip(paths, itertools.cycle(COLOURS), itertools.cycle("-:")):
         history = [entry for entry in json.loads(Path(path).read_text()) if "hsdraft/tau" in entry]
         for axes, name in zip(panels, ("hsdraft/tau", "reward"), strict=True):
             values = [entry[name] for entry in history]

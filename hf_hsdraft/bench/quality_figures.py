@@ -197,7 +197,7 @@ def draw_quality(quality: Quality, path: Path) -> Path:
     panels = [(mode, what) for mode in quality.answers for what in ("kept", "log_probability")]
     figure = new_figure(5.0 * min(len(panels), 2), 4.0 * ((len(panels) + 1) // 2))
     grid = figure.subplots((len(panels) + 1) // 2, min(len(panels), 2), squeeze=False)
-    for axes, (mode, what) in zip(grid.flat, panels, strict=False):
+    for axes, (mode, what) in zip(grid.flat, panels, strict=True):
         rows = rows_of(quality.answers[mode])
         lines: dict[str, list[Rule]] = {}
         for rule in quality.rules.values():
