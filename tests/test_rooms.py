@@ -17,11 +17,11 @@ FLOORS = (
     "drafters",
     "engine",
     "",  # the root: what touches transformers, and the entry of a drafter's code
+    "vllm_plugin",
     "training",
     "bench",
     "hub",
     "serving",
-    "vllm_plugin",
     "commands",
     "cli",
 )

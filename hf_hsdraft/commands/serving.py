@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -24,8 +27,14 @@ from ._shared import (
 app = typer.Typer()
 
 
-@app.command(short_help="Serve a target and a drafter as OpenAI's API.")
+class Engine(str, Enum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+@app.command(short_help="Serve a target and a drafter as OpenAI's API.", context_settings={"allow_extra_args": True})
 def serve(
+    context: typer.Context,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "localhost",
@@ -35,8 +44,22 @@ def serve(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
+    engine: Annotated[Engine, typer.Option(help="What decodes; vllm starts vLLM's own server.")] = Engine.transformers,
+    vllm_python: Annotated[
+        str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for --engine vllm.")
+    ] = None,
 ) -> None:
-    """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed."""
+    """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed.
+
+    With --engine vllm, options after -- go to vLLM, and --drafter ngrams drafts by n-grams of the text.
+    """
+    if engine is Engine.vllm:
+        if verification is not None:
+            raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
+        further = [*context.args, *(["--disable-uvicorn-access-log"] if quiet else [])]
+        _serve_by_vllm(target, drafter, host, port, plain, dtype, device, vllm_python, further)
+    if context.args:
+        raise typer.BadParameter(f"{' '.join(context.args)}: only --engine vllm takes further options", param_hint="--")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -57,6 +80,42 @@ def serve(
     address = f"http://{host}:{listener.getsockname()[1]}"
     console.print(f"{name} at {address}/v1, what drafting does at {address}/drafting", highlight=False, soft_wrap=True)
     server.run(sockets=[listener])
+
+
+def _serve_by_vllm(
+    target: str | None,
+    drafter: str | None,
+    host: str,
+    port: int,
+    plain: bool,
+    dtype: Dtype,
+    device: str,
+    python: str | None,
+    further: list[str],
+) -> NoReturn:
+    """Becomes vLLM's server, so that signals and the exit status are vLLM's."""
+    from ..serving.vllm_engine import check_environment, server_command
+    from ..target.target_loading import DEFAULT_TARGET, target_folder
+    from ..vllm_plugin.speculation import speculation_of
+
+    if plain and drafter is not None:
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
+    on_cpu = device == "cpu"
+    speculation = None if plain else speculation_of(drafter_of(target, drafter), on_cpu=on_cpu)
+    check_environment(python)
+    command = server_command(
+        str(python),
+        target_folder(target, dtype.torch),
+        speculation,
+        served_name=target or DEFAULT_TARGET,
+        dtype=dtype.value,
+        host=host,
+        port=port,
+        on_cpu=on_cpu,
+        further=further,
+    )
+    console.print(shlex.join(command), highlight=False, soft_wrap=True)
+    os.execv(command[0], command)
 
 
 @app.command(short_help="Chat in the terminal, drafted tokens coloured.")

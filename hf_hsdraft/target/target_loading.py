@@ -52,17 +52,30 @@ def load_target(
         OSError: there is no such model; raised by transformers, or here for a missing file.
         ValueError: device map and several processes, or a ZeRO stage that does not shard weights.
     """
+    return _load(target_folder(name, dtype), dtype, device)
+
+
+def target_folder(name: str | None, dtype: torch.dtype) -> str:
+    """Returns the folder or Hub name under which other libraries load a target. A GGUF file is dequantised to a folder.
+
+    Args:
+        name: see `load_target`.
+        dtype: of the weights in that folder; a folder or Hub name is returned as it is.
+
+    Raises:
+        OSError: there is no such GGUF file.
+    """
     source = embedded_gguf() if name in (None, DEFAULT_TARGET) else Path(str(name))
     if source is None:
-        return _load(DEFAULT_TARGET, dtype, device)
+        return DEFAULT_TARGET
     if source.suffix != ".gguf":
-        return _load(str(source), dtype, device)
+        return str(source)
     if not source.is_file():
         raise FileNotFoundError(f"no such GGUF file: {source}")
     cached = _dequantised_folder(source, dtype)
     if not (cached / "config.json").exists():
         _dequantise(source, cached, dtype)
-    return _load(str(cached), dtype, device)
+    return str(cached)
 
 
 def load_tokenizer(name: str | None) -> Any:

@@ -146,6 +146,7 @@ def answer_all(
                 model=plan.server_model,
                 temperatures=_temperatures(plan),
                 max_new_tokens=plan.max_new_tokens,
+                concurrency=plan.answer_batch_size,
                 seed=seed,
                 on_skip=lambda prompt, why: skipped.append(why),
             )

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from .plugin_limits import check, state_width
 
 
 class HSDraftVllmConfig(SpeculatorsConfig):
@@ -49,33 +50,4 @@ class HSDraftVllmConfig(SpeculatorsConfig):
             target_hidden_size=config.target_hidden_size,
             target_tap_layers=list(config.target_tap_layers),
             vocab_size=config.vocab_size,
-        )
-
-
-def injector_width(config: HSDraftConfig) -> int:
-    """Returns the size of an injector's state."""
-    return 2 * config.injector_hidden_size if config.injector == "path" else config.injector_rank
-
-
-def state_width(config: HSDraftConfig) -> int:
-    """Returns the number of values that go from one draft step to the next.
-
-    These are the drafted hidden state, the injector's state, and the number of the step.
-    """
-    return config.hidden_size + injector_width(config) + 1
-
-
-def check(config: HSDraftConfig) -> None:
-    """Raises a ValueError for a drafter that the plugin does not draft with."""
-    told = {
-        "a selector as injector": config.injector == "selector",
-        "output rows of its own": config.head != "target",
-        "several sets of parameters for its steps": config.num_step_modules > 1,
-        "roll-out steps through a part of its layers": config.num_roll_layers < config.num_hidden_layers,
-        "an output of the target's last layer": config.target_tap_layers[-1] >= config.target_num_hidden_layers,
-    }
-    if found := [name for name, is_so in told.items() if is_so]:
-        raise ValueError(
-            f"this drafter has {' and '.join(found)}, with which the plugin for vLLM does not draft: use it in "
-            "generate(), or train one with the defaults of `hsdraft train`"
         )

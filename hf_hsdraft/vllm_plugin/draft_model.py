@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.network import HSDraftNetwork
 from ..drafters.hidden_state.trunk import rotary_embedding
-from .draft_config import state_width
+from .plugin_limits import state_width
 
 
 class DraftTrunk(nn.Module):
