@@ -19,7 +19,9 @@ from conftest import write_prompts
 
 from hf_hsdraft.training import server as server_module
 from hf_hsdraft.training.conversations import Prompt
+from hf_hsdraft.training.gather import answer_all, read_sources
 from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.progress import Reporter
 from hf_hsdraft.training.run import train
 from hf_hsdraft.training.server import Answered, answer_by_server
 
@@ -222,6 +224,31 @@ def fails(status: int, message: str) -> Reply:
 
 def echoes(body: dict) -> Reply:
     return says(f"about {body['messages'][-1]['content']}")
+
+
+def test_a_plan_says_how_many_prompts_are_asked_at_once(chatty, tokenizer, tmp_path):
+    together = threading.Barrier(3, timeout=20)
+    under_way, most, lock = set(), [], threading.Lock()
+
+    def reply(body):
+        if body["max_tokens"] == 1:  # a trial of the server
+            return echoes(body)
+        with lock:
+            under_way.add(threading.get_ident())
+            most.append(len(under_way))
+        together.wait()  # fails if fewer come together
+        with lock:
+            under_way.discard(threading.get_ident())
+        return echoes(body)
+
+    with stub(reply) as server:
+        prompts = [str(write_prompts(tmp_path / "prompts.jsonl", 6))]
+        plan = TrainingPlan(
+            out=str(tmp_path), prompts=prompts, answers_from=server.url, answer_batch_size=3, temperatures=(0.0,)
+        )
+        asked = read_sources(plan, 0, None, lambda line: None)[1]
+        chats = answer_all(chatty, tokenizer, plan, 0, "target", asked, tmp_path, Reporter.of(lambda line: None))
+    assert len(chats) == 6 and max(most) == 3
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
