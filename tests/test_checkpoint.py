@@ -43,6 +43,18 @@ def test_a_truncated_file_is_damaged(tmp_path, pickled):
         _ = Checkpoint.open(tmp_path).shapes
 
 
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_that_are_no_numbers_are_damaged(tmp_path, pickled):
+    folder_with(tmp_path, pickled=pickled)
+    spoilt = {**WEIGHTS, "a": torch.full((2, 3), torch.nan)}
+    if pickled:
+        torch.save(spoilt, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(spoilt, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedFile, match="a holds values that are NaN or infinite"):
+        list(Checkpoint.open(tmp_path).tensors())
+
+
 def test_a_pickle_that_runs_code_is_refused(tmp_path):
     folder_with(tmp_path, pickled=True)
     torch.save({"a": pytest.approx}, tmp_path / "pytorch_model.bin")

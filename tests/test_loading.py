@@ -224,6 +224,18 @@ def test_truncated_weights(folder):
         HSDrafter.from_pretrained(folder)
 
 
+def test_weights_that_are_no_numbers(folder):
+    weights = load_file(folder / "model.safetensors")
+    first = next(iter(weights))
+    weights[first].view(-1)[0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("weights_digest", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        HSDrafter.from_pretrained(folder)
+
+
 def test_incomplete_and_superfluous_weights(folder):
     weights = folder / "model.safetensors"
     tensors = load_file(weights)

@@ -28,6 +28,7 @@ from .drafter_files import (
     REFINER,
     WEIGHTS,
     DamagedFile,
+    checked_numbers,
     find_folder,
     listed_files,
     read_json,
@@ -167,13 +168,13 @@ class Checkpoint:
         if files == [self.folder / _PICKLED]:
             for name, tensor in self._unpickled().items():
                 if names is None or name in names:
-                    yield name, tensor
+                    yield name, checked_numbers(files[0], name, tensor)
             return
         for path in files:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     if names is None or name in names:
-                        yield name, file.get_tensor(name)
+                        yield name, checked_numbers(path, name, file.get_tensor(name))
 
     def check_shapes(self, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> None:
         """Compares names and shapes of the tensors with those that a configuration describes.

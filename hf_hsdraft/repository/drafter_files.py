@@ -227,8 +227,23 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights in a folder, by name."""
-    return {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
+    """Returns the weights in a folder, by name. Raises a DamagedFile if some are no numbers."""
+    return {
+        name: checked_numbers(path, name, tensor)
+        for path in weight_files(folder)
+        for name, tensor in load_file(path).items()
+    }
+
+
+def checked_numbers(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of a file. Raises a DamagedFile if it holds NaN or infinity, with which nothing is drafted."""
+    if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(tensor.isfinite().all()):
+        raise DamagedFile(
+            f"{path} is damaged: {printable(name)} holds values that are NaN or infinite. Load an earlier state of the "
+            "drafter, or train it anew with a smaller learning rate",
+            path,
+        )
+    return tensor
 
 
 def sha256(path: Path) -> str:
