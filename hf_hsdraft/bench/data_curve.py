@@ -1,0 +1,99 @@
+r"""Draws tau against the logarithm of the tokens that drafters learned from, and prints what ten times as many bring.
+
+    hsdraft bench --prompts prompts.jsonl --drafter run1 --drafter run2 --variants chain,tree24x6 --json report.json
+    python -m hf_hsdraft.bench.data_curve report.json curve.png --learned run1=400000 --learned run2=6000000
+
+The tokens of a run are those of its answers, times its epochs; `training_recipe.json` and `figures.json` tell both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..training.pictures import COLOURS, new_figure, save_figure, style
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a variant reaches after so much learning.
+
+    Attributes:
+        variant: name of the variant in the report.
+        points: answer tokens learned from, and tau.
+    """
+
+    variant: str
+    points: Sequence[tuple[float, float]]
+
+    @property
+    def per_tenfold(self) -> float:
+        """How much tau grows with ten times the tokens: the slope of the line of least squares."""
+        logs = [math.log10(tokens) for tokens, _ in self.points]
+        mean, mean_tau = sum(logs) / len(logs), sum(tau for _, tau in self.points) / len(logs)
+        covered = sum((log - mean) ** 2 for log in logs)
+        return sum((log - mean) * (tau - mean_tau) for log, (_, tau) in zip(logs, self.points, strict=True)) / covered
+
+
+def curves_of(report: Mapping[str, Any], learned: Mapping[str, float]) -> list[Curve]:
+    """Returns a curve for each variant of a report of `hsdraft bench`.
+
+    Args:
+        report: what `--json` wrote. Its systems are called `drafter: variant`.
+        learned: tokens that each drafter learned from, by the drafter's name in the report or the last part of it.
+
+    Raises:
+        ValueError: fewer than two drafters of the report are in `learned`, or one of `learned` is not in the report.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    seen = set()
+    for system, row in report["summary"].items():
+        drafter, _, variant = system.rpartition(": ")
+        name = drafter if drafter in learned else Path(drafter).name
+        if name in learned:
+            seen.add(name)
+            found.setdefault(variant, []).append((learned[name], row["tau"]))
+    if missing := sorted(set(learned) - seen):
+        raise ValueError(f"the report has no drafter {', '.join(missing)}: name them as `--drafter` did")
+    if len(seen) < 2:
+        raise ValueError("a curve needs two drafters at least: repeat --learned")
+    return [Curve(variant, sorted(points)) for variant, points in found.items()]
+
+
+def draw_curves(curves: Sequence[Curve], path: Path) -> Path:
+    """Draws the curves, and returns the path written. Raises an ImportError if matplotlib is missing."""
+    figure = new_figure(7.0, 4.2)
+    axes = figure.subplots()
+    for index, curve in enumerate(curves):
+        axes.plot(*zip(*curve.points, strict=True), color=COLOURS[index % len(COLOURS)], marker="o", markersize=4,
+                  label=f"{curve.variant}: {curve.per_tenfold:+.2f} for ten times the tokens")  # fmt: skip
+    axes.set_xscale("log")
+    style(axes, "Acceptance by tokens learned from", "answer tokens, repetitions counted", "tau")
+    figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=2)
+    return save_figure(figure, path)
+
+
+def main(
+    report: Annotated[Path, typer.Argument(help="JSON file of `hsdraft bench --json`.")],
+    picture: Annotated[Path, typer.Argument(help="PNG file to write.")],
+    learned: Annotated[list[str], typer.Option(help="Drafter=tokens that it learned from; repeat.")],
+) -> None:
+    """Draws the curves of a report and prints their points."""
+    pairs = [entry.rpartition("=") for entry in learned]
+    if bad := [name + sign + value for name, sign, value in pairs if not (name and value.isdecimal() and int(value))]:
+        raise typer.BadParameter(f"{bad[0]}: expected name=number", param_hint="--learned")
+    curves = curves_of(json.loads(report.read_text()), {name: float(value) for name, _, value in pairs})
+    for curve in curves:
+        points = ", ".join(f"{tokens:,.0f}: {tau:.2f}" for tokens, tau in curve.points)
+        print(f"{curve.variant}: tau {points}; {curve.per_tenfold:+.2f} for ten times the tokens")
+    print(f"picture in {draw_curves(curves, picture)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

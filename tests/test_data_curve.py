@@ -1,0 +1,50 @@
+"""tau against the logarithm of training tokens: points, slope and picture from a report of `hsdraft bench`."""
+
+import json
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from hf_hsdraft.bench.data_curve import curves_of, main
+
+REPORT = {
+    "summary": {
+        "plain": {"tau": 1.0},
+        "runs/small: chain": {"tau": 1.2},
+        "runs/large: chain": {"tau": 1.5},
+        "runs/large: tree24x6": {"tau": 2.25},
+        "runs/small: tree24x6": {"tau": 1.75},
+        "runs/middle: chain": {"tau": 1.35},
+        "runs/middle: tree24x6": {"tau": 2.0},
+    }
+}
+LEARNED = {"small": 1e4, "runs/middle": 1e5, "large": 1e6}
+
+
+def test_each_variant_has_its_points_in_order_and_its_slope():
+    chain, tree = curves_of(REPORT, LEARNED)
+    assert (chain.variant, tree.variant) == ("chain", "tree24x6")
+    assert chain.points == [(1e4, 1.2), (1e5, 1.35), (1e6, 1.5)]
+    assert chain.per_tenfold == pytest.approx(0.15) and tree.per_tenfold == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("learned", "said"), [({"other": 1.0, **LEARNED}, "no drafter other"), ({"small": 1e4}, "two drafters at least")]
+)
+def test_drafters_that_are_not_there_are_named(learned, said):
+    with pytest.raises(ValueError, match=said):
+        curves_of(REPORT, learned)
+
+
+def test_the_command_prints_the_points_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    app = Typer()
+    app.command()(main)
+    arguments = [str(tmp_path / "report.json"), str(tmp_path / "curve.png")]
+    asked = [part for name, tokens in LEARNED.items() for part in ("--learned", f"{name}={tokens:.0f}")]
+    result = CliRunner().invoke(app, [*arguments, *asked])
+    assert "chain: tau 10,000: 1.20, 100,000: 1.35, 1,000,000: 1.50; +0.15" in result.output
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert CliRunner().invoke(app, [*arguments, "--learned", "small=few"]).exit_code == 2
