@@ -44,10 +44,10 @@ def test_a_path_goes_on_as_a_chain_of_ngrams_would():
 def test_the_most_probable_path_goes_on_and_least_probable_nodes_give_way(target):
     session = session_of(target, [1, 2, 3, 4, 1, 2, 3, 4, 9], ngram_length=2, ngram_continuation=3)
     longer = session.continued(TREE, Ask(0, 9, depth=9, size=16, reach=9))
-    assert longer.fault() == "" and longer.tokens == (*TREE.tokens, 3, 4, 1)
-    assert [longer.tokens[node] for node in longer.path(len(longer) - 1)] == [1, 2, 3, 4, 1]
+    assert longer.fault() == "" and longer.tokens == (*TREE.tokens, 3, 4, 9)
+    assert [longer.tokens[node] for node in longer.path(len(longer) - 1)] == [1, 2, 3, 4, 9]
     full = session.continued(TREE, Ask(0, 9, depth=9, size=6, reach=9))
-    assert full.fault() == "" and full.tokens == (9, 4, 1, 2, 3, 4, 1)  # without the node of token 5
+    assert full.fault() == "" and full.tokens == (9, 4, 1, 2, 3, 4, 9)  # without the node of token 5
     assert session.continued(TREE, Ask(0, 9, depth=9, size=16, reach=3)).depths[-1] == 3
     for tree, root in ((DraftTree.root(9), 9), (TREE, 8)):  # nothing is to be drafted; n-grams of another text
         assert session.continued(tree, Ask(0, root, depth=9, size=16, reach=9)) is tree

@@ -147,7 +147,8 @@ def _counting(rng: random.Random) -> Item:
     first = rng.randint(1, 40)
     last = first + rng.randint(5, 12)
     answer = " ".join(map(str, range(first, last + 1)))
-    return Item("counting", f"Count from {first} to {last}, with commas between the numbers.", answer, "contains")
+    prompt = f"List the numbers {first}, {first + 1}, {first + 2} and so on, up to {last}."
+    return Item("counting", prompt, answer, "contains")
 
 
 def _explaining(rng: random.Random) -> Item:
