@@ -8,14 +8,18 @@ import re
 
 import pytest
 import torch
+import typer
 from conftest import make_drafter, make_target
 from test_lossy import LOOSE
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.bench import quality as quality_module
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
 from hf_hsdraft.bench.measure import encode_prompt
+from hf_hsdraft.bench.prompt_questions import main as write_questions
+from hf_hsdraft.bench.prompt_questions import text_of
 from hf_hsdraft.bench.quality import (
     EXACT,
     Answer,
@@ -27,6 +31,7 @@ from hf_hsdraft.bench.quality import (
     systems_of,
 )
 from hf_hsdraft.bench.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
+from hf_hsdraft.bench.quality_log import AnswerLog, digest
 from hf_hsdraft.bench.systems import PLAIN
 from hf_hsdraft.cli import app
 from hf_hsdraft.training import pivots
@@ -46,7 +51,7 @@ def test_a_task_has_two_hundred_questions_whose_answers_are_right(task):
         if task in ("addition", "explaining"):
             assert int(item.answer) == sum(numbers)
         elif task == "counting":
-            assert item.answer.split() == [str(number) for number in range(numbers[0], numbers[1] + 1)]
+            assert item.answer.split() == [str(number) for number in range(numbers[0], numbers[-1] + 1)]
         elif task == "sentiment":
             assert ("loved" in item.prompt) == (item.answer == "positive")
         else:
@@ -92,6 +97,8 @@ def test_questions_of_files(tmp_path):
 def test_rules_are_read_with_their_options():
     rule = Rule.parse("fly+fly_window=2+fly_entropy=0.5")
     assert rule.options == {"fly_window": 2, "fly_entropy": 0.5} and rule.value == 0.5 and not rule.is_published
+    longer = Rule.parse("fly+ngram_continuation=8")
+    assert longer.options == {"ngram_continuation": 8} and longer.is_published
     assert Rule.parse("typical").is_published and Rule.parse("typical").value == 0.09
     found = rules_of(["fly", "pivot"], [0.3, 0.7])
     assert [each.text for each in found] == [
@@ -149,6 +156,74 @@ def test_log_probabilities_are_the_targets(target):
     scores = target(torch.cat([prompt, torch.tensor([tokens])], dim=1)).logits[0].log_softmax(-1)
     expected = sum(float(scores[6 + place, token]) for place, token in enumerate(tokens))
     assert log_probability(target, prompt, tokens) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_text_has_its_words_also_in_the_plural():
+    item = Item("writing", "", "Anna, bush, cow", "all")
+    assert item.is_right("Two cows saw Anna's bushes.") and not item.is_right("A coward saw Anna and a bush.")
+
+
+def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path):
+    texts = [
+        "Anna found an old basket near the quiet river. It cost her $1,250 at the market.",
+        "The yellow lantern stands behind the wooden cottage. It burned for 17 nights without anybody near it.",
+        "Somebody painted the garden fence while the others were sleeping. Nobody noticed the colour until Sunday.",
+    ]
+    prompts = [f"Summarize.\n\n{text} This sentence goes on and on, {'and on, ' * 40}." for text in texts]
+    assert [text_of(prompt) for prompt in prompts] == texts and text_of("Too short.") == ""
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in prompts))
+    app_of_module = typer.Typer()
+    app_of_module.command()(write_questions)
+    run = CliRunner().invoke(app_of_module, [str(path), str(out)])
+    assert run.exit_code == 0 and "copying: 3 questions" in run.output and "amount: 1 questions" in run.output
+    items = read_items(out)
+    found = {(item.task, item.answer) for item in items if item.task != "own: word"}
+    copies = {("own: copying", text[: text.index(".") + 1]) for text in texts}
+    assert found == copies | {("own: amount", "1250"), ("own: number", "1250"), ("own: number", "17")}
+    words = [item for item in items if item.task == "own: word"]
+    assert len(words) == 3
+    for item in words:
+        [text] = [text for text in texts if text in item.prompt]
+        assert [label for label in item.labels if label in text] == [item.answer] and len(set(item.labels)) == 3
+    assert all(item.is_right(item.answer) and "Summarize" not in item.prompt for item in items)
+
+
+def test_a_run_that_was_stopped_goes_on(target, tokenizer, tmp_path):
+    items = [Item("words", f"w{index} w{index + 3}", "w1", "contains") for index in range(3)]
+    systems, path, settings = systems_of(make_drafter(target), []), tmp_path / "answers.jsonl", Settings(6, 0.0)
+    run = {"seed": 1, "questions": digest(items)}
+    log = AnswerLog(path, run)
+    first = measure_quality(target, tokenizer, systems, items[:2], settings, None,
+                            lambda place, each: log.add("greedy", place, each))  # fmt: skip
+    path.write_text(path.read_text() + '{"mode": "greedy", "place": 2, "answ')  # killed while it wrote
+    again = AnswerLog(path, run)
+    known = dict(again.known["greedy"])
+    assert set(known) == {0, 1}
+    answers = measure_quality(target, tokenizer, systems, items, settings, known,
+                              lambda place, each: again.add("greedy", place, each))  # fmt: skip
+    assert all(own[:2] == first[name] for name, own in answers.items())  # the seconds too: nothing was asked again
+    whole = AnswerLog(path, run).known["greedy"]
+    assert {name: [whole[place][name] for place in range(3)] for name in answers} == answers
+    for other, told in (
+        ({"seed": 2}, "seed is 1 there and 2 here"),
+        ({"questions": digest(items[:2])}, "questions is"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            AnswerLog(path, {**run, **other})
+    path.write_text('{"turns": ["a"]}\n')
+    with pytest.raises(ValueError, match="is no file of answers"):
+        AnswerLog(path, {})
+
+
+def test_speeds_of_a_busy_machine_are_left_out():
+    answers = {"greedy": {PLAIN: [answer()], EXACT: [answer()]}}
+    quiet, busy = (as_document(Quality({}, {}, answers, timed=timed)) for timed in (True, False))
+    assert {"speed_up", "gain"} <= set(quiet["figures"]["greedy"][EXACT]) and "speed_up" in quiet["definitions"]
+    assert set(quiet["figures"]["greedy"][EXACT]) - set(busy["figures"]["greedy"][EXACT]) == {"speed_up", "gain"}
+    assert "speed_up" not in busy["definitions"] and "seconds" not in busy["answers"]["greedy"][PLAIN][0]
+    columns = [column.header for column in tables_of(Quality({}, {}, answers, timed=False))[0].columns]
+    assert "tau" in columns and "gain" not in columns
 
 
 def test_systems_answer_the_same_questions(target, tokenizer):
@@ -263,3 +338,11 @@ def test_the_commands(saved, tmp_path, monkeypatch):
     assert [name for name in names[2:] if document["rules"][name]["published"]] == ["fly", "typical", "pivot"]
     run = CliRunner().invoke(app, [*command, "--rules", "walk"])
     assert run.exit_code != 0 and "no lossy rule" in run.output
+
+    kept = ["--rules", "fly", "--temperature", "0", "--no-speed", "--answers", str(tmp_path / "answers.jsonl")]
+    run = CliRunner().invoke(app, [*command, *kept, "--json", str(out)])
+    assert run.exit_code == 0 and "speed_up" not in run.output, run.output
+    before = out.read_text()
+    monkeypatch.setattr(quality_module, "time_call", None)  # all answers are known
+    run = CliRunner().invoke(app, [*command, *kept, "--json", str(out)])
+    assert run.exit_code == 0 and out.read_text() == before, run.output

@@ -1,7 +1,8 @@
 """Tasks whose answers can be checked: some that are made up here, easy enough for small targets, and those of files.
 
 Each item is a message to the target, and a rule that tells whether an answer to it is right. The rules read the answer
-as a person would: a number is the last number that it names, a label is the one that it names first.
+as a person would: a number is the last number that it names, a label is the one that it names first. A text that has to
+have some words has them in any order, also in the plural.
 """
 
 from __future__ import annotations
@@ -66,7 +67,17 @@ def _contains(item: Item, text: str) -> bool:
     return _words(item.answer) in _words(text)
 
 
-CHECKERS: dict[str, Callable[[Item, str], bool]] = {"number": _number, "label": _label, "contains": _contains}
+def _all(item: Item, text: str) -> bool:
+    words = _words(text)
+    return all(any(_words(part + end) in words for end in ("", "s", "es")) for part in item.answer.split(", "))
+
+
+CHECKERS: dict[str, Callable[[Item, str], bool]] = {
+    "number": _number,
+    "label": _label,
+    "contains": _contains,
+    "all": _all,
+}
 
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Oscar", "Paula", "Simon")
 _CITIES = ("Paris", "London", "Madrid", "Rome", "Berlin", "Vienna", "Oslo", "Dublin", "Lisbon", "Athens", "Prague")
@@ -136,7 +147,8 @@ def _counting(rng: random.Random) -> Item:
     first = rng.randint(1, 40)
     last = first + rng.randint(5, 12)
     answer = " ".join(map(str, range(first, last + 1)))
-    return Item("counting", f"Count from {first} to {last}, with commas between the numbers.", answer, "contains")
+    prompt = f"List the numbers {first}, {first + 1}, {first + 2} and so on, up to {last}."
+    return Item("counting", prompt, answer, "contains")
 
 
 def _explaining(rng: random.Random) -> Item:
@@ -149,6 +161,12 @@ def _explaining(rng: random.Random) -> Item:
     return Item("explaining", prompt, str(one + other), "number")
 
 
+def _writing(rng: random.Random) -> Item:
+    words = ", ".join((rng.choice(_NAMES), rng.choice(_ANIMALS), rng.choice(_THINGS)))
+    prompt = f"Write a story of two or three sentences. All of these words have to be in it: {words}."
+    return Item("writing", prompt, words, "all")
+
+
 GENERATED: dict[str, Callable[[random.Random], Item]] = {
     "copying": _copying,
     "addition": _addition,
@@ -157,6 +175,7 @@ GENERATED: dict[str, Callable[[random.Random], Item]] = {
     "extraction": _extraction,
     "counting": _counting,
     "explaining": _explaining,
+    "writing": _writing,
 }
 
 

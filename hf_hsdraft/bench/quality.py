@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from .systems import PLAIN, System, with_options
 EXACT = "exact drafting"
 GREEDY, SAMPLED = "greedy", "sampled"
 _NGRAM = 4  # tokens of an n-gram by which repetition is counted
+_BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options that decide what a rule can accept
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Rule:
 
     Attributes:
         name: name of the rule, of `VERIFIERS`.
-        options: those of its options that are set; the others are as published.
+        options: those of its options that are set; the others are as published. Options of `_BESIDE` may be set too.
     """
 
     name: str
@@ -50,9 +51,9 @@ class Rule:
 
     @property
     def is_published(self) -> bool:
-        """Whether all options are as published."""
+        """Whether all options of the rule itself are as published."""
         defaults = {option.name: option.default for option in VERIFIERS[self.name].own_options}
-        return all(defaults[name] == value for name, value in self.options.items())
+        return all(self.options.get(name, default) == default for name, default in defaults.items())
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -68,8 +69,12 @@ class Rule:
         own, options = {option.name: option for option in VERIFIERS[name].own_options}, {}
         for part in parts:
             option, sign, value = part.partition("=")
+            if option in _BESIDE and value.isdecimal():
+                options[option] = int(value)
+                continue
             if option not in own or not sign:
-                raise ValueError(f"{text!r}: {name} has no option {part!r}: expected some of {', '.join(own)}, as a=b")
+                known = ", ".join([*own, *_BESIDE])
+                raise ValueError(f"{text!r}: {name} has no option {part!r}: expected some of {known}, as a=b")
             try:
                 number = float(value)
             except ValueError:
@@ -137,11 +142,19 @@ class Answer:
 
 @dataclass
 class Quality:
-    """All answers, by the way of decoding and the system; plain decoding and exact drafting come first."""
+    """All answers, by the way of decoding and the system; plain decoding and exact drafting come first.
+
+    Attributes:
+        settings: of the run.
+        rules: by the name of their system.
+        answers: in the order of the questions.
+        timed: whether the machine was quiet, so that speeds mean something. Else they are left out.
+    """
 
     settings: dict[str, Any]
     rules: dict[str, Rule]
     answers: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+    timed: bool = True
 
 
 def systems_of(drafter: Any, rules: Sequence[Rule]) -> list[System]:
@@ -170,7 +183,8 @@ def measure_quality(
     systems: Sequence[System],
     items: Sequence[Item],
     settings: Settings,
-    tell: Callable[[dict[str, list[Answer]]], None] = lambda answers: None,
+    known: Mapping[int, dict[str, Answer]] | None = None,
+    tell: Callable[[int, dict[str, Answer]], None] = lambda place, answers: None,
 ) -> dict[str, list[Answer]]:
     """Lets all systems answer all questions, in changing order in one process.
 
@@ -180,44 +194,63 @@ def measure_quality(
         systems: plain decoding first.
         items: the questions.
         settings: how all systems decode. Each question has the next seed.
-        tell: called with all answers so far, after each question.
+        known: answers of an earlier run, by the place of the question. These questions are not asked again.
+        tell: called with the place of each question and the answers to it.
 
     Returns:
         The answers of each system, in the order of the questions.
     """
+    known = known or {}
     answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
     inputs = [encode_prompt(tokenizer, item.prompt, target.device) for item in items]
-    for system in systems:  # for what a first call finds out
+    for system in systems if len(known) < len(items) else ():  # for what a first call finds out
         time_call(target, inputs[0], system, replace(settings, max_new_tokens=WARM_UP_TOKENS))
-    for place, (item, each) in enumerate(zip(items, inputs, strict=True)):
-        texts, runs = {}, {}
-        seeded = replace(settings, seed=settings.seed + place)
-        for system in turn_order(systems, place):
-            rows, runs[system.name] = time_call(target, each, system, seeded)
-            texts[system.name] = rows[0]
-        known: dict[tuple[int, ...], float] = {}
-        for system in systems:
-            tokens, run = texts[system.name], runs[system.name]
-            key = tuple(tokens)
-            if key not in known:
-                known[key] = log_probability(target, each["input_ids"], tokens)
-            ngrams = [key[start : start + _NGRAM] for start in range(len(key) - _NGRAM + 1)]
-            text = tokenizer.decode([token for token in tokens if token not in end_tokens(target)])
-            answers[system.name].append(
-                Answer(
-                    task=item.task,
-                    right=item.is_right(text),
-                    tokens=len(tokens),
-                    forwards=run.forwards,
-                    seconds=run.seconds,
-                    relaxed=0 if run.statistics is None else run.statistics.relaxed_tokens,
-                    log_probability=known[key],
-                    repeated=len(ngrams) - len(set(ngrams)),
-                    ngrams=len(ngrams),
-                    same=tokens == texts[systems[0].name],
-                )
-            )
-        tell(answers)
+    for place, item in enumerate(items):
+        found = known.get(place)
+        if found is None:
+            seeded = replace(settings, seed=settings.seed + place)
+            found = _answers_to(item, inputs[place], target, tokenizer, systems, seeded, place)
+        for name, own in answers.items():
+            own.append(found[name])
+        tell(place, found)
+    return answers
+
+
+def _answers_to(
+    item: Item,
+    inputs: dict[str, torch.Tensor],
+    target: Any,
+    tokenizer: Any,
+    systems: Sequence[System],
+    settings: Settings,
+    place: int,
+) -> dict[str, Answer]:
+    """The answers of all systems to the question at a place, which decides whose turn comes first."""
+    texts, runs = {}, {}
+    for system in turn_order(systems, place):
+        rows, runs[system.name] = time_call(target, inputs, system, settings)
+        texts[system.name] = rows[0]
+    scores: dict[tuple[int, ...], float] = {}
+    answers = {}
+    for system in systems:
+        tokens, run = texts[system.name], runs[system.name]
+        key = tuple(tokens)
+        if key not in scores:
+            scores[key] = log_probability(target, inputs["input_ids"], tokens)
+        ngrams = [key[start : start + _NGRAM] for start in range(len(key) - _NGRAM + 1)]
+        text = tokenizer.decode([token for token in tokens if token not in end_tokens(target)])
+        answers[system.name] = Answer(
+            task=item.task,
+            right=item.is_right(text),
+            tokens=len(tokens),
+            forwards=run.forwards,
+            seconds=run.seconds,
+            relaxed=0 if run.statistics is None else run.statistics.relaxed_tokens,
+            log_probability=scores[key],
+            repeated=len(ngrams) - len(set(ngrams)),
+            ngrams=len(ngrams),
+            same=tokens == texts[systems[0].name],
+        )
     return answers
 
 

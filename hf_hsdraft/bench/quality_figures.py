@@ -18,6 +18,7 @@ from .systems import PLAIN
 LEAST_ACCURACY = 0.2  # of plain decoding in a task; below it the task says nothing
 _RESAMPLES, _SEED = 1000, 0
 _COVERED = 0.95
+SPEEDS = ("speed_up", "gain")
 
 DEFINITIONS = {
     "interval": f"{_COVERED:.0%} of {_RESAMPLES} bootstrap samples of the questions; every system has the same sample",
@@ -135,21 +136,31 @@ def rows_of(answers: Mapping[str, Sequence[Answer]]) -> dict[str, QualityRow]:
     return {name: row_of(own, answers[PLAIN], answers[EXACT]) for name, own in answers.items()}
 
 
+def shown_figures(quality: Quality) -> list[str]:
+    """Returns the names of the figures that mean something: speeds only where the machine was quiet."""
+    return [name for name in QualityRow.__dataclass_fields__ if quality.timed or name not in SPEEDS]
+
+
 def as_document(quality: Quality) -> dict[str, Any]:
     """Returns the report for `--json`: settings, definitions, figures and all single answers."""
+    shown = shown_figures(quality)
+    hidden = () if quality.timed else ("seconds",)
     return {
-        "definitions": DEFINITIONS,
+        "definitions": {name: text for name, text in DEFINITIONS.items() if name in (*shown, "interval")},
         "settings": quality.settings,
         "rules": {name: {**asdict(rule), "published": rule.is_published} for name, rule in quality.rules.items()},
         "figures": {
-            mode: {name: asdict(row) for name, row in rows_of(answers).items()}
+            mode: {name: {each: asdict(getattr(row, each)) for each in shown} for name, row in rows_of(answers).items()}
             for mode, answers in quality.answers.items()
         },
         "accuracy_by_task": {
             mode: {name: accuracies(own) for name, own in answers.items()} for mode, answers in quality.answers.items()
         },
         "answers": {
-            mode: {name: [asdict(answer) for answer in own] for name, own in answers.items()}
+            mode: {
+                name: [{each: value for each, value in asdict(answer).items() if each not in hidden} for answer in own]
+                for name, own in answers.items()
+            }
             for mode, answers in quality.answers.items()
         },
     }
@@ -168,7 +179,7 @@ def tables_of(quality: Quality) -> list[Table]:
     """Returns the figures and the accuracies by task, a table of each for each way of decoding."""
     tables = []
     for mode, answers in quality.answers.items():
-        rows, shown = rows_of(answers), list(QualityRow.__dataclass_fields__)
+        rows, shown = rows_of(answers), shown_figures(quality)
         table = Table(mode, *shown)
         for name, row in rows.items():
             table.add_row(escape(_label(name, quality.rules)), *(str(getattr(row, each)) for each in shown))
@@ -187,6 +198,8 @@ def tables_of(quality: Quality) -> list[Table]:
 def draw_quality(quality: Quality, path: Path) -> Path:
     """Draws accuracy kept and log-probability against the speed over plain decoding, a line for each rule.
 
+    Where the machine was not quiet, tau takes the place of the speed.
+
     Published settings are marked by a ring. The points of a line are in the order of the threshold.
 
     Raises:
@@ -194,6 +207,7 @@ def draw_quality(quality: Quality, path: Path) -> Path:
     """
     from ..training.pictures import COLOURS, GREY, new_figure, save_figure, style
 
+    across = "speed_up" if quality.timed else "tau"
     panels = [(mode, what) for mode in quality.answers for what in ("kept", "log_probability")]
     figure = new_figure(5.0 * min(len(panels), 2), 4.0 * ((len(panels) + 1) // 2))
     grid = figure.subplots((len(panels) + 1) // 2, min(len(panels), 2), squeeze=False)
@@ -204,7 +218,9 @@ def draw_quality(quality: Quality, path: Path) -> Path:
             others = {name: value for name, value in rule.options.items() if name != rule.threshold}
             lines.setdefault(Rule(rule.name, others).text, []).append(rule)
         for index, (text, rules) in enumerate(lines.items()):
-            points = [(rows[rule.text].speed_up.value, rule) for rule in sorted(rules, key=lambda rule: rule.value)]
+            points = [
+                (getattr(rows[rule.text], across).value, rule) for rule in sorted(rules, key=lambda rule: rule.value)
+            ]
             xs, ys = [x for x, _ in points], [getattr(rows[rule.text], what).value for _, rule in points]
             colour = COLOURS[index % len(COLOURS)]
             axes.plot(xs, ys, color=colour, marker="o", markersize=4, label=text)
@@ -212,10 +228,10 @@ def draw_quality(quality: Quality, path: Path) -> Path:
             axes.plot([xs[p] for p in published], [ys[p] for p in published], "o", markersize=10,
                       markerfacecolor="none", color=colour)  # fmt: skip
         exact = rows[EXACT]
-        axes.plot([exact.speed_up.value], [getattr(exact, what).value], "s", color=GREY, label=EXACT)
+        axes.plot([getattr(exact, across).value], [getattr(exact, what).value], "s", color=GREY, label=EXACT)
         axes.axhline(1.0 if what == "kept" else 0.0, color=GREY, linewidth=1, linestyle="--")
         label = "accuracy over plain decoding's" if what == "kept" else "log-probability, nats a token"
-        style(axes, f"{mode}: {label}", "tokens/s over plain generate()", label)
+        style(axes, f"{mode}: {label}", "tokens/s over plain generate()" if quality.timed else "tau", label)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize="small", ncols=3)
     return save_figure(figure, path)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_pair
 
+if TYPE_CHECKING:
+    from ..bench.quality import Quality
+
 app = typer.Typer()
 TasksOption = Annotated[
     str,
-    typer.Option(help="Comma-separated: copying, addition, sentiment, choosing, extraction, counting, explaining."),
+    typer.Option(
+        help="Comma-separated: copying, addition, sentiment, choosing, extraction, counting, explaining, writing."
+    ),
 ]
 QuestionsOption = Annotated[
     list[Path] | None,
     typer.Option(exists=True, dir_okay=False, help="JSONL with `turns` and `answer`, and `labels` if it is one."),
 ]
-_TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining"
+_TASKS = "copying,addition,sentiment,choosing,extraction,counting,explaining,writing"
 
 
 def _names(text: str) -> list[str]:
@@ -29,7 +34,11 @@ def _names(text: str) -> list[str]:
 @app.command(short_help="Measure what lossy verification costs and gains.")
 def quality(
     rules: Annotated[
-        str, typer.Option(help="Comma-separated: fly, typical, pivot, each with options, as fly+fly_window=2.")
+        str,
+        typer.Option(
+            help="Comma-separated: fly, typical, pivot, each with options, as fly+fly_window=2; ngram_continuation, "
+            "num_assistant_tokens and tree_size are such options too."
+        ),
     ] = "fly,typical",
     thresholds: Annotated[str, typer.Option(help="Also each rule with these thresholds, as 0.1,0.3,0.5,1.")] = "",
     tasks: TasksOption = _TASKS,
@@ -43,6 +52,13 @@ def quality(
     drafter: DrafterOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="Keep the answers here as they come. A run that was stopped goes on from it."
+        ),
+    ] = None,
+    speed: Annotated[bool, typer.Option(help="Speeds too; --no-speed where the machine does something else.")] = True,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
 ) -> None:
@@ -52,8 +68,9 @@ def quality(
     from ..bench.calls import Settings
     from ..bench.checked_tasks import items_of
     from ..bench.machine import processor
-    from ..bench.quality import GREEDY, SAMPLED, Quality, measure_quality, rules_of, systems_of
-    from ..bench.quality_figures import DEFINITIONS, draw_quality, tables_of, write_quality
+    from ..bench.quality import GREEDY, SAMPLED, Answer, Quality, measure_quality, rules_of, systems_of
+    from ..bench.quality_figures import write_quality
+    from ..bench.quality_log import AnswerLog, digest
     from ..common.checks import public_name
 
     try:
@@ -61,7 +78,7 @@ def quality(
         asked = items_of(_names(tasks), questions or [], items, seed)
         if temperature == 0 and not greedy:
             raise ValueError("--no-greedy and --temperature 0 leave nothing to decode: give one of them up")
-        for path in (json_out, picture):
+        for path in (answers, json_out, picture):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"no such folder: {path.parent}")
     except ValueError as error:
@@ -80,20 +97,32 @@ def quality(
         "temperature": temperature,
         "seed": seed,
     }
-    found = Quality(settings, {rule.text: rule for rule in wanted})
+    run = {**settings, "questions": digest(asked), "systems": [system.name for system in systems]}
+    log = AnswerLog(answers, {**run, "drafter": public_name(drafter or "")})
+    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed)
     modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: temperature} if temperature else {})}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("questions", total=len(asked) * len(modes))
         for mode, heat in modes.items():
-            how = Settings(max_new_tokens, heat, seed)
-            found.answers[mode] = measure_quality(
-                model, tokenizer, systems, asked, how, lambda answers: progress.advance(task)
-            )
+
+            def tell(place: int, each: dict[str, Answer], mode: str = mode) -> None:
+                log.add(mode, place, each)
+                progress.advance(task)
+
+            how, known = Settings(max_new_tokens, heat, seed), log.known.get(mode)
+            found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, known, tell)
             if json_out is not None:
                 write_quality(found, json_out)
+    _show(found, picture)
+
+
+def _show(found: Quality, picture: Path | None) -> None:
+    """Prints the tables and definitions, and draws the picture if one is wanted."""
+    from ..bench.quality_figures import as_document, draw_quality, tables_of
+
     for table in tables_of(found):
         console.print(table)
-    for name, text in DEFINITIONS.items():
+    for name, text in as_document(found)["definitions"].items():
         console.print(f"{name}: {text}.", style="dim", highlight=False, markup=False)
     if picture is not None:
         console.print(f"picture: {draw_quality(found, picture).name}", highlight=False, markup=False)

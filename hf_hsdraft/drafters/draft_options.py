@@ -32,7 +32,7 @@ MOST_LEADING = 16  # greatest number of tokens by which n-grams are found
 TREE_SIZINGS = ("cost", "fixed")
 _COMMON = {
     "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
-    "verification", "ngram_length", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
+    "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
 }  # fmt: skip
 
 
@@ -49,6 +49,7 @@ class DraftOptions:
         verification: a name of `VERIFIERS`: `"walk"` or `"rejection"`, which are exact, or a lossy rule.
         temperature: of the draws of a sampled tree.
         ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
+        ngram_continuation: greatest number of n-gram nodes that go on from the most probable drafted path.
         tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always does all.
         costs: what that goes by; `None` to measure them.
         packed_weights: of the target, on CPUs; `None` once drafting has saved the time for it.
@@ -63,6 +64,7 @@ class DraftOptions:
     verification: str = "walk"
     temperature: float = 1.0
     ngram_length: int = 0
+    ngram_continuation: int = 0
     tree_sizing: str = "fixed"
     costs: Costs | None = None
     packed_weights: bool | None = None
@@ -91,7 +93,8 @@ class DraftOptions:
     def as_chain(self) -> DraftOptions:
         """The same options for a target that reads one path at a time."""
         builder = "stochastic_beam" if self.tree_builder == "gumbel" else self.tree_builder  # both draw one path
-        return replace(self, beam_width=1, tree_size=max(self.depth, 1), tree_builder=builder)
+        size = max(self.depth, 1) + self.ngram_continuation
+        return replace(self, beam_width=1, tree_size=size, tree_builder=builder)
 
     @classmethod
     def of(cls, drafter: Any, call: GenerationConfig | None = None) -> DraftOptions:
@@ -135,6 +138,7 @@ class DraftOptions:
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
             # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
             ngram_length=option("ngram_length") if builder not in DRAWING else 0,
+            ngram_continuation=option("ngram_continuation") if builder not in DRAWING else 0,
             tree_sizing=option("tree_sizing") if builder not in WHOLE else "fixed",  # sizes by cost keep the best nodes
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
@@ -158,6 +162,16 @@ def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
     if not is_integer(length) or not least_length <= length <= MOST_LEADING:
         least = "0 (no n-grams)" if least_length == 0 else f"{least_length}, the least of a {type(drafter).__name__},"
         raise ValueError(f"ngram_length={length!r} is invalid: expected an integer from {least} to {MOST_LEADING}")
+    continuation = option("ngram_continuation")
+    if not is_integer(continuation) or not 0 <= continuation <= TUNING.ngram_depth:
+        raise ValueError(
+            f"ngram_continuation={continuation!r} is invalid: expected an integer from 0 (none) to {TUNING.ngram_depth}"
+        )
+    if continuation and not length:
+        raise ValueError(
+            f"ngram_continuation={continuation} is invalid with ngram_length=0: without n-grams nothing goes on; set "
+            "ngram_length to 1 or more, or ngram_continuation to 0"
+        )
     if not is_number(threshold) or not 0.0 <= threshold < 1.0:
         raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
 
@@ -201,6 +215,7 @@ def default_options(
         tree_builder="beam",
         verification="walk",
         ngram_length=4,
+        ngram_continuation=0,
         tree_sizing="cost",
         node_cost=None,
         depth_cost=None,

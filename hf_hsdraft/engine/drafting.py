@@ -30,11 +30,12 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, call: DraftCall, prune: Prune) -> None:
         self.session = session = drafter.session(call)
-        has_ngrams = call.options.ngram_length and session.takes_ngrams
+        ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
         self._prune = prune
         self.pace: Pace = FixedPace()
         self.depth = 0
-        self._sessions = [NgramSession(call), session] if has_ngrams else [session]
+        self._sessions = [session] if ngrams is None else [ngrams, session]
+        self._continuing = ngrams if call.options.ngram_continuation else None
         self._free = [each for each in self._sessions if each.free]
         self._paced = None if session.free else session
         self._rests = False
@@ -60,6 +61,8 @@ class Drafting:
         trees = {ask.row: _joined(trees[ask.row], guessed[ask.row], ask) for ask in wanted}
         cut = self.pace.cut(list(trees.values()), [trees[row] for row in deciding])
         trees = dict(zip(trees, cut, strict=True))
+        if self._continuing is not None:
+            trees = {ask.row: self._continued(self._continuing, trees[ask.row], ask) for ask in wanted}
         return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
 
     def _of_drafter(self, asks: Sequence[Ask], depth: int, deciding: Sequence[int]) -> dict[int, DraftTree]:
@@ -78,6 +81,12 @@ class Drafting:
         """What a session drafts, without nodes that would be verified in vain."""
         trees = _checked(session, session.draft(asks), asks, self._vocab_size)
         return [self._prune(ask.row, tree) for ask, tree in zip(asks, trees, strict=True)]
+
+    def _continued(self, ngrams: NgramSession, tree: DraftTree, ask: Ask) -> DraftTree:
+        """What is verified, where n-grams go on from the end of a tree."""
+        limit = replace(ask, depth=ask.reach)
+        longer = _checked(ngrams, [ngrams.continued(tree, limit)], [limit], self._vocab_size)
+        return self._prune(ask.row, longer[0])
 
     def rest(self) -> None:
         """Nothing is drafted any more; nothing is kept for it."""

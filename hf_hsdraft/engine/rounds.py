@@ -183,6 +183,7 @@ class Rounds:
             type(session).__qualname__,
             *session.kind,
         )
-        habits = draws, rows > 1, options.beam_width, options.ngram_length, options.threshold, *own
+        ngrams = options.ngram_length, options.ngram_continuation
+        habits = draws, rows > 1, options.beam_width, *ngrams, options.threshold, *own
         depth = 0 if session.free else options.depth
         return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.acceleration.packed)

@@ -97,6 +97,27 @@ class DraftTree:
             node = self.parents[node]
         return nodes[::-1]
 
+    def likeliest_path(self) -> list[int]:
+        """Returns the node indices of the path whose each node is its parent's most probable child, down to a leaf."""
+        children, nodes = self.children(), [0]
+        while children[nodes[-1]]:
+            nodes.append(max(children[nodes[-1]].values(), key=self.scores.__getitem__))
+        return nodes[1:]
+
+    def extended(self, node: int, following: Sequence[tuple[int, float]]) -> DraftTree:
+        """Returns the tree with a path of further nodes after a leaf. It has no `log_probs`.
+
+        Args:
+            node: index of the leaf.
+            following: tokens, each with its probability after those before it, above 0.
+        """
+        nodes = list(zip(self.tokens, self.parents, self.depths, self.scores, strict=True))
+        for token, probability in following:
+            _, _, depth, score = nodes[node]
+            nodes.append((token, node, depth + 1, score + math.log(probability)))
+            node = len(nodes) - 1
+        return from_nodes(nodes)
+
     def expected_length(self) -> float:
         """Returns how many drafted tokens are accepted on average, if the scores are right."""
         return sum(math.exp(score) for score in self.scores[1:])

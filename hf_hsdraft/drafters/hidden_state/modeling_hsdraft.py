@@ -32,6 +32,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     - `reuse_weight`: weight of the old logits in `"ensemble"`;
     - `refinement`: share of the refiner, if one was trained, in the logits of drafted tokens; 0 for none;
     - `ngram_length`: nodes out of the text itself join the tree, found by leaders of up to so many tokens; 0 for none;
+    - `ngram_continuation`: at most so many nodes of n-grams go on from the most probable drafted path; 0 for none;
     - `tree_sizing`: `"cost"` drafts and verifies what pays here, up to the sizes above, `"fixed"` always all of it;
     - `node_cost`, `depth_cost`: what a verified node and a drafted depth cost, in forwards of one token; measured in
       the first rounds if not given;

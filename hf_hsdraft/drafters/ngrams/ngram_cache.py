@@ -134,6 +134,26 @@ class NgramCache:
             paths.append([*paths[parent], token][-self._tables[0].length :])
         return from_nodes(nodes)
 
+    def follow(self, drafted: Sequence[int], most: int) -> list[tuple[int, float]]:
+        """Returns the most probable continuation of the text and a drafted path, as far as n-grams tell one.
+
+        Args:
+            drafted: tokens of the path.
+            most: greatest number of tokens.
+
+        Returns:
+            tokens, each with its probability after those before it.
+        """
+        found: list[tuple[int, float]] = []
+        path = [*self._tail, *drafted]
+        while len(found) < most:
+            ranked = self._next(path, drafted=True)
+            if not ranked:
+                break
+            found.append(ranked[0])
+            path.append(ranked[0][0])
+        return found
+
     def _next(self, path: Sequence[int], drafted: bool) -> list[tuple[int, float]]:
         """Returns the tokens that may follow a path with their probabilities, the most probable first.
 

@@ -43,6 +43,27 @@ class NgramSession(Session):
             return DraftTree.root(ask.root)
         return ngrams.draft(ask.size, depth, width=1 if ask.chain else None, threshold=threshold)
 
+    def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
+        """Returns a tree whose most probable path goes on by n-grams, beyond the depth of its drafter.
+
+        At most `ngram_continuation` nodes are added. Where a tree is full, the least probable nodes give way. A tree of
+        the root alone stays alone: nothing is to be drafted.
+
+        FLy (arXiv:2511.22972) drafts on two levels so that its drafts become longer than its window.
+
+        Args:
+            tree: of a text.
+            ask: by which it was drafted. `reach` limits the depth.
+        """
+        cache, most = self._caches[ask.row], self._options.ngram_continuation
+        kept = tree.first(max(ask.size - most, 1))
+        path = kept.likeliest_path()
+        if len(kept) == 1 or cache.last != ask.root:
+            return tree
+        room = min(most, ask.size - len(kept) + 1, ask.reach - len(path))
+        following = cache.follow([kept.tokens[node] for node in path], room)
+        return kept.extended(path[-1], following) if following else tree
+
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
             self._caches[each.row].extend([*each.earlier, *each.tokens])
