@@ -32,6 +32,7 @@ class LMReader(Reader):
         self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups]
         self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
         self._room = most_tokens(model)
+        self._model = model  # which the texts do not keep alive
 
     def room(self) -> int:
         return self._room

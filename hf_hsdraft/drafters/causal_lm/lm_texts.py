@@ -95,7 +95,22 @@ class LMTexts:
         """Drops what was read of each text behind so many tokens, no more than `most_drafted` at a time."""
         self.kept = list(lengths)
         if self._slots.length:
-            self._slots.drop(self._slots.length - max(self.kept))
+            self._drop_kept(self._slots.length - max(self.kept))
+
+    def _drop_kept(self, count: int) -> None:
+        """Drops the last slots of what was kept. A layer with a window holds so many fewer then, and has to know."""
+        windows = self._slots.windows
+        for index, width in list(windows.items())[:1]:  # all are widened alike
+            self._slots.widen_windows(self._slots.layers[index].sliding_window - width - count)
+        self._slots.drop(count)
+
+    def _widen_windows(self, by: int, dropped: int) -> None:
+        """Lets windows keep more than their own width, before slots are dropped, as far as they still hold it."""
+        for index, width in self._slots.windows.items():
+            layer = self._slots.layers[index]
+            if layer.keys.shape[-2] < self._slots.length:
+                by = min(by, layer.keys.shape[-2] - dropped + 1 - width)
+        self._slots.widen_windows(by)
 
     @torch.no_grad()
     def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +149,7 @@ class LMTexts:
         if not length or not places:
             return
         self._slots.cache.batch_select_indices(torch.tensor(places))
-        self._slots.drop(length - max(self.kept))
+        self._drop_kept(length - max(self.kept))
 
     def _read_part(self, tokens: Sequence[Sequence[int]], wanted: int) -> torch.Tensor:
         """As `read`, in one forward. All texts end with its last column; columns before a shorter one see nothing."""
@@ -190,8 +205,9 @@ class LMTexts:
             self._slots.move(on_device(source, device), on_device(goal, device), move_slots)
         self.kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
         # The layers of a window keep what the text that is furthest behind still sees.
-        self._slots.widen_windows(max(self.kept) - min(self.kept) + self._most_drafted)
-        self._slots.drop(start + columns - max(self.kept))
+        dropped = start + columns - max(self.kept)
+        self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)
+        self._slots.drop(dropped)
 
 
 @dataclass(frozen=True)
