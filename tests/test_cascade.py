@@ -256,7 +256,7 @@ def test_the_same_test_finds_a_bias(small, monkeypatch):
 
     original = HeldChain.tree
     monkeypatch.setattr(HeldChain, "tree", biased)
-    counts = sampled(small, three_levels(small, "n-grams", "rejection"), 200, rows=4)
+    counts = sampled(small, three_levels(small, "n-grams", "rejection"), 160, rows=8)
     assert chi_square(counts, exact_distribution(small, PROMPT, 1.3)) < 1e-6
 
 
