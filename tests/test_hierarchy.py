@@ -11,6 +11,7 @@ from conftest import VOCAB, make_drafter, make_target
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, cli
+from hf_hsdraft.bench.decoding_estimate import Device
 from hf_hsdraft.bench.hierarchy import (
     Acceptance,
     Curve,
@@ -34,6 +35,7 @@ from hf_hsdraft.bench.hierarchy_costs import (
     lengths_of,
     seconds_of,
 )
+from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_levels, forward_of
 from hf_hsdraft.bench.hierarchy_run import Plans, cascade_of, compare
 
 
@@ -242,3 +244,32 @@ def test_the_command_prints_its_arithmetic(target, tokenizer, tmp_path):
     assert str(tmp_path) not in result.output
     twice = CliRunner().invoke(cli.app, ["plan", *arguments, "--drafter", str(tmp_path / "middle")])
     assert "two drafters have one name" in str(twice.exception)
+
+
+DEVICE = Device(bytes_per_second=1e9, flops_per_second=1e11)
+
+
+def test_forwards_are_estimated_by_reading_or_by_products(target):
+    """Whichever takes longer, written down."""
+    forward, config = forward_of(target.config, DEVICE, 100), target.config
+    weights = sum(p.numel() for p in target.parameters()) - target.model.embed_tokens.weight.numel()
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 100
+    for count in (1, 20, 100, 400):
+        longer = max((weights + keys) * 2 / 1e9, 2 * weights * count / 1e11)
+        assert forward(count) == pytest.approx(longer, rel=0.02)
+
+
+def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
+    small = near(target, 0.0, layers=1).config
+    levels = estimated_levels(target.config, small, (0.4, 0.4, 0.9), DEVICE, 100)
+    lines = estimate_cascade(levels)
+    assert f"the hierarchy {'pays' if len(recommended(levels).names) > 1 else 'does not pay'}" in " ".join(lines)
+    assert "does not pay" in " ".join(estimate_cascade(levels, other=50.0))
+    with pytest.raises(ValueError, match="expected three numbers from 0 to 1"):
+        estimated_levels(target.config, small, (0.4, 1.4, 0.9), DEVICE, 100)
+    target.config.save_pretrained(tmp_path / "target")
+    small.save_pretrained(tmp_path / "small")
+    arguments = ["estimate", str(tmp_path / "target"), "--middle", str(tmp_path / "small")]
+    result = CliRunner().invoke(cli.app, [*arguments, "--tau", "2"])
+    assert result.exit_code == 0 and "of the best drafter alone" in result.output
+    assert CliRunner().invoke(cli.app, arguments).exit_code == 2, "it is about decoding"
