@@ -139,6 +139,13 @@ def test_a_good_middle_model_is_recommended_and_a_bad_one_is_not():
     assert best_cascade(made(0.95, seconds=1.5)) is None, "a model as slow as the target is no middle one"
 
 
+def test_no_drafter_is_planned_deeper_than_it_can_draft():
+    levels = made(0.95, words=0.9)
+    levels.first["words"] = Drafting(Curve(((1, 0.001),)), most=3)
+    assert max(plan.tokens[0] for plan in cascades(levels) if plan.names[0] == "words") == 3
+    assert next(plan for plan in singles(levels) if plan.names == ("words",)).tokens == (3,)
+
+
 def test_trees_of_a_drafter_are_compared_too():
     levels = made(0.3, words=0.1, trees={"words": (3.0, 16.0, 0.2)})
     plan = tree_drafting(levels, "words")

@@ -101,10 +101,17 @@ class Drafting:
     Attributes:
         seconds: of a draft, by its number of tokens.
         lengths: probability of each number of tokens of a draft that has no limit; empty if it has as many as asked.
+        most: greatest number of tokens of a draft.
     """
 
     seconds: Curve
     lengths: Mapping[int, float] = field(default_factory=dict)
+    most: int = _DRAFTED[-1]
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of tokens that are tried."""
+        return sorted({min(count, self.most) for count in _DRAFTED})
 
     def handed(self, name: str, tokens: int) -> Handed:
         """Returns what a draft of at most so many tokens is."""
@@ -191,7 +198,8 @@ def verified(lower: Handed, acceptance: Acceptance, forward: Curve, name: str, t
         for count in range(length + 1):
             beyond = acceptance.at_least(count + 1) if count < length else 0.0
             gains[1 + count] += share * (acceptance.at_least(count) - beyond)
-    going, done, rounds = {0: 1.0}, defaultdict(float), 0.0
+    going, rounds = {0: 1.0}, 0.0
+    done: dict[int, float] = defaultdict(float)
     while going:
         rounds += sum(going.values())
         following: dict[int, float] = defaultdict(float)
@@ -255,7 +263,7 @@ def singles(levels: Levels) -> list[Plan]:
     """Returns the best plan of each drafter alone, the best of all first."""
     best = []
     for name in levels.first:
-        plans = [decoding(levels, (name,), (count,)) for count in _DRAFTED]
+        plans = [decoding(levels, (name,), (count,)) for count in levels.first[name].counts]
         plans += [tree_drafting(levels, name)] if name in levels.trees else []
         best.append(max(plans, key=lambda plan: plan.speed_up))
     return sorted(best, key=lambda plan: -plan.speed_up)
@@ -270,7 +278,7 @@ def cascades(levels: Levels) -> Iterator[Plan]:
                 pairs = itertools.pairwise(names)
                 if first in middles or not all(pair in levels.acceptances for pair in pairs):
                     continue
-                for tokens in itertools.product(_DRAFTED, *[_HELD] * count):
+                for tokens in itertools.product(levels.first[first].counts, *[_HELD] * count):
                     if all(low <= high for low, high in itertools.pairwise(tokens[1:])):
                         yield decoding(levels, names, tokens)
 

@@ -242,7 +242,8 @@ class Measuring:
         points = ((1, seconds_of(short, 1)), (depth, seconds_of(notes, depth)))
         lengths = lengths_of(notes, depth)
         asked = lengths.get(depth, 0.0) > 0.99  # it drafts as many tokens as it is asked for
-        return Drafting(Curve(points if depth > 1 else points[:1]), {} if asked else lengths)
+        curve = Curve(points if depth > 1 else points[:1])
+        return Drafting(curve, {} if asked else lengths, drafter.num_draft_steps)
 
     def _spans(self, drafter: Drafter, model: Any) -> list[Note]:
         """What a middle model accepts where it goes on by itself from places in the target's texts."""

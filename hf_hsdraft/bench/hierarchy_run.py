@@ -77,7 +77,7 @@ def system_of(plan: Plan, drafters: Mapping[str, Drafter]) -> System:
         cascade = cascade_of(plan, drafters)
         return System(plan.title, {"assistant_model": cascade}, cascade, unpacked, ours=True)
     drafter = drafters[plan.names[0]]
-    count = min(plan.tokens[0], drafter.num_draft_steps) if plan.tokens else None
+    count = plan.tokens[0] if plan.tokens else None
     named = (
         Variant(plan.title, "chain", count, options=unpacked)
         if count
