@@ -1,8 +1,8 @@
 """Hidden-state speculative decoding for transformers: the same text, fewer target forwards.
 
 Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`], a
-[`CachebackDrafter`] or a [`CausalLMDrafter`]. `attach(model, drafter)` lets all calls of `model.generate()` draft, with
-nothing else changed.
+[`CachebackDrafter`], a [`CausalLMDrafter`] or a [`CascadeDrafter`] of several. `attach(model, drafter)` lets all calls
+of `model.generate()` draft, with nothing else changed.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ if needs_newer() is None:
     from .drafters.auto_drafter import AutoDrafter
     from .drafters.block.configuration import BlockConfig
     from .drafters.block.drafter import BlockDrafter
+    from .drafters.cascade.cascade_drafter import CascadeDrafter
     from .drafters.causal_lm.lm_drafter import CausalLMDrafter
     from .drafters.eagle.configuration_eagle import EagleConfig
     from .drafters.eagle.modeling_eagle import EagleDrafter
@@ -61,6 +62,7 @@ __all__ = [
     "BlockConfig",
     "BlockDrafter",
     "CachebackDrafter",
+    "CascadeDrafter",
     "CausalLMDrafter",
     "DraftStatistics",
     "DraftTree",

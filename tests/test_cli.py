@@ -21,7 +21,7 @@ NAMES = [
     "first-calls",
     "info",
 ]
-NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "quality", "support", "throughput", "train"]
+NAMES += ["export", "list", "lm-eval", "overlap", "plan", "pull", "push", "quality", "support", "throughput", "train"]
 NAMES += ["train-refiner", "train-verifier"]
 
 

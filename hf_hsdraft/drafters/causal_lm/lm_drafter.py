@@ -19,9 +19,10 @@ from ...repository.drafter_files import HUB_ARGUMENTS
 from ...target.target_limits import text_config
 from ..draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..loading_arguments import take_options
-from ..protocol import DraftCall, Drafter
+from ..protocol import DraftCall, Drafter, Reader
 from ..special_tokens import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
+from .lm_reader import LMReader
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
 from .lm_vocabulary import what_differs
@@ -57,6 +58,7 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     num_draft_steps = 32
     takes_tree_builders = True
+    supposes = True
     why_not_exported = (
         "its folder is that of the language model itself, which other programs take as their draft model as it is"
     )
@@ -184,3 +186,10 @@ class CausalLMDrafter(nn.Module, Drafter):
         known = (text_config(each).vocab_size for each in (model, call.target))
         rows = model.get_input_embeddings().weight.shape[0]
         return CausalLMSession(model, call, min(*known, rows), ability_of(model).kinds)
+
+    @property
+    def verifying_model(self) -> Any:
+        return self.model
+
+    def reader(self, rows: int, most_pending: int) -> Reader:
+        return LMReader(self.model, rows, ability_of(self.model).kinds, most_pending)

@@ -76,19 +76,41 @@ class LMTexts:
         return self._last_position + 1 - self.kept[place]
 
     @torch.no_grad()
-    def read(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def read(self, tokens: Sequence[Sequence[int]], wanted: int = 1) -> torch.Tensor:
         """Reads further accepted tokens of each text; they stay in the cache.
 
         Args:
             tokens: of each text, none for a text that stays as it is.
+            wanted: number n of tokens whose logits are wanted. A text with fewer tokens has its own at the end.
 
         Returns:
-            `[B, 1, V]`, logits after the last token of each text that goes on; of the others anything.
+            `[B, n, V]`, logits after the last tokens of each text that goes on; of the others anything.
         """
         columns = max(map(len, tokens))
         for part in _parts(tokens, columns):
-            logits = self._read_part(part)
+            logits = self._read_part(part, wanted)
         return logits
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Drops what was read of each text behind so many tokens, no more than `most_drafted` at a time."""
+        self.kept = list(lengths)
+        if self._slots.length:
+            self._drop_kept(self._slots.length - max(self.kept))
+
+    def _drop_kept(self, count: int) -> None:
+        """Drops the last slots of what was kept. A layer with a window holds so many fewer then, and has to know."""
+        windows = self._slots.windows
+        for index, width in list(windows.items())[:1]:  # all are widened alike
+            self._slots.widen_windows(self._slots.layers[index].sliding_window - width - count)
+        self._slots.drop(count)
+
+    def _widen_windows(self, by: int, dropped: int) -> None:
+        """Lets windows keep more than their own width, before slots are dropped, as far as they still hold it."""
+        for index, width in self._slots.windows.items():
+            layer = self._slots.layers[index]
+            if layer.keys.shape[-2] < self._slots.length:
+                by = min(by, layer.keys.shape[-2] - dropped + 1 - width)
+        self._slots.widen_windows(by)
 
     @torch.no_grad()
     def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,9 +149,9 @@ class LMTexts:
         if not length or not places:
             return
         self._slots.cache.batch_select_indices(torch.tensor(places))
-        self._slots.drop(length - max(self.kept))
+        self._drop_kept(length - max(self.kept))
 
-    def _read_part(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _read_part(self, tokens: Sequence[Sequence[int]], wanted: int) -> torch.Tensor:
         """As `read`, in one forward. All texts end with its last column; columns before a shorter one see nothing."""
         device, columns = self._model.device, max(map(len, tokens))
         counts = on_device([len(each) for each in tokens], device)
@@ -143,7 +165,7 @@ class LMTexts:
             ancestors = ancestors & real[:, None, :] & real[:, :, None]
             ancestors = ancestors | torch.eye(columns, dtype=torch.bool, device=device)
             masks = self._masks(TreeBatch(ids, depths, ancestors), columns)
-        logits = self._forward(ids, positions, masks, 1)
+        logits = self._forward(ids, positions, masks, min(wanted, columns))
         self._compact([len(each) for each in tokens], columns)
         return logits
 
@@ -183,8 +205,9 @@ class LMTexts:
             self._slots.move(on_device(source, device), on_device(goal, device), move_slots)
         self.kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
         # The layers of a window keep what the text that is furthest behind still sees.
-        self._slots.widen_windows(max(self.kept) - min(self.kept) + self._most_drafted)
-        self._slots.drop(start + columns - max(self.kept))
+        dropped = start + columns - max(self.kept)
+        self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)
+        self._slots.drop(dropped)
 
 
 @dataclass(frozen=True)
@@ -226,3 +249,11 @@ def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Seque
     for end in range(columns % most or most, columns + 1, most):
         left = columns - end  # columns of later parts
         yield [each[max(len(each) - left - most, 0) : max(len(each) - left, 0)] for each in tokens]
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns how many tokens two texts begin with that are the same."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return next(place for place in range(least) if one[place] != other[place])
