@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class LMOutput(ModelOutput):
     """
 
     loss: Any = None
-    hidden_states: Sequence[torch.Tensor] = ()
+    hidden_states: Any = None
 
 
 @dataclass(frozen=True)
