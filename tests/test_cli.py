@@ -22,7 +22,7 @@ NAMES = [
     "info",
 ]
 NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "quality", "support", "throughput", "train"]
-NAMES += ["train-refiner", "train-verifier"]
+NAMES += ["prune", "skip-layers", "train-refiner", "train-verifier"]
 
 
 @pytest.mark.parametrize("name", NAMES)
