@@ -176,12 +176,13 @@ def load_steering(checkpoint: Checkpoint) -> Steering:
 
 def _sizes(text: str) -> SteeringSizes:
     fields = json.loads(text)
-    lists = [fields.get(name) for name in ("taps", "inner_sizes")] if isinstance(fields, dict) else []
-    numbers = [number for each in lists for number in (each if isinstance(each, list) and each else [None])]
-    width = fields.get("target_hidden_size") if lists else None
-    if not lists or not all(is_integer(number) and 0 <= number < 2**20 for number in (*numbers, width)):
-        raise ValueError(f"sizes {printable(text)} are invalid")
-    return SteeringSizes(tuple(lists[0]), width, tuple(lists[1]))
+    given = fields if isinstance(fields, dict) else {}
+    taps, inner, width = (given.get(name) for name in ("taps", "inner_sizes", "target_hidden_size"))
+    if isinstance(taps, list) and isinstance(inner, list) and taps and inner and is_integer(width):
+        numbers = [width, *taps, *inner]
+        if all(is_integer(number) and 0 <= number < 2**20 for number in numbers):
+            return SteeringSizes(tuple(taps), numbers[0], tuple(inner))
+    raise ValueError(f"sizes {printable(text)} are invalid")
 
 
 __all__ = ["STEERING", "SteeredLMDrafter"]

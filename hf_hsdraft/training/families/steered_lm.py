@@ -71,7 +71,8 @@ class SteeredLMFamily(LMFamily):
             fields: fields of the plan.
         """
         if has_steering(Checkpoint.open(name)):
-            return self._frozen(self.drafter.from_pretrained(name, dtype=torch.float32))
+            steered: Any = self.drafter.from_pretrained(name, dtype=torch.float32)
+            return self._frozen(steered)
         plain = CausalLMDrafter.from_pretrained(name, dtype=torch.float32)
         drafter = self.made(plain.model, target, fields)
         drafter.tokenizer = plain.tokenizer
