@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...repository.care import care, prepare_repository
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ..draft_options import default_options, is_misspelt, nearest_option, option_names
+from ..draft_reads import Read, weights_of
 from ..loading_arguments import take_options
 from ..protocol import DraftCall, Drafter
 from ..special_tokens import ANY, AnySpecialTokens
@@ -178,6 +180,11 @@ class CausalLMDrafter(nn.Module, Drafter):
             raise DraftingRefused(
                 f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
             )
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))
+        body = weights_of(self.model) - head.numel() - (0 if head is table else table.numel())
+        return Read("layers", body, depth, width), Read("head", head.numel(), depth, width)
 
     def session(self, call: DraftCall) -> CausalLMSession:
         return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)

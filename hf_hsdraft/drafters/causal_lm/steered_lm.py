@@ -17,6 +17,7 @@ from ...common.options import Option
 from ...common.refusals import DraftingRefused
 from ...repository.checkpoint import Checkpoint
 from ...target.target_limits import decoder_layers, text_config
+from ..draft_reads import Read, weights_of
 from ..protocol import Accepted, DraftCall
 from .lm_drafter import CausalLMDrafter
 from .lm_session import CausalLMSession
@@ -106,6 +107,9 @@ class SteeredLMDrafter(CausalLMDrafter):
                     "another target. Use the language model alone, by CausalLMDrafter.from_pretrained, or train a "
                     "steering for this target."
                 )
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        return *super().reads(depth, width), Read("steering", weights_of(self.steering), 1, 1)
 
     def session(self, call: DraftCall) -> CausalLMSession:
         if not call.options.own["steering"]:

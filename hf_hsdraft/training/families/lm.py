@@ -48,14 +48,22 @@ class LMFamily(TrainableFamily):
         return {"target_name", "num_draft_steps", "num_hidden_layers", *_OPTIONS}
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> LMTrainingConfig:
-        size, steps = text_config(target).vocab_size, fields.get("num_draft_steps", self.steps)
+        size = text_config(target).vocab_size
+        self._kept(target, fields)
+        return LMTrainingConfig(size, draft_vocab_size=size, num_draft_steps=self._steps(fields, self.steps))
+
+    def empty(self, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
+        return self.made(with_layers(target, self._kept(target, fields)), target, fields)
+
+    def _steps(self, fields: Mapping[str, Any], default: int) -> int:
+        """K, number of tokens of a chain."""
+        steps: int = fields.get("num_draft_steps", default)
         if not 1 <= steps <= CausalLMDrafter.num_draft_steps:
             raise ValueError(
                 f"num_draft_steps={steps} is invalid: expected 1 to {CausalLMDrafter.num_draft_steps}, as a language "
                 "model drafts no deeper"
             )
-        self._kept(target, fields)
-        return LMTrainingConfig(vocab_size=size, draft_vocab_size=size, num_draft_steps=steps)
+        return steps
 
     def _kept(self, target: Any, fields: Mapping[str, Any]) -> list[int]:
         """The target's layers that a drafter is made of which nobody has made before."""
@@ -77,11 +85,6 @@ class LMFamily(TrainableFamily):
         """
         return TrainedLM(model.requires_grad_(True))
 
-    def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> Any:
-        drafter = super().loaded(name, target, fields)
-        drafter.model.requires_grad_(True)
-        return drafter
-
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         leave_refiner(drafter)
         found = decoder_layers(text_config(drafter.model))
@@ -97,13 +100,9 @@ class LMFamily(TrainableFamily):
         config, options = text_config(drafter.model), drafter.generation_config
         _check_trainable(drafter)
         size = min(config.vocab_size, len(drafter.model.get_input_embeddings().weight))
-        steps = fields.get("num_draft_steps", max(self.steps, options.num_assistant_tokens))
-        drafter.config = LMTrainingConfig(
-            vocab_size=size,
-            draft_vocab_size=size,
-            num_draft_steps=steps,
-            target_name=public_name(fields.get("target_name", "")),
-        )
+        steps = self._steps(fields, max(self.steps, options.num_assistant_tokens))
+        name = public_name(fields.get("target_name", ""))
+        drafter.config = LMTrainingConfig(size, draft_vocab_size=size, num_draft_steps=steps, target_name=name)
         drafter.num_draft_steps = steps
         for name in _OPTIONS:
             if name in fields:
