@@ -113,8 +113,8 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
-    if name is None:
-        return trainable(family, fields).empty(target, fields)
+        if name is None:
+            return trainable(family, fields).untrained(target, fields)
     drafter = load_drafter(name)
     drafter.check(target)
     return drafter

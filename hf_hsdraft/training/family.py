@@ -75,15 +75,14 @@ class TrainableFamily:
         """
         raise NotImplementedError
 
-    def empty(self, target: Any, fields: Mapping[str, Any]) -> Any:
-        """Returns a fresh drafter without storage, to count its weights.
+    def untrained(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns a drafter of the right sizes, to count or time what it takes; what it drafts does not matter.
 
         Args:
-            target: the target, on the meta device.
+            target: the target; it may be on the meta device.
             fields: fields that differ from the defaults.
         """
-        with torch.device("meta"):
-            return self.drafter(self.config_for(target, fields))
+        return self.drafter(self.config_for(target, fields))
 
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns the drafter to start from, in float32.

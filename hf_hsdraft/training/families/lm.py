@@ -52,7 +52,7 @@ class LMFamily(TrainableFamily):
         self._kept(target, fields)
         return LMTrainingConfig(size, draft_vocab_size=size, num_draft_steps=self._steps(fields, self.steps))
 
-    def empty(self, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
+    def untrained(self, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
         return self.made(with_layers(target, self._kept(target, fields)), target, fields)
 
     def _steps(self, fields: Mapping[str, Any], default: int) -> int:
