@@ -366,6 +366,14 @@ def test_what_a_draft_reads_is_counted(target):
     assert steering.weights == sum(weight.numel() for weight in drafter.steering.parameters()) and steering.times == 1
 
 
+@pytest.mark.parametrize("family", ["lm", "steered-lm"])
+def test_the_command_estimates_decoding_with_a_language_model(target, tmp_path, family):
+    target.config.save_pretrained(tmp_path)
+    found = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tau", "2.5", "--family", family])
+    assert found.exit_code == 0, (found.output, found.exception)
+    assert "draft: layers" in found.output and ("draft: steering" in found.output) == (family == "steered-lm")
+
+
 def test_the_speed_of_chains_is_that_of_rounds_counted_out():
     generator = torch.Generator().manual_seed(0)
     for agreement, cost, depth in ((0.8, 0.3, 4), (0.5, 0.1, 2), (1.0, 1.0, 3)):
