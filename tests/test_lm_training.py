@@ -464,7 +464,8 @@ def test_training_lowers_the_loss_and_saves_an_ordinary_model(tied, tokenizer, t
     assert tied.generate(**inputs, **GREEDY, assistant_model=loaded).tolist() == text.tolist()
     recipe = json.loads((tmp_path / "out" / "training_recipe.json").read_text())["training"]
     assert recipe["family"] == family and "2 layers of width 32" in recipe["drafter"]
-    assert f"| family | {family} |" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| family | {family} |" in card and ("reads hidden states" in card) == (family == "steered-lm")
 
 
 @pytest.mark.parametrize("family", ["lm", "steered-lm"])

@@ -16,6 +16,7 @@ from ...common.checks import is_integer, printable
 from ...common.options import Option
 from ...common.refusals import DraftingRefused
 from ...repository.checkpoint import Checkpoint
+from ...repository.drafter_files import STEERING
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_reads import Read, weights_of
 from ..protocol import Accepted, DraftCall
@@ -26,7 +27,6 @@ from .lm_trial import ability_of
 from .lm_vocabulary import shared_tokens
 from .steered_texts import KnownVectors, SteeredTexts
 
-STEERING = "steering.safetensors"
 _SIZES = "sizes"  # name of the metadata of that file
 
 
@@ -189,4 +189,4 @@ def _sizes(text: str) -> SteeringSizes:
     raise ValueError(f"sizes {printable(text)} are invalid")
 
 
-__all__ = ["STEERING", "SteeredLMDrafter"]
+__all__ = ["SteeredLMDrafter"]
