@@ -19,7 +19,9 @@ if needs_newer() is None:
     from .drafters.block.configuration import BlockConfig
     from .drafters.block.drafter import BlockDrafter
     from .drafters.cascade.cascade_drafter import CascadeDrafter
+    from .drafters.causal_lm.layer_skip import LayerSkipDrafter
     from .drafters.causal_lm.lm_drafter import CausalLMDrafter
+    from .drafters.causal_lm.steered_lm import SteeredLMDrafter
     from .drafters.eagle.configuration_eagle import EagleConfig
     from .drafters.eagle.modeling_eagle import EagleDrafter
     from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
@@ -73,8 +75,10 @@ __all__ = [
     "HSDraftEncoderDecoderOutput",
     "HSDraftGenerateOutput",
     "HSDrafter",
+    "LayerSkipDrafter",
     "SpecFormerConfig",
     "SpecFormerDrafter",
+    "SteeredLMDrafter",
     "__version__",
     "attach",
     "attached",

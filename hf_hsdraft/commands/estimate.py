@@ -129,8 +129,7 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
         if name is None:
-            kind = trainable(family, fields)
-            return kind.drafter(kind.config_for(target, fields))
+            return trainable(family, fields).untrained(target, fields)
     drafter = load_drafter(name)
     drafter.check(target)
     return drafter

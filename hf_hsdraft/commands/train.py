@@ -20,6 +20,8 @@ class Family(str, Enum):
     block = "block"
     eagle3 = "eagle3"
     specformer = "specformer"
+    lm = "lm"
+    steered_lm = "steered-lm"
 
 
 class MarkovHead(str, Enum):
@@ -94,13 +96,16 @@ def train(
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
     num_draft_steps: Annotated[
-        int | None, typer.Option(min=1, help="K, depth of a draft; default 6, of block and specformer 8, of eagle3 7.")
+        int | None,
+        typer.Option(
+            min=1, help="K, depth of a draft; default 6, of block, specformer and steered-lm 8, eagle3 7, lm 5."
+        ),
     ] = None,
     tree_size: Annotated[
         int | None, typer.Option(min=1, help="Nodes per round, at least K; default 24. Decides no weights.")
     ] = None,
     num_hidden_layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3.")
+        int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3, of lm a fifth of the target's.")
     ] = None,
     num_roll_layers: Annotated[
         int | None, typer.Option(min=1, help="Of hidden-state drafters: layers of a roll-out step; default: all.")

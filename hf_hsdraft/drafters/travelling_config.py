@@ -267,3 +267,9 @@ def own_integer(config: Any, name: str) -> int | None:
     """A field where it is one number for all layers."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
+
+
+def default_tap_layers(num_hidden_layers: int) -> list[int]:
+    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
+    wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
+    return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})

@@ -75,6 +75,32 @@ class TrainableFamily:
         """
         raise NotImplementedError
 
+    def untrained(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns a drafter of the right sizes, to count or time what it takes; what it drafts does not matter.
+
+        Args:
+            target: the target; it may be on the meta device.
+            fields: fields that differ from the defaults.
+        """
+        return self.drafter(self.config_for(target, fields))
+
+    def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns the drafter to start from, in float32.
+
+        Args:
+            name: its folder or Hub name.
+            target: the target, for what a drafter of another kind lacks.
+            fields: fields of the plan.
+        """
+        return self.drafter.from_pretrained(name, dtype=torch.float32)
+
+    def snapshot(self, drafter: Any) -> Any:
+        """Returns a drafter of the same weights, without what training has put around its forward."""
+        copied = type(drafter)(drafter.config)
+        copied.load_state_dict(drafter.state_dict())
+        copied.generation_config = drafter.generation_config
+        return copied.to(drafter.device)
+
     def grown(self, drafter: Any, fields: Mapping[str, Any]) -> Any:
         """Returns a drafter as large as a plan asks for, which drafts as the given one does; or the given one.
 

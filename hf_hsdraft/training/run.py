@@ -354,10 +354,11 @@ def _save(
     with report.stage("drawing", "pictures") as stage:
         draw_pictures(history, calibration, out, stage)
     recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan, family)}}
+    recipe["target"] = trainer.drafter.config.target_name  # the config.json of a language model does not name it
     if plan.dataset is not None:
         recipe["datasets"] = [public_name(plan.dataset)]
     if plan.lora is not None:
-        recipe |= {"adapts": public_name(str(plan.init_from)), "target": trainer.drafter.config.target_name}
+        recipe["adapts"] = public_name(str(plan.init_from))
     write_json(out / RECIPE, recipe)
     write_card(out, out.resolve().name)
 

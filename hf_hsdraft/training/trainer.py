@@ -339,10 +339,7 @@ class DrafterTrainer(Trainer):
         drafter = _base(model)
         if drafter is not model:
             return drafter.eval()  # PEFT puts layers into the drafter and nothing around it
-        copy = type(model)(model.config)
-        copy.load_state_dict(model.state_dict())
-        copy.generation_config = model.generation_config
-        return copy.to(model.device).eval()
+        return family_of(model).snapshot(model).eval()
 
 
 def _loss(

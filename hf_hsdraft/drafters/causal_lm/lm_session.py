@@ -80,8 +80,12 @@ class CausalLMSession(Session):
         self._texts = [_Text() for _ in range(call.rows)]
         self._kinds = kinds
         groups = [range(call.rows)] if kinds else [[row] for row in range(call.rows)]
-        self._groups = [LMTexts(model, group, self._kinds, self._most_drafted) for group in groups]
+        self._groups = [self._begin(group) for group in groups]
         self._resumed: LMMemory | None = None
+
+    def _begin(self, rows: Sequence[int]) -> LMTexts:
+        """Returns some texts of the call, of which nothing has been read."""
+        return LMTexts(self._model, rows, self._kinds, self._most_drafted)
 
     @property
     def _most_drafted(self) -> int:
@@ -129,7 +133,8 @@ class CausalLMSession(Session):
     def resume(self, memory: Any, cached: int) -> None:
         """Goes on from a memory, once the text is known to begin as the one that was read."""
         texts = memory.texts if isinstance(memory, LMMemory) else None
-        if texts is not None and texts.fits(self._model, self._most_drafted):
+        alike = [type(texts)] == [type(group) for group in self._groups]  # what was read otherwise is another text
+        if alike and texts is not None and texts.fits(self._model, self._most_drafted):
             self._resumed = memory
 
     def _knows(self, ask: Ask) -> bool:
