@@ -122,6 +122,7 @@ class FirstLayers:
         levels = self._levels.with_level(tokens, paths)
         states = self._states_of(self._only_active(levels.batch), count)
         self._levels = levels
+        self._widen(count)
         self._states.append(states)
         self._parents.append(paths[..., -1] if paths.shape[2] else torch.full_like(tokens, -1))
         return states, torch.cat([paths, levels.own_columns(count)], dim=-1)
@@ -204,6 +205,11 @@ class FirstLayers:
         layers = self._call.slots.layers[: self.count]
         return [(layer.keys[..., -count:, :].clone(), layer.values[..., -count:, :].clone()) for layer in layers]
 
+    def _widen(self, by: int) -> None:
+        """Lets windows keep so many nodes more: the next ones still see the text as far back. A mark puts it back."""
+        for index in self._call.slots.windows:
+            self._call.slots.layers[index].sliding_window += by if index < self.count else 0
+
     def _write(self, keys_values: _KeysValues) -> None:
         """Appends keys and values to the cache of the first layers."""
         for layer, (keys, values) in zip(self._call.slots.layers[: self.count], keys_values, strict=True):
@@ -244,7 +250,7 @@ class FirstLayers:
     def _completed(
         self, read: _Read, trees: Sequence[DraftTree], paths: Sequence[list[_Path]], unread: Sequence[list[int]]
     ) -> _Read:
-        """What was read ahead, with the nodes of trees that were not. They stand at the end, in the order of `unread`."""
+        """What was read ahead, with the nodes of trees that were not. They stand at the end, as `unread` has them."""
         most = max(map(len, unread))
         if most == 0:
             return read
@@ -266,6 +272,7 @@ class FirstLayers:
             torch.cat([pad(old.ancestors, (0, most)), on_device(seen, device, torch.bool)], dim=1),
         )
         self._write(read.keys_values)
+        self._widen(before)
         states = self._states_of(batch, most)
         keys_values = self._last_slots(before + most)
         roll_back(self._call.slots, start)

@@ -125,7 +125,9 @@ def _path_to_layers(target: Any) -> tuple[str, ...]:
     found = [
         name
         for name, module in target.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and f"{name}.".startswith(f"{start}." * bool(start))
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and f"{name}.".startswith(f"{start}." * bool(start))
     ]
     return tuple(found[0].split(".")) if len(found) == 1 else ()
 
@@ -138,7 +140,7 @@ def _layers(target: Any, path: Sequence[str]) -> list[nn.Module]:
 
 
 def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:
-    """Returns a copy of a model with another list of layers. The modules on the way to it are copied, all else shared."""
+    """Returns a copy of a model with another list of layers. Modules on the way to it are copied, all else is shared."""
     top = module = _sharing(target)
     for name in path[:-1]:
         module._modules[name] = _sharing(module._modules[name])

@@ -61,9 +61,7 @@ def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequenc
     return inputs
 
 
-def _masks(
-    call: TargetCall, batch: TreeBatch, columns: int, kept: torch.Tensor, kinds: Sequence[AttentionKind]
-) -> Any:
+def _masks(call: TargetCall, batch: TreeBatch, columns: int, kept: torch.Tensor, kinds: Sequence[AttentionKind]) -> Any:
     """The masks of the last columns of a batch of trees, by kind of attention if there are several; see `tree_mask`."""
     slots, size = call.slots, batch.tokens.shape[1]
     before = slots.length - (size - columns)  # slots of the texts

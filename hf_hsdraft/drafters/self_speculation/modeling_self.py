@@ -60,7 +60,9 @@ class SelfDrafter(ImitationNetwork, Drafter):
         check_sizes(self.config, target)
         reason = why_not_split(target)
         if reason:
-            raise DraftingRefused(f"its first layers cannot draft: {reason}. To decode it plainly, leave assistant_model out.")
+            raise DraftingRefused(
+                f"its first layers cannot draft: {reason}. To decode it plainly, leave assistant_model out."
+            )
 
     def session(self, call: DraftCall) -> SelfSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
