@@ -23,7 +23,7 @@ from ..trees.draft_tree import DraftTree
 from ..trees.drafted_levels import DraftedLevels
 from ..trees.tree_masks import AttentionKind, TreeBatch
 from .cache_marks import Mark, mark, roll_back
-from .layer_split import first_states, with_first_states
+from .layer_split import LayerSplit
 from .misreading import same_but_rounding
 from .target_call import TargetCall
 from .target_limits import text_config
@@ -69,6 +69,7 @@ class FirstLayers:
 
     def __init__(self, call: TargetCall, kinds: Sequence[AttentionKind], count: int, reuse: bool) -> None:
         self._call, self._every, self.count = call, kinds, count
+        self._split = LayerSplit(call.target, count)
         self._kinds = [kind for kind in kinds if kind.layer < count]
         self._reuse = reuse and not any(call.kwargs.get(f"output_{name}") for name in ("hidden_states", "attentions"))
         self._levels: DraftedLevels | None = None
@@ -177,9 +178,7 @@ class FirstLayers:
         call = self._call
         inputs = node_inputs(call, batch, count, self._kinds)
         inputs |= dict.fromkeys(("output_hidden_states", "output_attentions"), False)
-        return first_states(
-            call.target, self.count, lambda model: call.acceleration.forward(inputs, comes_again=False, model=model)
-        )
+        return self._split.first_states(lambda model: call.acceleration.forward(inputs, comes_again=False, model=model))
 
     def _forget(self) -> None:
         """Takes all that was read ahead out of the cache."""
@@ -245,7 +244,7 @@ class FirstLayers:
         index = on_device(places, device)
         states = whole.states.gather(1, index[..., None].expand(-1, -1, whole.states.shape[-1]))
         keys_values = [(_gathered(keys, index), _gathered(values, index)) for keys, values in whole.keys_values]
-        return with_first_states(call.target, states, self.count, lambda: self._write(keys_values)), inputs
+        return self._split.model_after(states, lambda: self._write(keys_values)), inputs
 
     def _completed(
         self, read: _Read, trees: Sequence[DraftTree], paths: Sequence[list[_Path]], unread: Sequence[list[int]]

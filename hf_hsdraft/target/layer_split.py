@@ -31,37 +31,50 @@ def why_not_split(target: Any) -> str:
     return ""
 
 
-def first_states(target: Any, count: int, run: Callable[[Any], Any]) -> torch.Tensor:
-    """Returns the hidden states after the first layers of a target. No other layer is computed.
+def weights_of_a_layer(target: Any) -> int:
+    """Returns the mean number of weights of a decoder layer; 0 where the layers cannot be told."""
+    layers = _layers(target, _path_to_layers(target))
+    return sum(weight.numel() for layer in layers for weight in layer.parameters()) // max(len(layers), 1)
+
+
+class LayerSplit:
+    """A target's decoder layers in two parts.
 
     Args:
         target: the target; `why_not_split` has nothing against it.
-        count: number of layers.
-        run: runs the forward of the model that it is given.
+        count: number of the first layers.
     """
-    path = _path_to_layers(target)
-    layers = _layers(target, path)
-    part = _with_layers(target, path, [*layers[: count - 1], _Last(layers[count - 1])])
-    try:
-        run(part)
-    except _Reached as reached:
-        return reached.states
-    raise ValueError(f"{type(target).__name__} did not run layer {count} of its decoder")
 
+    def __init__(self, target: Any, count: int) -> None:
+        self._target, self._count = target, count
+        self._path = _path_to_layers(target)
+        self._layers = _layers(target, self._path)
+        first = [*self._layers[: count - 1], _Last(self._layers[count - 1])]
+        self._first = _with_layers(target, self._path, first)
 
-def with_first_states(target: Any, states: torch.Tensor, count: int, read: Callable[[], None]) -> Any:
-    """Returns a model that computes a target's other layers after known hidden states.
+    def first_states(self, run: Callable[[Any], Any]) -> torch.Tensor:
+        """Returns the hidden states after the first layers. Nothing else is computed.
 
-    Args:
-        target: the target; `why_not_split` has nothing against it.
-        states: `[B, n, D]`, hidden states after the first layers.
-        count: number of these layers.
-        read: called in the place of the first layers: they would write into the cache.
-    """
-    path = _path_to_layers(target)
-    layers = _layers(target, path)
-    passed = [_Passed(layer) for layer in layers[: count - 1]]
-    return _with_layers(target, path, [*passed, _Known(layers[count - 1], states, read), *layers[count:]])
+        Args:
+            run: runs the forward of the model that it is given.
+        """
+        try:
+            run(self._first)
+        except _Reached as reached:
+            return reached.states
+        raise ValueError(f"{type(self._target).__name__} did not run layer {self._count} of its decoder")
+
+    def model_after(self, states: torch.Tensor, read: Callable[[], None]) -> Any:
+        """Returns a model that computes the other layers after known hidden states.
+
+        Args:
+            states: `[B, n, D]`, hidden states after the first layers.
+            read: called in the place of the first layers: they would write into the cache.
+        """
+        last = self._count - 1
+        passed = [_Passed(layer) for layer in self._layers[:last]]
+        layers = [*passed, _Known(self._layers[last], states, read), *self._layers[last + 1 :]]
+        return _with_layers(self._target, self._path, layers)
 
 
 class _InPlaceOf(nn.Module):
@@ -136,11 +149,11 @@ def _layers(target: Any, path: Sequence[str]) -> list[nn.Module]:
     module = target
     for name in path:
         module = getattr(module, name)
-    return list(module)
+    return list(module) if path else []
 
 
 def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:
-    """Returns a copy of a model with another list of layers. Modules on the way to it are copied, all else is shared."""
+    """Returns a copy of a model with another list of layers. Modules on the way to it are copied, others shared."""
     top = module = _sharing(target)
     for name in path[:-1]:
         module._modules[name] = _sharing(module._modules[name])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...common.checks import is_integer
 from ...repository.drafter_files import FORMAT_VERSION
+from ...target.layer_split import weights_of_a_layer
 from ..draft_options import MOST_NODES
 from ..travelling_config import TravellingConfig, as_dict, as_list, demand
 
@@ -26,6 +28,7 @@ class SelfDraftConfig(TravellingConfig):
         vocab_size: Size of the target's vocabulary. `generate()` compares it with the target's own.
         target_hidden_size: Width of the target's hidden states.
         target_num_hidden_layers: Number of decoder layers of the target.
+        target_layer_weights: Number of weights of one of these layers, for estimates; 0 if it is not known.
         target_name: Name of the target, for messages and cards.
         target_revision: Commit of the target on the Hub, if it is known.
         target_tokenizer_hash: Digest of the target's tokenizer, if it is known.
@@ -57,6 +60,7 @@ class SelfDraftConfig(TravellingConfig):
         vocab_size: int = 32000,
         target_hidden_size: int = 2048,
         target_num_hidden_layers: int = 24,
+        target_layer_weights: int = 0,
         target_name: str = "",
         target_revision: str = "",
         target_tokenizer_hash: str = "",
@@ -82,6 +86,7 @@ class SelfDraftConfig(TravellingConfig):
         self.target_hidden_size, self.target_num_hidden_layers = target_hidden_size, target_num_hidden_layers
         for name in ("target_num_hidden_layers", "target_hidden_size"):
             self._check_integer(name)  # others are derived from these
+        self.target_layer_weights = target_layer_weights
         self.target_name, self.target_revision = target_name, target_revision
         self.target_tokenizer_hash = target_tokenizer_hash
         self.weights_digest, self.code_files = as_dict(weights_digest), as_list(code_files)
@@ -93,6 +98,14 @@ class SelfDraftConfig(TravellingConfig):
         self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
         self.draft_vocab_ids = as_list(draft_vocab_ids)
         super().__init__(**kwargs)
+
+    @classmethod
+    def for_target(cls, target: Any, **overrides: Any) -> SelfDraftConfig:
+        """See [`TravellingConfig.for_target`]."""
+        config: SelfDraftConfig = super().for_target(
+            target, **{"target_layer_weights": weights_of_a_layer(target), **overrides}
+        )
+        return config
 
     @property
     def hidden_size(self) -> int:
@@ -107,6 +120,9 @@ class SelfDraftConfig(TravellingConfig):
     def check(self) -> None:
         super().check()
         wanted = f"it must be below target_num_hidden_layers={self.target_num_hidden_layers}"
+        weights = self.target_layer_weights
+        valid = is_integer(weights) and 0 <= weights < 2**40
+        demand(valid, "target_layer_weights", weights, "expected an integer of 0 or more")
         demand(self.draft_layers < self.target_num_hidden_layers, "draft_layers", self.draft_layers, wanted)
 
     def check_attention(self) -> None:

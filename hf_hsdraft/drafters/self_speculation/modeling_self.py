@@ -71,7 +71,9 @@ class SelfDrafter(ImitationNetwork, Drafter):
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config = self.config
         head = config.draft_vocab_size * config.hidden_size
+        layers = config.draft_layers * config.target_layer_weights
         return (
+            Read(f"first {config.draft_layers} layers of the target", layers, depth, width, borrowed=True),
             Read("imitation network", weights_of(self.tap_norm, self.turn, self.layers), depth, width),
             Read("head", head, depth, width, borrowed=self.lm_head is None),
         )
