@@ -326,7 +326,7 @@ def learn_answers(run: Run, rank: int, found: Any, words_share: float) -> None:
     language = run.model.model.language_model
     trained_before = [name for name, value in run.model.named_parameters() if value.requires_grad]
     run.model.to(torch.bfloat16)  # what is not trained; the rest stays in float32
-    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
     adapted = get_peft_model(language, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears))
     run.model.model.language_model = adapted.base_model.model
     for name, value in run.model.named_parameters():

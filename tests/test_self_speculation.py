@@ -154,7 +154,7 @@ def test_logits_after_reuse_are_those_of_a_whole_forward(monkeypatch):
 
     def checked(self, trees, columns):
         found = original(self, trees, columns)
-        if self.reused:
+        if found is not None and self.reused:
             texts = found.logits[:, -columns:]
             self._call.slots.drop(columns)
             plain = read_trees(self._call, trees, columns, self._every)
@@ -191,8 +191,9 @@ def test_rows_of_a_sampled_batch_have_seeds_of_their_own():
     target = early(target_of("llama"))
     inputs, call = padded(2), {"max_new_tokens": 16, "do_sample": True}
     expected = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 9, **call)
+    drafter = make_self(target)
     torch.manual_seed(9)
-    assert target.generate(**inputs, **call, assistant_model=make_self(target)).tolist() == expected.tolist()
+    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == expected.tolist()
 
 
 def test_rows_that_end_leave():
@@ -271,13 +272,14 @@ def test_the_target_is_left_as_it_was():
     assert [(name, sorted(vars(module)), list(module._modules)) for name, module in target.named_modules()] == before
 
 
-def test_layers_that_were_misread_are_not_reused(monkeypatch):
+def test_layers_that_were_misread_are_not_reused(monkeypatch, caplog):
     """Wherever reuse gives other logits, all is computed anew."""
     target = early(target_of("llama"))
     original = FirstLayers._last_slots
     monkeypatch.setattr(FirstLayers, "_last_slots", lambda self, count: [(k, -v) for k, v in original(self, count)])
     plain, drafted = both(target, make_self(target), padded(1))
     assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.reused_share == 0.0
+    assert "all layers of LlamaForCausalLM are computed anew" in caplog.text
 
 
 def test_what_cannot_be_taken_apart_is_refused():
@@ -285,6 +287,11 @@ def test_what_cannot_be_taken_apart_is_refused():
     target.model.forward = target.model.forward
     with pytest.raises(ValueError, match="its first layers cannot draft: the forward of LlamaModel was replaced"):
         target.generate(**padded(1), max_new_tokens=4, assistant_model=make_self(target))
+
+
+def test_processes_that_run_the_same_forwards_are_refused():
+    with pytest.raises(ValueError, match="a target that is sharded over processes cannot draft"):
+        make_self(target_of("llama")).warn_of_misfit(target_of("llama"), None, all_processes=True)
 
 
 # --- training and files ----------------------------------------------------------------------------------------------

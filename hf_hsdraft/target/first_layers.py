@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.utils import logging
 
 from ..common.tensors import on_device
 from ..trees.draft_tree import DraftTree
@@ -29,6 +30,8 @@ from .target_call import TargetCall
 from .target_limits import text_config
 from .text_configs import decoder_layers
 from .tree_reading import node_inputs, read_trees
+
+logger = logging.get_logger(__name__)
 
 _KeysValues = list[tuple[torch.Tensor, torch.Tensor]]  # of each layer, `[B, heads, nodes, size]` each
 _Path = tuple[int, ...]  # the tokens from the root to a node
@@ -141,31 +144,38 @@ class FirstLayers:
         self.verified += sum(map(len, trees)) * decoder_layers(text_config(self._call.target))
         if read is None or read.kept != self._call.rows.kept:
             return None
-        call, trusted = self._call, _trusted.setdefault(self._call.target, {})
-        known = trusted.get(self._kind)
+        known = _trusted.setdefault(self._call.target, {}).get(self._kind)
         if known is None:
-            start = mark(call.slots)
-            found = self._tried(read, trees, columns)
-            roll_back(call.slots, start)
-            plain = read_trees(call, trees, columns, self._every)
-            known = trusted[self._kind] = found is not None and all(
-                same_but_rounding(found[row, : len(tree)], plain.logits[row, -columns:][: len(tree)])
-                for row, tree in enumerate(trees)
-            )
-            self._reuse = known
-            return plain
+            return self._tried(read, trees, columns)
         self._reuse = known
         if not known:
             return None
         model, inputs = self._model_after(read, trees, columns)
         self.reused += self.count * _known_nodes(read, trees)
-        return call.forward(inputs, columns, model)
+        return self._call.forward(inputs, columns, model)
+
+    def _tried(self, read: _Read, trees: Sequence[DraftTree], columns: int) -> Any:
+        """The target's outputs for trees, read as a whole; notes whether in two parts it says the same."""
+        call, start = self._call, mark(self._call.slots)
+        found = self._logits_after(read, trees, columns)
+        roll_back(call.slots, start)
+        plain = read_trees(call, trees, columns, self._every)
+        known = found is not None and all(
+            same_but_rounding(found[row, : len(tree)], plain.logits[row, -columns:][: len(tree)])
+            for row, tree in enumerate(trees)
+        )
+        self._reuse = _trusted[call.target][self._kind] = known
+        if not known:
+            name = type(call.target).__name__
+            logger.warning_once(f"all layers of {name} are computed anew in verifying: in two parts it reads otherwise")
+        return plain
 
     @property
     def _kind(self) -> tuple[Any, ...]:
         """What it may depend on whether layers can be taken apart."""
-        target = self._call.target
-        return self.count, target.dtype, target.device, text_config(target)._attn_implementation
+        target, rows = self._call.target, self._call.rows
+        call = len(rows.kept) > 1, rows.attended is not None
+        return self.count, target.dtype, target.device, text_config(target)._attn_implementation, *call
 
     def _only_active(self, batch: TreeBatch) -> TreeBatch:
         """The same nodes, with those of other rows where ended texts are read; see `DraftTree.idle`."""
@@ -214,7 +224,7 @@ class FirstLayers:
         for layer, (keys, values) in zip(self._call.slots.layers[: self.count], keys_values, strict=True):
             layer.update(keys, values)
 
-    def _tried(self, read: _Read, trees: Sequence[DraftTree], columns: int) -> torch.Tensor | None:
+    def _logits_after(self, read: _Read, trees: Sequence[DraftTree], columns: int) -> torch.Tensor | None:
         """The logits `[B, columns, V]` after what was read ahead; `None` where the target does not run so."""
         try:
             model, inputs = self._model_after(read, trees, columns)

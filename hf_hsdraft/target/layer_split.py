@@ -24,7 +24,7 @@ def why_not_split(target: Any) -> str:
     if not path:
         return f"{name} has no single list of {decoder_layers(text_config(target))} decoder layers"
     module = target
-    for part in path[:-1]:
+    for part in path:
         if "forward" in vars(module) or module._compiled_call_impl is not None:
             return f"the forward of {type(module).__name__} was replaced: by torch.compile, or by hooks of accelerate"
         module = getattr(module, part)
