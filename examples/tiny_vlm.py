@@ -12,7 +12,8 @@ numbers. Training has two parts:
     python examples/tiny_vlm.py train --out tiny_vlm --max-minutes 20
     python examples/tiny_vlm.py measure tiny_vlm
 
-An interrupted run goes on from its last checkpoint when the same command is given again.
+Minutes are those of the processor: for one thread that has a core to itself, they are minutes on the wall. An
+interrupted run goes on from its last checkpoint when the same command is given again.
 """
 
 from __future__ import annotations
@@ -217,7 +218,13 @@ class Words:
 
 @dataclass
 class Clock:
-    """Seconds that all runs together have trained, and when something was last said and saved."""
+    """How long all runs together have trained, and when something was last said and saved.
+
+    Attributes:
+        limit: seconds of the processor that training may take. What else runs on the machine changes none of it.
+        before: those of earlier runs.
+        said, saved: when that was last done, on the wall.
+    """
 
     limit: float
     before: float = 0.0
@@ -225,12 +232,12 @@ class Clock:
     saved: float = 0.0
 
     def __post_init__(self) -> None:
-        self.began = time.monotonic()
-        self.said = self.saved = self.began
+        self.began = time.process_time()
+        self.said = self.saved = time.monotonic()
 
     @property
     def spent(self) -> float:
-        return self.before + time.monotonic() - self.began
+        return self.before + time.process_time() - self.began
 
     def due(self, name: str, every: float) -> bool:
         now = time.monotonic()
@@ -270,7 +277,7 @@ def train(folder: Path, max_minutes: float, words_share: float, rank: int) -> No
 
     Args:
         folder: of the run.
-        max_minutes: minutes of both parts together.
+        max_minutes: minutes of the processor, both parts together.
         words_share: share of them for the first part.
         rank: of the updates of the language model.
     """
@@ -463,7 +470,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("train", help="train a model, or go on with a run")
     command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--max-minutes", type=float, default=20.0)
+    command.add_argument("--max-minutes", type=float, default=20.0, help="of the processor")
     command.add_argument("--words-share", type=float, default=0.4, help="share of the time for the first part")
     command.add_argument("--rank", type=int, default=16, help="of the updates of the language model")
     command = commands.add_parser("measure", help="accuracy on unseen pictures")

@@ -164,7 +164,7 @@ def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) 
 
 def _sharing(module: Any) -> Any:
     """Returns a copy of a module that has the same parts, of which some may be replaced."""
-    copy = type(module).__new__(type(module))
+    copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)
     return copy

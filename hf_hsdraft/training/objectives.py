@@ -126,8 +126,8 @@ OBJECTIVES: dict[str, Objective] = {
     "jensen_shannon": jensen_shannon,
     "total_variation": total_variation,
     "hard_labels": hard_labels,
-    "ce_tv": ce_tv,
     "kl_ce": kl_ce,
+    "ce_tv": ce_tv,
     "nla": nla,
     "lk_hybrid": lk_hybrid,
 }
@@ -145,13 +145,14 @@ def objective_of(name: str, ce_share: float | None = None) -> Objective:
     """
     if ce_share is None:
         return OBJECTIVES[name]
-    if name not in ("ce_tv", "kl_ce"):
+    mixed = {"ce_tv": ce_tv, "kl_ce": kl_ce}
+    if name not in mixed:
         raise ValueError(
             f"ce_share={ce_share} is invalid with objective={name!r}: leave it out, or take 'ce_tv' or 'kl_ce'"
         )
     if not 0.0 <= ce_share <= 1.0:
         raise ValueError(f"ce_share={ce_share} is invalid: expected 0 to 1")
-    return functools.partial(OBJECTIVES[name], ce_share=ce_share)
+    return functools.partial(mixed[name], ce_share=ce_share)
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class TravellingFamily(TrainableFamily):
         config = self.config_for(target, fields)
         if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
             ids = choose(config.draft_vocab_size)
-            config = self.config_for(target, fields | {"draft_vocab_size": len(ids), "draft_vocab_ids": ids})
+            config = self.config_for(target, {**fields, "draft_vocab_size": len(ids), "draft_vocab_ids": ids})
         return self.drafter(config)
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
