@@ -29,6 +29,8 @@ if needs_newer() is None:
     from .drafters.hidden_state.modeling_hsdraft import HSDrafter
     from .drafters.ngrams.cacheback import CachebackDrafter
     from .drafters.registry import register_drafter
+    from .drafters.self_speculation.configuration_self import SelfDraftConfig
+    from .drafters.self_speculation.modeling_self import SelfDrafter
     from .drafters.specformer.configuration_specformer import SpecFormerConfig
     from .drafters.specformer.modeling_specformer import SpecFormerDrafter
     from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
@@ -76,6 +78,8 @@ __all__ = [
     "HSDraftGenerateOutput",
     "HSDrafter",
     "LayerSkipDrafter",
+    "SelfDraftConfig",
+    "SelfDrafter",
     "SpecFormerConfig",
     "SpecFormerDrafter",
     "SteeredLMDrafter",

@@ -30,6 +30,7 @@ def estimate(
     num_roll_layers: Annotated[int | None, typer.Option(min=1, help="Layers of a roll-out step.")] = None,
     num_step_modules: Annotated[int | None, typer.Option(min=1, help="Sets of parameters by step.")] = None,
     injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters.")] = None,
+    draft_layers: Annotated[int | None, typer.Option(min=1, help="Of self drafters: first layers that draft.")] = None,
     tau: Annotated[
         float | None,
         typer.Option(min=1.0, help="Tokens per target forward, as measured: estimates decoding instead of training."),
@@ -67,6 +68,7 @@ def estimate(
         "num_roll_layers": num_roll_layers,
         "num_step_modules": num_step_modules,
         "injector": injector and injector.value,
+        "draft_layers": draft_layers,
     }
     fields = {name: value for name, value in sizes.items() if value is not None}
     if drafter is not None and fields:

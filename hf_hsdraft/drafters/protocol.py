@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,8 @@ class DraftCall:
         slots: number of slots of the target's cache, where that does not grow.
         compile_config: by which forwards over trees are compiled; `None` if they are not.
         stack: closes when the call ends.
+        first_layers: returns the first n layers of the target, which read drafts ahead in its own cache, see
+            `TargetRuntime.first_layers`.
     """
 
     target: Any
@@ -117,6 +119,7 @@ class DraftCall:
     slots: int | None = None
     compile_config: Any = None
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    first_layers: Callable[[int, bool], Any] = lambda count, reuse: None
 
 
 class Session:

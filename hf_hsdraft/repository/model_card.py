@@ -119,7 +119,8 @@ def render_card(folder: Path, name: str) -> str:
     target = config.get("target_name") or recipe.get("target") or target_of(config)[0]
     of_paper = adapts is not None or "injector" in config
     told = bool(config.get("reads_states")) or "speculators_model_type" in config
-    reads_states = of_paper or told or "target_tap_layers" in config or (folder / STEERING).is_file()
+    told = told or not config.keys().isdisjoint(("target_tap_layers", "draft_layers"))
+    reads_states = of_paper or told or (folder / STEERING).is_file()
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class TrainableFamily:
         plain_options: drafting options with which a draft depends on nothing of earlier rounds.
         arguments: training arguments whose defaults differ for this family.
         takes_adapters: whether its drafters load adapters (LoRA).
+        follows_drafts: whether its chains can follow other tokens than the text's, as most data policies want.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TrainableFamily:
     plain_options: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
     takes_adapters = False
+    follows_drafts = True
 
     @property
     def fields(self) -> set[str]:
@@ -139,6 +141,14 @@ class TrainableFamily:
             config: its configuration.
         """
 
+    def check_policy(self, data_policy: str) -> None:
+        """Raises a ValueError for a data policy by which chains of this family cannot be trained."""
+        if data_policy != "teacher" and not self.follows_drafts:
+            raise ValueError(
+                f"data_policy={data_policy!r} is invalid with family={self.name!r}, which learns from hidden states "
+                "along the text: expected 'teacher'"
+            )
+
     def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: torch.Tensor) -> Any:
         """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
 
@@ -150,6 +160,11 @@ class TrainableFamily:
             output_rows: `[V, D]`, the target's output embedding.
         """
         raise NotImplementedError
+
+    def taps(self, drafter: Any, target: Any) -> Sequence[int]:
+        """Returns the hidden states of a target that training reads: those that drafting reads, unless it says more."""
+        taps: Sequence[int] = drafter.taps_of(target)
+        return taps
 
     def layers(self, drafter: Any) -> list[nn.Module]:
         """Returns the layers of a drafter, which are computed again in the backward where memory is short."""

@@ -10,6 +10,7 @@ from .families.block import BlockFamily
 from .families.eagle3 import EagleFamily
 from .families.hidden_state import HiddenStateFamily
 from .families.lm import LMFamily
+from .families.self_speculation import SelfFamily
 from .families.specformer import SpecFormerFamily
 from .families.steered_lm import SteeredLMFamily
 from .family import TrainableFamily
@@ -19,6 +20,7 @@ _FAMILIES: tuple[TrainableFamily, ...] = (
     HiddenStateFamily(),
     BlockFamily(),
     EagleFamily(),
+    SelfFamily(),
     SpecFormerFamily(),
     SteeredLMFamily(),  # before the drafters that it derives from
     LMFamily(),

@@ -10,17 +10,16 @@ import copy
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from ...common.tensors import on_device
 from ...common.tuning import TUNING
 from ...target.cache_slots import CacheSlots
 from ...target.static_cache import move_slots
 from ...target.target_limits import text_config
+from ...trees.drafted_levels import DraftedLevels
 from ...trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, tree_mask
 from .lm_limits import empty_cache, most_tokens
 
@@ -51,7 +50,7 @@ class LMTexts:
             self._slots.make_room()
         self._last_position = most_tokens(model) - 1
         self._takes = inspect.signature(model.forward).parameters.keys() & {"logits_to_keep", "position_ids"}
-        self._drafted: _Drafted | None = None
+        self._drafted: DraftedLevels | None = None
 
     @property
     def _model(self) -> Any:
@@ -124,14 +123,13 @@ class LMTexts:
             The logits `[B, n, V]` after each node, and the columns `[B, n, depth]` of the nodes' paths, their own the
             last one.
         """
-        drafted = self._drafted = (self._drafted or _Drafted.nothing(tokens)).with_level(tokens, paths)
+        drafted = self._drafted = (self._drafted or DraftedLevels.nothing(tokens)).with_level(tokens, paths)
         kept = on_device(self.kept, tokens.device)
         depth, count = paths.shape[2] + 1, tokens.shape[1]
         positions = (kept[:, None] + depth - 1).clamp(max=self._last_position).expand(-1, count)
         alone = len(tokens) == 1 and drafted.is_chain
         logits = self._forward(tokens, positions, None if alone else self._masks(drafted.batch, count), count)
-        own = torch.arange(drafted.count - count, drafted.count, device=tokens.device).expand(len(tokens), -1)
-        return logits, torch.cat([paths, own[..., None]], dim=-1)
+        return logits, torch.cat([paths, drafted.own_columns(count)], dim=-1)
 
     def forget(self) -> None:
         """Drops all that was drafted."""
@@ -208,39 +206,6 @@ class LMTexts:
         dropped = start + columns - max(self.kept)
         self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)
         self._slots.drop(dropped)
-
-
-@dataclass(frozen=True)
-class _Drafted:
-    """What was drafted after the texts, in the order of reading.
-
-    Attributes:
-        batch: tokens, depths and ancestors of the nodes. A child of the root has depth 0: it stands after the text.
-        is_chain: whether no level has more than one node.
-    """
-
-    batch: TreeBatch
-    is_chain: bool = True
-
-    @classmethod
-    def nothing(cls, tokens: torch.Tensor) -> _Drafted:
-        """Of texts like these `[B, n]`."""
-        none = tokens[:, :0]
-        return cls(TreeBatch(none, none, none.bool()[:, :, None][:, :, :0]))
-
-    @property
-    def count(self) -> int:
-        return self.batch.tokens.shape[1]
-
-    def with_level(self, tokens: torch.Tensor, paths: torch.Tensor) -> _Drafted:
-        """The same with nodes `[B, n]` after ancestors `[B, n, depth - 1]`."""
-        before, (rows, count) = self.batch, tokens.shape
-        depths = torch.full_like(tokens, paths.shape[2])
-        seen = torch.zeros(rows, count, self.count, dtype=torch.bool, device=tokens.device).scatter_(2, paths, True)
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        ancestors = torch.cat([pad(before.ancestors, (0, count)), torch.cat([seen, own], dim=2)], dim=1)
-        batch = TreeBatch(torch.cat([before.tokens, tokens], 1), torch.cat([before.depths, depths], 1), ancestors)
-        return _Drafted(batch, self.is_chain and count == 1)
 
 
 def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Sequence[int]]]:
