@@ -1,8 +1,8 @@
 """Hidden-state speculative decoding for transformers: the same text, fewer target forwards.
 
 Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`], a
-[`CachebackDrafter`] or a [`CausalLMDrafter`]. `attach(model, drafter)` lets all calls of `model.generate()` draft, with
-nothing else changed.
+[`CachebackDrafter`], a [`CausalLMDrafter`] or a [`CascadeDrafter`] of several. `attach(model, drafter)` lets all calls
+of `model.generate()` draft, with nothing else changed.
 """
 
 from typing import Any
@@ -18,7 +18,10 @@ if needs_newer() is None:
     from .drafters.auto_drafter import AutoDrafter
     from .drafters.block.configuration import BlockConfig
     from .drafters.block.drafter import BlockDrafter
+    from .drafters.cascade.cascade_drafter import CascadeDrafter
+    from .drafters.causal_lm.layer_skip import LayerSkipDrafter
     from .drafters.causal_lm.lm_drafter import CausalLMDrafter
+    from .drafters.causal_lm.steered_lm import SteeredLMDrafter
     from .drafters.eagle.configuration_eagle import EagleConfig
     from .drafters.eagle.modeling_eagle import EagleDrafter
     from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
@@ -26,6 +29,8 @@ if needs_newer() is None:
     from .drafters.hidden_state.modeling_hsdraft import HSDrafter
     from .drafters.ngrams.cacheback import CachebackDrafter
     from .drafters.registry import register_drafter
+    from .drafters.self_speculation.configuration_self import SelfDraftConfig
+    from .drafters.self_speculation.modeling_self import SelfDrafter
     from .drafters.specformer.configuration_specformer import SpecFormerConfig
     from .drafters.specformer.modeling_specformer import SpecFormerDrafter
     from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
@@ -61,6 +66,7 @@ __all__ = [
     "BlockConfig",
     "BlockDrafter",
     "CachebackDrafter",
+    "CascadeDrafter",
     "CausalLMDrafter",
     "DraftStatistics",
     "DraftTree",
@@ -71,8 +77,12 @@ __all__ = [
     "HSDraftEncoderDecoderOutput",
     "HSDraftGenerateOutput",
     "HSDrafter",
+    "LayerSkipDrafter",
+    "SelfDraftConfig",
+    "SelfDrafter",
     "SpecFormerConfig",
     "SpecFormerDrafter",
+    "SteeredLMDrafter",
     "__version__",
     "attach",
     "attached",

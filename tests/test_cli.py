@@ -21,8 +21,8 @@ NAMES = [
     "first-calls",
     "info",
 ]
-NAMES += ["export", "list", "lm-eval", "overlap", "pull", "push", "quality", "support", "throughput", "train"]
-NAMES += ["train-refiner", "train-verifier"]
+NAMES += ["export", "list", "lm-eval", "overlap", "plan", "prune", "pull", "push", "quality", "skip-layers", "support"]
+NAMES += ["throughput", "train", "train-refiner", "train-verifier"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,11 +14,11 @@ def test_own_and_borrowed_weights_are_counted(family):
     target = random_target(TINY, 4, torch.float32)
     taken = measure_drafter(family, target, nodes=8)
     kind = TRAINABLE[family]
-    drafter = kind.drafter(kind.config_for(target, {"draft_vocab_size": TINY.vocab_size}))
+    drafter = kind.untrained(target, {"draft_vocab_size": TINY.vocab_size})
     assert taken.own == 4 * sum(parameter.numel() for parameter in drafter.parameters())
     head = 4 * TINY.vocab_size * TINY.hidden_size
-    has_own_head = getattr(drafter, "lm_head", None) is not None
-    assert taken.borrowed == (0 if has_own_head else head)
+    borrowed = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings()).head
+    assert taken.borrowed == (0 if borrowed is None else head)
     assert taken.draft > 0.0
 
 

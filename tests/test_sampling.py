@@ -12,7 +12,8 @@ from conftest import make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.bench.exactness import DRAFTED, Table, check, chi_square, grow
+from hf_hsdraft.bench import exactness
+from hf_hsdraft.bench.exactness import DRAFTED, Table, cascaded, check, chi_square, grow
 from hf_hsdraft.bench.exactness import settings as all_settings
 from hf_hsdraft.trees.sampled_trees import branching_for
 from hf_hsdraft.verifiers.rejection import Rejection
@@ -40,6 +41,18 @@ def test_a_biased_verifier_is_found():
             return super().judge(replace(tree, log_probs=(flat,) * len(tree), vocab_ids=torch.arange(DRAFTED)), nodes)
 
     assert check(Biased(), "beam", "none", 1.0, samples=4000).p_value < 1e-6
+
+
+def test_a_middle_model_that_drew_by_another_distribution_is_found(monkeypatch):
+    """The chain of a cascade, drawn at one temperature, with the distributions of another one."""
+
+    def biased(table, choice):
+        tree = cascaded(table, choice)
+        told = [None if each is None else (0.3 * each).log_softmax(-1) for each in tree.log_probs]
+        return replace(tree, log_probs=tuple(told))
+
+    monkeypatch.setattr(exactness, "cascaded", biased)
+    assert check("rejection", "cascade", "none", 1.0, samples=4000).p_value < 1e-6
 
 
 def test_the_chi_square_is_the_textbook_one():

@@ -51,13 +51,14 @@ class Acceleration:
         """Counts a round; returns whether forwards become others from here on, whose costs have to be learnt anew."""
         return False
 
-    def forward(self, inputs: dict[str, Any], comes_again: bool) -> Any:
+    def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
         """Returns the target's outputs.
 
         Args:
             comes_again: whether many forwards have inputs of this shape, which is worth compiling for.
+            model: runs instead of the target, of whose layers it is made.
         """
-        return self._target(**inputs, return_dict=True)
+        return (self._target if model is None else model)(**inputs, return_dict=True)
 
 
 _registered: list[type[Acceleration]] = [Acceleration]

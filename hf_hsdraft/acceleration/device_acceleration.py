@@ -44,11 +44,11 @@ class DeviceAcceleration(Acceleration):
         self.packed = self._packing.weights is not None
         return self.packed and not before
 
-    def forward(self, inputs: dict[str, Any], comes_again: bool) -> Any:
-        if self._compiled is not None and comes_again:
+    def forward(self, inputs: dict[str, Any], comes_again: bool, model: Any = None) -> Any:
+        if self._compiled is not None and comes_again and model is None:
             return self._compiled.forward(inputs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(grouped_attention(self._target.device))
             if self._packing is not None and self._packing.weights is not None:
                 stack.enter_context(self._packing.weights.in_use())
-            return self._target(**inputs, return_dict=True)
+            return super().forward(inputs, comes_again, model)

@@ -24,6 +24,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from ..drafters.cascade.held_chain import Choice, HeldChain
 from ..trees.builder_registry import DRAWING, TREE_BUILDERS
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_builders import Expansion, TreeLimits
@@ -43,8 +44,10 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
+CASCADE = "cascade"  # no builder of trees: a middle model passes up what it says of the drafts of another drafter
 # Tree size and beam width of each builder.
-LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4)}
+LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4), CASCADE: (2, 1)}
+_DRAWN = {*DRAWING, CASCADE}
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,27 @@ class FullExpansion(Expansion):
 
 def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
     """Returns trees of one builder for `count` rounds."""
+    if builder == CASCADE:
+        return [cascaded(table, Choice(1.0, DRAFTED)) for _ in range(count)]
     limits = TreeLimits(*LIMITS[builder], threshold=0.0, max_depths=[2] * count)
     roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
     return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
+
+
+def cascaded(table: Table, choice: Choice) -> DraftTree:
+    """Returns the chain of two tokens that the table's drafter holds, in the place of a middle model.
+
+    The level below drafts without looking at it, as n-grams do: always the next higher token.
+    """
+    held, depth = HeldChain(), 2
+    while len(held.tokens) < depth:
+        tokens = [*held.tokens[-1:], *([] if held.tokens else [_ROOT])]
+        tokens += [(tokens[0] + each) % DRAFTED for each in range(1, depth - len(held.tokens))]
+        places = range(len(tokens))
+        draft = DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(places), (0.0,) * len(tokens))
+        logits = torch.stack([table.drafts[len(held.tokens) + place][tokens[place]] for place in places])
+        held.add(draft, logits, choice)
+    return held.tree(_ROOT, choice)
 
 
 def check(
@@ -134,7 +155,7 @@ def check(
 
     Args:
         verifier: a name of `VERIFIERS`, or another rule.
-        builder: a name of `TREE_BUILDERS`.
+        builder: a name of `LIMITS`.
         processor: a name of `PROCESSORS`.
         temperature: temperature of the target.
         samples: number of texts.
@@ -190,5 +211,5 @@ def settings(
 ) -> Iterator[tuple[str, str, str, float]]:
     """Yields all settings of exact rules. Those for drawn nodes are left out where none are drawn."""
     for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
-        if rule.exact and (builder in DRAWING or not rule.drawn_nodes):
+        if rule.exact and (builder in _DRAWN or not rule.drawn_nodes):
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

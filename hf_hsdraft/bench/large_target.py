@@ -100,9 +100,8 @@ def measure_drafter(family: str, target: Any, nodes: int) -> Taken:
     memory = PeakMemory(target.device)
     before = memory.start()
     kind = TRAINABLE[family]
-    config = kind.config_for(target, {"draft_vocab_size": target.config.vocab_size})
     with _default_dtype(target.dtype):
-        drafter = kind.drafter(config).eval()
+        drafter = kind.untrained(target, {"draft_vocab_size": target.config.vocab_size}).eval()
     drafter.generation_config.tree_size = nodes
     with torch.inference_mode():
         seconds = statistics.median(_draft_times(drafter, target, nodes))

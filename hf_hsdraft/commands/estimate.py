@@ -30,6 +30,7 @@ def estimate(
     num_roll_layers: Annotated[int | None, typer.Option(min=1, help="Layers of a roll-out step.")] = None,
     num_step_modules: Annotated[int | None, typer.Option(min=1, help="Sets of parameters by step.")] = None,
     injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters.")] = None,
+    draft_layers: Annotated[int | None, typer.Option(min=1, help="Of self drafters: first layers that draft.")] = None,
     tau: Annotated[
         float | None,
         typer.Option(min=1.0, help="Tokens per target forward, as measured: estimates decoding instead of training."),
@@ -43,6 +44,14 @@ def estimate(
         int | None, typer.Option(min=1, help="With --tau: verified nodes besides the root; default: the drafter's.")
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="With --tau: tokens that the target's cache holds.")] = 1024,
+    middle: Annotated[
+        str | None,
+        typer.Option(help="With --tau: a smaller model; also estimates n-grams > this model > target."),
+    ] = None,
+    shares: Annotated[
+        str,
+        typer.Option(help="With --middle: tokens accepted of n-grams by the target, by the model, and of the model."),
+    ] = "0.4,0.4,0.8",
 ) -> None:
     """Says what training a drafter for a target would take, with the arithmetic; runs nothing.
 
@@ -59,11 +68,12 @@ def estimate(
         "num_roll_layers": num_roll_layers,
         "num_step_modules": num_step_modules,
         "injector": injector and injector.value,
+        "draft_layers": draft_layers,
     }
     fields = {name: value for name, value in sizes.items() if value is not None}
     if drafter is not None and fields:
         raise typer.BadParameter(f"{drafter} has its own sizes: leave {', '.join(fields)} out", param_hint="--drafter")
-    given = {"--drafter": drafter, "--family": family, "--nodes": nodes}
+    given = {"--drafter": drafter, "--family": family, "--nodes": nodes, "--middle": middle}
     if tau is None and (unused := [name for name, value in given.items() if value is not None]):
         raise typer.BadParameter("it is about decoding: expected --tau beside it", param_hint=unused[0])
     if drafter is not None and family is not None:
@@ -79,7 +89,14 @@ def estimate(
         depth = min(num_draft_steps or options.num_assistant_tokens, made.num_draft_steps)
         plan = Drafting(depth, options.beam_width, nodes or options.tree_size, tau, length)
         device = Device(bytes_per_second, flops_per_second or 9.9e14)
-        lines = list(estimate_decoding(config, made, plan, device).lines)
+        found = estimate_decoding(config, made, plan, device)
+        lines = list(found.lines)
+        if middle is not None:
+            from ..bench.hierarchy_estimate import estimate_cascade, estimated_levels
+
+            parts = [float(share) for share in shares.split(",")]
+            levels = estimated_levels(config, AutoConfig.from_pretrained(middle), parts, device, length)
+            lines += ["", *estimate_cascade(levels, found.figures["speed-up, at most"])]
     else:
         figures = run(
             config,
@@ -114,8 +131,7 @@ def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any])
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
         if name is None:
-            kind = trainable(family, fields)
-            return kind.drafter(kind.config_for(target, fields))
+            return trainable(family, fields).untrained(target, fields)
     drafter = load_drafter(name)
     drafter.check(target)
     return drafter

@@ -19,7 +19,10 @@ class Family(str, Enum):
     hidden_state = "hidden-state"
     block = "block"
     eagle3 = "eagle3"
+    self_speculation = "self"
     specformer = "specformer"
+    lm = "lm"
+    steered_lm = "steered-lm"
 
 
 class MarkovHead(str, Enum):
@@ -40,7 +43,8 @@ class Head(str, Enum):
     "--num-train-epochs, "
     "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
     "--max-minutes, --ce-share, --ctc-labels, --rejected-drafts, --depth-weighting, "
-    "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --chains-per-conversation, "
+    "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --cosine-weight, "
+    "--chains-per-conversation, "
     "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. --max-minutes bounds the time from the first "
     "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps. "
     "Run the same command again to resume.",
@@ -94,13 +98,16 @@ def train(
     taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
     num_draft_steps: Annotated[
-        int | None, typer.Option(min=1, help="K, depth of a draft; default 6, of block and specformer 8, of eagle3 7.")
+        int | None,
+        typer.Option(
+            min=1, help="K, depth of a draft; default 6, of block, specformer, steered-lm 8, eagle3 7, lm and self 5."
+        ),
     ] = None,
     tree_size: Annotated[
         int | None, typer.Option(min=1, help="Nodes per round, at least K; default 24. Decides no weights.")
     ] = None,
     num_hidden_layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3.")
+        int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3, of lm a fifth of the target's.")
     ] = None,
     num_roll_layers: Annotated[
         int | None, typer.Option(min=1, help="Of hidden-state drafters: layers of a roll-out step; default: all.")
@@ -116,6 +123,9 @@ def train(
     markov_head: Annotated[MarkovHead | None, typer.Option(help="Formula of that bias; default: vanilla.")] = None,
     reads_tokens: Annotated[
         bool | None, typer.Option(help="Whether specformer drafters read the last accepted token; default: they do.")
+    ] = None,
+    draft_layers: Annotated[
+        int | None, typer.Option(min=1, help="Of self drafters: first layers that draft; default: a quarter.")
     ] = None,
     init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
     lora: Annotated[
@@ -156,6 +166,7 @@ def train(
         "markov_rank": markov_rank,
         "markov_head_type": markov_head and markov_head.value,
         "reads_tokens": reads_tokens,
+        "draft_layers": draft_layers,
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET

@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..repository.care import care
-from ..repository.checkpoint import Checkpoint
-from ..repository.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
 from . import families  # noqa: F401  # they register themselves
-from .formats import Format, recognise
-from .registry import FAMILIES
+from .by_config import load_by_config
 
 
 class AutoDrafter:
@@ -36,26 +32,4 @@ class AutoDrafter:
             OSError: there is no such folder or repository, or it holds no configuration.
             ValueError: it is of no family and of no format that is known, or its files contradict each other.
         """
-        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.get("subfolder") or ""
-        with care().loading(name, offline=bool(hub.get("local_files_only"))):
-            config = read_json(find_folder(name, (CONFIG,), subfolder, **hub) / CONFIG)
-            model_type = config.get("model_type")
-            family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-            if family is None:
-                checkpoint = Checkpoint.open(name, subfolder, **hub)
-                of_hub = {*HUB_ARGUMENTS, "subfolder"}
-                others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
-                return _format_of(checkpoint).load(checkpoint, **others)
-        return family.drafter.from_pretrained(name, *args, **kwargs)
-
-
-def _format_of(checkpoint: Checkpoint) -> Format:
-    """Returns the format of a checkpoint that is of no family by its `model_type`."""
-    try:
-        return recognise(checkpoint)
-    except ValueError as error:
-        if "auto_map" not in checkpoint.config:
-            raise
-        advice = "import the module that registers its family, or use AutoModel and trust_remote_code=True"
-        raise ValueError(f"{error}; {advice}") from None
+        return load_by_config(pretrained_model_name_or_path, *args, **kwargs)

@@ -4,8 +4,17 @@ A folder whose `__init__` registers its family cannot be entered without all tha
 are used without the rest, as the plugin for vLLM does, a file of the folder registers the family.
 """
 
-from . import block, causal_lm, eagle, specformer
+from . import block, cascade, causal_lm, eagle, self_speculation, specformer
 from .hidden_state import hidden_state_family
 from .ngrams import ngram_family
 
-__all__ = ["block", "causal_lm", "eagle", "hidden_state_family", "ngram_family", "specformer"]
+__all__ = [
+    "block",
+    "cascade",
+    "causal_lm",
+    "eagle",
+    "hidden_state_family",
+    "ngram_family",
+    "self_speculation",
+    "specformer",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,12 @@ class Accepted:
         last = embed(self.following[-1:])
         return torch.cat([self.embeds.to(last.device, last.dtype), last])
 
+    @classmethod
+    def of_tokens(cls, row: int, tokens: Sequence[int]) -> Accepted:
+        """Returns news without hidden states, for sessions that read tokens alone."""
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(row, list(tokens), torch.empty(0, 0), none, none)
+
 
 @dataclass(frozen=True)
 class DraftCall:
@@ -102,6 +108,8 @@ class DraftCall:
         slots: number of slots of the target's cache, where that does not grow.
         compile_config: by which forwards over trees are compiled; `None` if they are not.
         stack: closes when the call ends.
+        first_layers: returns the first n layers of the target, which read drafts ahead in its own cache, see
+            `TargetRuntime.first_layers`.
     """
 
     target: Any
@@ -111,6 +119,7 @@ class DraftCall:
     slots: int | None = None
     compile_config: Any = None
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    first_layers: Callable[[int, bool], Any] = lambda count, reuse: None
 
 
 class Session:
@@ -135,6 +144,14 @@ class Session:
     def observe(self, news: Sequence[Accepted]) -> None:
         """Takes what was accepted; the first news are those of the prompts."""
 
+    def suppose(self, news: Sequence[Accepted]) -> None:
+        """Goes on from tokens that may be taken back: another model has chosen them, the target has not seen them.
+
+        They stand after what was observed, and hold until the next news of the same text, supposed or observed. The
+        session of a drafter that `supposes` can do it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot take back what it was told")
+
     def keep(self, rows: Sequence[int]) -> None:
         """From here on only these texts go on; the others have ended. May be called again with fewer texts."""
 
@@ -155,6 +172,36 @@ class Session:
         """The call has ended well."""
 
 
+class Reader:
+    """A language model that reads texts with drafts after them, so that it can verify the drafts of another drafter.
+
+    Attributes:
+        vocab_size: number of tokens that it knows.
+        kind: what the time of its forwards depends on; hashable.
+    """
+
+    vocab_size: int
+    kind: tuple[Any, ...] = ()
+
+    def room(self) -> int:
+        """Returns the greatest number of tokens that a text may have."""
+        raise NotImplementedError
+
+    def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """Returns logits `[n, V]` after the last n tokens of some texts, in one forward if the model can.
+
+        What was read before of the same beginning of a text is not read again; what differs from it is taken back.
+
+        Args:
+            texts: all tokens of each text, drafted ones included.
+            counts: for each text the number n, at least 1.
+        """
+        raise NotImplementedError
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """From here on only these texts go on."""
+
+
 class Drafter:
     """Weights, configuration and drafting options. One drafter may serve several calls at once.
 
@@ -166,6 +213,7 @@ class Drafter:
         num_draft_steps: greatest `num_assistant_tokens`.
         takes_tree_builders: whether its sessions can grow trees by any `tree_builder`, also by those that draw nodes.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
+        supposes: whether its sessions can take back what they were told, see `Session.suppose`.
         why_not_refined: why its drafts cannot be refined by a tiny model of the target's text; empty if they can.
         own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
         saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
@@ -177,6 +225,7 @@ class Drafter:
     num_draft_steps: int
     takes_tree_builders: bool = False
     least_ngram_length: int = 0
+    supposes: bool = False
     why_not_refined: str = "its depths are not drafted at once"
     own_options: Sequence[Option] = ()
     saved_as: Sequence[str] = ()
@@ -220,6 +269,20 @@ class Drafter:
     def session(self, call: DraftCall) -> Session:
         """What drafts in one call."""
         raise NotImplementedError
+
+    @property
+    def verifying_model(self) -> Any:
+        """The language model by which it can verify the drafts of another drafter; `None` if it has none."""
+        return None
+
+    def reader(self, rows: int, most_pending: int) -> Reader:
+        """Returns what reads texts by `verifying_model`.
+
+        Args:
+            rows: number of texts.
+            most_pending: greatest number of tokens of a text that may be taken back.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no model that verifies")
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         """What a draft of one text multiplies by; () where that takes no time worth counting.

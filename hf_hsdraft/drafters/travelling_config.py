@@ -91,12 +91,13 @@ class TravellingConfig(PreTrainedConfig):
             # A pipeline takes an assistant without tokenizers of its own only if these are the target's.
             **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
         }
-        unknown = sorted(overrides.keys() - set(inspect.signature(cls.__init__).parameters) - _OF_TRANSFORMERS)
+        own = set(inspect.signature(cls.__init__).parameters) | _OF_TRANSFORMERS
+        unknown = sorted(overrides.keys() - own)
         if unknown:
             raise ValueError(f"a drafter's configuration has no {', '.join(unknown)}")
         if overrides.get("draft_vocab_ids") is not None and "draft_vocab_size" not in overrides:
             fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
-        return cls(**{**fields, **overrides})
+        return cls(**{name: value for name, value in fields.items() if name in own} | overrides)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
@@ -116,27 +117,35 @@ class TravellingConfig(PreTrainedConfig):
         self._check_format()
         for name in self.limits:
             self._check_integer(name)
-        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            value = getattr(self, name)
-            demand(is_number(value) and 0.0 < value < 1e12, name, value, "expected a positive number")
+        self._check_positive("rms_norm_eps", "initializer_range")
         self._check_choice("head", HEADS)
-        window, steps = self.sliding_window, self.num_draft_steps
-        wanted = f"expected None, or an integer above num_draft_steps={steps}"
-        demand(window is None or (is_integer(window) and steps < window < 2**31), "sliding_window", window, wanted)
+        self.check_attention()
         self._check_taps()
         self._check_vocabulary()
         self._check_target()
         self._check_files()
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
-        demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
         if self.head == "target" and self.hidden_size != self.target_hidden_size:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is invalid with head='target': the target's output rows need "
                 f"target_hidden_size={self.target_hidden_size}; set them equal or choose head='trained'"
             )
-        wanted = f"a tree of depth num_draft_steps={steps} needs at least as many nodes"
-        demand(self.tree_size >= steps, "tree_size", self.tree_size, wanted)
+        wanted = f"a tree of depth num_draft_steps={self.num_draft_steps} needs at least as many nodes"
+        demand(self.tree_size >= self.num_draft_steps, "tree_size", self.tree_size, wanted)
+
+    def check_attention(self) -> None:
+        """Raises a ValueError about what attention of the drafter's own goes by."""
+        self._check_positive("rope_theta")
+        window, steps = self.sliding_window, self.num_draft_steps
+        wanted = f"expected None, or an integer above num_draft_steps={steps}"
+        demand(window is None or (is_integer(window) and steps < window < 2**31), "sliding_window", window, wanted)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+        demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            demand(is_number(value) and 0.0 < value < 1e12, name, value, "expected a positive number")
 
     def _check_taps(self) -> None:
         taps, layers = self.target_tap_layers, self.target_num_hidden_layers
@@ -267,3 +276,9 @@ def own_integer(config: Any, name: str) -> int | None:
     """A field where it is one number for all layers."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
+
+
+def default_tap_layers(num_hidden_layers: int) -> list[int]:
+    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
+    wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
+    return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})

@@ -26,6 +26,8 @@ class DraftStatistics:
         reason: why chains were, if they were not asked for.
         exact: whether the text has the target's own distribution; only a lossy rule of verification has not.
         relaxed_tokens: tokens that a lossy rule accepted in place of the target's own; 0 under exact rules.
+        reused_share: share of the layers' work in verifying trees that self-speculation had done while drafting; 0 of
+            other drafters.
         packed_weights: whether rounds multiplied by packed copies of the target's weights, from some round on.
         prefill_seconds, draft_seconds, verify_seconds, commit_seconds, total_seconds: wall-clock time; what is left of
             the total is Python between the parts, and finding out what a target can do.
@@ -41,6 +43,7 @@ class DraftStatistics:
     exact: bool = True
     relaxed_tokens: int = 0
     packed_weights: bool = False
+    reused_share: float = 0.0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0

@@ -82,7 +82,7 @@ def speculative_decoding(
         rounds.drafting.session.end()
     keeper.finish()
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
-    statistics.packed_weights = runtime.acceleration.packed
+    statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 

@@ -91,7 +91,14 @@ class Rounds:
         self.drafting = Drafting(
             call.drafter,
             DraftCall(
-                call.target, rows, options, texts.foresight, runtime.slots, acceleration.compile_config, call.stack
+                call.target,
+                rows,
+                options,
+                texts.foresight,
+                runtime.slots,
+                acceleration.compile_config,
+                call.stack,
+                runtime.first_layers,
             ),
             texts.prune,
         )

@@ -28,6 +28,7 @@ CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
 RULE_FILES = tuple(rule_files())  # what lossy rules have learned of the target
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
 REFINER = REFINER_CONFIG, REFINER_WEIGHTS = ("refiner/config.json", "refiner/model.safetensors")
+STEERING = "steering.safetensors"  # beside a language model: what steers it by the target's hidden states
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS, *RULE_FILES)  # all but weights and code
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")

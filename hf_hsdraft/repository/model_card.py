@@ -16,7 +16,7 @@ from ..common.checks import public_name
 from ..verifiers.pivot import FILE, PivotClassifier
 from ..verifiers.registry import is_lossy
 from .card_figures import figures_section, is_chain
-from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
+from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, STEERING, read_json, weight_files
 from .markdown import code, table
 from .publication import MARK, is_generated, stands_alone
 from .speculators_format import target_of
@@ -119,7 +119,8 @@ def render_card(folder: Path, name: str) -> str:
     target = config.get("target_name") or recipe.get("target") or target_of(config)[0]
     of_paper = adapts is not None or "injector" in config
     told = bool(config.get("reads_states")) or "speculators_model_type" in config
-    reads_states = of_paper or told or "target_tap_layers" in config
+    told = told or not config.keys().isdisjoint(("target_tap_layers", "draft_layers"))
+    reads_states = of_paper or told or (folder / STEERING).is_file()
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]

@@ -64,6 +64,14 @@ def no_hooks_left(target: nn.Module) -> Iterator[None]:
                 del _calls[target]
 
 
+def without_hooks(copied: nn.Module) -> None:
+    """Takes all hooks of forwards off a copy of a model: they are about the model alone."""
+    for module in copied.modules():
+        module.__dict__.pop(_FLAG, None)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+
+
 def _installed(target: nn.Module) -> Iterator[tuple[nn.Module, str | int]]:
     """The modules of a target with the flag, and those with capturing hooks with the key of each hook."""
     for module in target.modules():

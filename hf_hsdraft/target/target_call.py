@@ -132,10 +132,14 @@ class TargetCall:
             inputs["logits_to_keep"] = size
         return inputs
 
-    def forward(self, inputs: dict[str, Any], size: int) -> Any:
-        """The target's outputs for `size` columns, which the cache holds from here on."""
+    def forward(self, inputs: dict[str, Any], size: int, model: Any = None) -> Any:
+        """The target's outputs for `size` columns, which the cache holds from here on.
+
+        Args:
+            model: runs instead of the target, of whose layers it is made.
+        """
         self.forwards += 1
-        outputs = self.acceleration.forward(inputs, comes_again=size in (1, self.fixed))
+        outputs = self.acceleration.forward(inputs, comes_again=size in (1, self.fixed), model=model)
         self.slots.count(size)
         return outputs
 

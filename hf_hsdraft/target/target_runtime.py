@@ -19,6 +19,7 @@ from ..trees.tree_masks import AttentionKind
 from .cache_marks import Mark, as_given, mark, restore, roll_back
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
+from .first_layers import FirstLayers
 from .target_call import Names, TargetCall
 from .target_limits import check_cache, text_config
 from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
@@ -55,6 +56,7 @@ class TargetRuntime:
         self._outputs: Any = None  # of the last forward
         self._columns = self._again = 0  # the drafts' columns in it, and those before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
+        self._first: FirstLayers | None = None  # where drafts are read ahead
         if self._kwargs.get("past_key_values") is not None:
             check_cache(target, self._kwargs["past_key_values"])
 
@@ -91,6 +93,17 @@ class TargetRuntime:
         """From here on drafts are chains; only where one text is read, as rows of a batch may be at odds by now."""
         self.trees, self._call.fixed = False, 0
 
+    def first_layers(self, count: int, reuse: bool) -> FirstLayers | None:
+        """Returns the first layers of the target, to read drafts ahead; `None` where this call reads no trees.
+
+        Args:
+            count: number of layers.
+            reuse: whether verification goes on from what they have read.
+        """
+        able = self.trees and self._kinds and self._call.slots.static is None and not self.recurrent
+        self._first = FirstLayers(self._call, self._kinds, count, reuse) if able else None
+        return self._first
+
     def make_room(self, columns: int) -> None:
         """From here on the cache grows in place, where its layers can and attention takes views of any strides.
 
@@ -122,7 +135,8 @@ class TargetRuntime:
         # Of rows that have left, `input_ids` and the model's inputs still tell.
         if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
             self._again = 0
-            self._outputs = read_trees(call, trees, self._columns, self._kinds)
+            ahead = None if self._first is None else self._first.verify(trees, self._columns)
+            self._outputs = read_trees(call, trees, self._columns, self._kinds) if ahead is None else ahead
         else:
             self._outputs = read_chains(call, trees, input_ids, self._columns)
             self._again = call.unread
@@ -247,6 +261,11 @@ class TargetRuntime:
         """Those of the last node of `path`, from the root on, as plain decoding returns them for one token."""
         names = names_of(self._outputs, self._names, states, attentions)
         return NodeOutputs(self._call, self._outputs, names, self._again, self._columns).of(row, path)
+
+    @property
+    def reused_share(self) -> float:
+        """Share of the target's work in verifying that the drafts had done before."""
+        return 0.0 if self._first is None else self._first.reused / max(self._first.verified, 1)
 
     @property
     def cache(self) -> Any:

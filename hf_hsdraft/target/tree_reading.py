@@ -42,28 +42,35 @@ def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds
         columns: of the forward; smaller trees are filled up with nodes that nobody sees.
         kinds: see `kinds_of_attention`.
     """
+    batch = TreeBatch.of(trees, call.target.device, columns)
+    return call.forward(node_inputs(call, batch, columns, kinds), columns)
+
+
+def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequence[AttentionKind]) -> dict[str, Any]:
+    """The inputs of a forward over the last `columns` nodes of a batch of trees, whose other nodes are in the cache."""
     rows, device = call.rows, call.target.device
     assert rows.last_positions is not None
-    batch = TreeBatch.of(trees, device, columns)
     kept = on_device(rows.kept, device)
-    ahead = (kept - rows.prompt_slots + 1)[:, None] + batch.depths  # of the prompt's last position
-    mask = _masks(call, batch, kept, kinds)
+    ahead = (kept - rows.prompt_slots + 1)[:, None] + batch.depths[:, -columns:]  # of the prompt's last position
+    mask = _masks(call, batch, columns, kept, kinds)
     # For a static cache a causal one would be made here, and its length read back.
     known = mask if call.slots.static is not None and isinstance(mask, torch.Tensor) else None
-    inputs = call.inputs(batch.tokens, columns, known, positions=rows.last_positions[..., None] + ahead)
+    positions = rows.last_positions[..., None] + ahead
+    inputs = call.inputs(batch.tokens[:, -columns:], columns, known, positions=positions)
     inputs[call.names.mask] = mask
-    return call.forward(inputs, columns)
+    return inputs
 
 
-def _masks(call: TargetCall, batch: TreeBatch, kept: torch.Tensor, kinds: Sequence[AttentionKind]) -> Any:
-    """The masks of a batch of trees, by kind of attention if there are several; see `tree_mask`."""
+def _masks(call: TargetCall, batch: TreeBatch, columns: int, kept: torch.Tensor, kinds: Sequence[AttentionKind]) -> Any:
+    """The masks of the last columns of a batch of trees, by kind of attention if there are several; see `tree_mask`."""
     slots, size = call.slots, batch.tokens.shape[1]
+    before = slots.length - (size - columns)  # slots of the texts
     beyond = 0 if slots.static is None else slots.left - size  # empty slots behind the nodes
     attention, masks = text_config(call.target)._attn_implementation, {}
     for kind in kinds:
         layer = slots.layers[kind.layer]
-        kv_length = layer.get_mask_sizes(size)[0] - beyond
-        seen = tree_mask(batch, kind, call.rows.attended, kept, slots.length, kv_length)
+        kv_length = layer.get_mask_sizes(columns)[0] - beyond
+        seen = tree_mask(batch, kind, call.rows.attended, kept, before, kv_length)[:, size - columns :]
         masks[kind.name] = as_attention_takes_it(F.pad(seen, (0, beyond)), attention, layer.keys.dtype)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -28,7 +28,7 @@ class DrafterTrainingArguments(TrainingArguments):
 
     Args:
         objective: name in `objectives.OBJECTIVES`, or `"ctc"` for a drafter whose slots are frames with a blank.
-        ce_share: share of the cross-entropy in the objective `ce_tv`; `None` for 0.1.
+        ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
         ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
             frames.
         data_policy: whose tokens the chains follow: `"teacher"` for the text, `"student"` for tokens that the drafter
@@ -40,6 +40,7 @@ class DrafterTrainingArguments(TrainingArguments):
         depth_decay: depth d weighs `depth_decay ** d`.
         depth_weights: weight of each depth, instead of `depth_decay`.
         regression_weight: weight of the hidden-state regression at the first step.
+        cosine_weight: weight of 1 minus the cosine of drafted and final hidden states, in all steps (FastVLM).
         regression_steps: number of steps over which that weight falls to 0.
         chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
@@ -71,7 +72,9 @@ class DrafterTrainingArguments(TrainingArguments):
     report_to: str = "none"
     ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
     objective: str = field(default="forward_kl", metadata={"help": ", ".join(_OBJECTIVES)})
-    ce_share: float | None = field(default=None, metadata={"help": "Share of the cross-entropy in ce_tv (0.1)."})
+    ce_share: float | None = field(
+        default=None, metadata={"help": "Share of the cross-entropy in ce_tv (0.1) and kl_ce (0.5)."}
+    )
     ctc_labels: int | None = field(default=None, metadata={"help": "Tokens that the frames of ctc are to say."})
     data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
     rejected_drafts: int | None = field(default=None, metadata={"help": "Of a round, with draft-opd (1)."})
@@ -80,6 +83,7 @@ class DrafterTrainingArguments(TrainingArguments):
     depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
     regression_weight: float = field(default=0.0, metadata={"help": "Hidden-state regression at the first step."})
     regression_steps: int = field(default=500, metadata={"help": "Steps after which it has no weight."})
+    cosine_weight: float = field(default=0.0, metadata={"help": "Cosine distance of drafted and final states."})
     chains_per_conversation: int = field(default=160, metadata={"help": "Chain starts drawn from a conversation."})
     rolled_fraction: float = field(default=0.5, metadata={"help": "Share of them followed beyond the first depth."})
     eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
@@ -122,6 +126,8 @@ class DrafterTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
         if self.ctc_labels is not None and self.ctc_labels < 1:
             raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: expected 1 or more")
+        if self.cosine_weight < 0:
+            raise ValueError(f"cosine_weight={self.cosine_weight} is invalid: expected 0 or more")
         if self.learning_rate < 0:
             raise ValueError(f"learning_rate={self.learning_rate} is invalid: expected 0 or more")
         if self.fp16:

@@ -136,7 +136,7 @@ class CoTraining(TrainerCallback):
             raise ValueError("there are no roll-outs to learn from: wrap a reward function with `recording`")
         batches = [self._fresh[at : at + self.batch_size] for at in range(0, len(self._fresh), self.batch_size)]
         self._fresh = []
-        layers = self.drafter.taps_of(self.target)
+        layers = family_of(self.drafter).taps(self.drafter, self.target)
         with _evaluating(self.target):
             features = [
                 read_features(self.target, layers, batch, self.drafter.device, torch.float32) for batch in batches

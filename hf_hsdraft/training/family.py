@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class TrainableFamily:
         plain_options: drafting options with which a draft depends on nothing of earlier rounds.
         arguments: training arguments whose defaults differ for this family.
         takes_adapters: whether its drafters load adapters (LoRA).
+        follows_drafts: whether its chains can follow other tokens than the text's, as most data policies want.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TrainableFamily:
     plain_options: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
     takes_adapters = False
+    follows_drafts = True
 
     @property
     def fields(self) -> set[str]:
@@ -74,6 +76,32 @@ class TrainableFamily:
             choose: returns ascending token ids for a draft vocabulary of the size that it is given.
         """
         raise NotImplementedError
+
+    def untrained(self, target: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns a drafter of the right sizes, to count or time what it takes; what it drafts does not matter.
+
+        Args:
+            target: the target; it may be on the meta device.
+            fields: fields that differ from the defaults.
+        """
+        return self.drafter(self.config_for(target, fields))
+
+    def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> Any:
+        """Returns the drafter to start from, in float32.
+
+        Args:
+            name: its folder or Hub name.
+            target: the target, for what a drafter of another kind lacks.
+            fields: fields of the plan.
+        """
+        return self.drafter.from_pretrained(name, dtype=torch.float32)
+
+    def snapshot(self, drafter: Any) -> Any:
+        """Returns a drafter of the same weights, without what training has put around its forward."""
+        copied = type(drafter)(drafter.config)
+        copied.load_state_dict(drafter.state_dict())
+        copied.generation_config = drafter.generation_config
+        return copied.to(drafter.device)
 
     def grown(self, drafter: Any, fields: Mapping[str, Any]) -> Any:
         """Returns a drafter as large as a plan asks for, which drafts as the given one does; or the given one.
@@ -113,6 +141,14 @@ class TrainableFamily:
             config: its configuration.
         """
 
+    def check_policy(self, data_policy: str) -> None:
+        """Raises a ValueError for a data policy by which chains of this family cannot be trained."""
+        if data_policy != "teacher" and not self.follows_drafts:
+            raise ValueError(
+                f"data_policy={data_policy!r} is invalid with family={self.name!r}, which learns from hidden states "
+                "along the text: expected 'teacher'"
+            )
+
     def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: torch.Tensor) -> Any:
         """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
 
@@ -124,6 +160,11 @@ class TrainableFamily:
             output_rows: `[V, D]`, the target's output embedding.
         """
         raise NotImplementedError
+
+    def taps(self, drafter: Any, target: Any) -> Sequence[int]:
+        """Returns the hidden states of a target that training reads: those that drafting reads, unless it says more."""
+        taps: Sequence[int] = drafter.taps_of(target)
+        return taps
 
     def layers(self, drafter: Any) -> list[nn.Module]:
         """Returns the layers of a drafter, which are computed again in the backward where memory is short."""

@@ -183,7 +183,7 @@ def read_features(
     for row, conversation in enumerate(conversations):
         length = len(conversation.input_ids)
         kept = {layer: states[layer][row, :length].to(device, dtype) for layer in wanted}
-        taps = torch.cat([kept[layer] for layer in tap_layers], dim=-1)
+        taps = torch.cat([kept[last][:, :0], *(kept[layer] for layer in tap_layers)], dim=-1)
         ids, answers = conversation.input_ids.to(device), conversation.answer_mask.to(device)
         features.append(Features(ids, answers, taps, kept[last].contiguous()))
     return features

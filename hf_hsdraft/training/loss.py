@@ -266,6 +266,7 @@ class ChainLoss:
         scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
         d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more, which
             takes another product by the drafter's head and one by the target's for each prediction, without gradients.
+        cosine_weight: weight of 1 minus the cosine of drafted and final hidden states (FastVLM).
     """
 
     weights: TargetWeights
@@ -275,6 +276,7 @@ class ChainLoss:
     chunk_logits: int = CHUNK_LOGITS["cpu"]
     scored_logits: int = 2**18
     d_pace: bool = False
+    cosine_weight: float = 0.0
 
     @property
     def rows_per_chunk(self) -> int:
@@ -317,6 +319,12 @@ class ChainLoss:
             distance = F.smooth_l1_loss(predictions.final(torch.cat(list(hidden_states))), goals, reduction="none")
             regression = (distance.float().mean(dim=-1) * coefficients[place]).sum()
             loss = loss + labels.regression * regression
+        if self.cosine_weight > 0.0:
+            goals = labels.teacher[labels.rows.flatten()[place]]
+            cosine = F.cosine_similarity(
+                predictions.final(torch.cat(list(hidden_states))).float(), goals.float(), dim=-1
+            )
+            loss = loss + self.cosine_weight * ((1 - cosine) * coefficients[place]).sum()
         valid = labels.valid.flatten()[place]
         return loss_parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
 

@@ -1,7 +1,8 @@
 """Training objectives: how far the drafter's distribution q is from the target's p.
 
 Each takes logits of the drafter and of the target over the draft vocabulary, both `[N, V']`, and returns one value for
-each row, `[N]`, in nats. All but `hard_labels` and `ce_tv` are zero exactly where both distributions are equal.
+each row, `[N]`, in nats. All but `hard_labels`, `ce_tv` and `kl_ce` are zero exactly where both distributions are
+equal.
 
 The divergences are those of DistillSpec, section 4. `nla`, `lk_hybrid` and `ce_tv` aim at the acceptance of rejection
 sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), which `log_acceptance` defines.
@@ -64,6 +65,17 @@ def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHAR
     return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * total_variation(logits, teacher)
 
 
+def kl_ce(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = 0.5) -> torch.Tensor:
+    """`ce_share` of `hard_labels` and the rest of `forward_kl`: two of the three parts of FastVLM's loss.
+
+    Args:
+        logits: `[N, V']`, of the drafter.
+        teacher: `[N, V']`, of the target.
+        ce_share: share of the cross-entropy, 0 to 1.
+    """
+    return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * forward_kl(logits, teacher)
+
+
 def nla(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """-log alpha; its sum over a chain is minus the logarithm of the chance that all of it is accepted (LK losses)."""
     return -log_acceptance(teacher.log_softmax(dim=-1), logits.log_softmax(dim=-1))
@@ -114,6 +126,7 @@ OBJECTIVES: dict[str, Objective] = {
     "jensen_shannon": jensen_shannon,
     "total_variation": total_variation,
     "hard_labels": hard_labels,
+    "kl_ce": kl_ce,
     "ce_tv": ce_tv,
     "nla": nla,
     "lk_hybrid": lk_hybrid,
@@ -125,18 +138,21 @@ def objective_of(name: str, ce_share: float | None = None) -> Objective:
 
     Args:
         name: a name in `OBJECTIVES`.
-        ce_share: see `ce_tv`; `None` for the objective as it is.
+        ce_share: see `ce_tv` and `kl_ce`; `None` for the objective as it is.
 
     Raises:
-        ValueError: another objective than `ce_tv` is to have a `ce_share`, or it is out of range.
+        ValueError: another objective than `ce_tv` and `kl_ce` is to have a `ce_share`, or it is out of range.
     """
     if ce_share is None:
         return OBJECTIVES[name]
-    if name != "ce_tv":
-        raise ValueError(f"ce_share={ce_share} is invalid with objective={name!r}: leave it out, or take 'ce_tv'")
+    mixed = {"ce_tv": ce_tv, "kl_ce": kl_ce}
+    if name not in mixed:
+        raise ValueError(
+            f"ce_share={ce_share} is invalid with objective={name!r}: leave it out, or take 'ce_tv' or 'kl_ce'"
+        )
     if not 0.0 <= ce_share <= 1.0:
         raise ValueError(f"ce_share={ce_share} is invalid: expected 0 to 1")
-    return functools.partial(ce_tv, ce_share=ce_share)
+    return functools.partial(mixed[name], ce_share=ce_share)
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

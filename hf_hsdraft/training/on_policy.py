@@ -10,6 +10,7 @@ import torch
 
 from ..bench.measure import end_tokens
 from ..common.target_weights import TargetWeights
+from .branches import Branches
 from .loss import ChainLabels, Chains, Pack, unroll
 from .trainable import family_of
 
@@ -128,20 +129,8 @@ def draft(
 
 def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Returns the target's final hidden states `[S * (K-1), D]` at the drawn tokens."""
-    length, (count, steps) = len(pack.input_ids), drawn.shape
-    every = torch.arange(length, device=starts.device)
-    text = (every[None] <= every[:, None]) & (pack.document_ids[None] == pack.document_ids[:, None])
-    prefix = (every[None] <= starts[:, None] + 1) & (pack.document_ids[None] == pack.document_ids[starts, None])
-    chain = torch.arange(count, device=starts.device).repeat_interleave(steps)
-    depth = torch.arange(steps, device=starts.device).repeat(count)
-    own = (chain[None] == chain[:, None]) & (depth[None] <= depth[:, None])
-    mask = torch.cat(
-        [
-            torch.cat([text, text.new_zeros(length, len(chain))], dim=1),
-            torch.cat([prefix[chain], own], dim=1),
-        ]
-    )[None, None]
-    positions = torch.cat([pack.position_ids, pack.position_ids[starts][chain] + 2 + depth])
+    branches = Branches.of(pack.position_ids, pack.document_ids, starts, drawn.shape[1])
+    mask, positions = branches.seen[None, None], branches.positions
     config = target.config.get_text_config()
     if config._attn_implementation == "eager":  # it would add a bool mask to the scores
         mask = torch.zeros(mask.shape, dtype=target.dtype, device=mask.device).masked_fill(
@@ -156,5 +145,5 @@ def _read_branches(target: Any, pack: Pack, starts: torch.Tensor, drawn: torch.T
         logits_to_keep=1,
         use_cache=False,
     )
-    states: torch.Tensor = output.hidden_states[last][0, length:]
+    states: torch.Tensor = output.hidden_states[last][0, len(pack.input_ids) :]
     return states.to(starts.device)

@@ -198,7 +198,8 @@ def _as_trained(drafter: Any, target: Any, text: torch.Tensor, starts: Sequence[
     """Returns the text as a training step would read it, as the second document of a pack, and its chains."""
     chat = TokenizedConversation(text.cpu(), torch.ones(len(text), dtype=torch.bool))
     short = TokenizedConversation(chat.input_ids[:3], chat.answer_mask[:3])
-    read = read_features(target, drafter.taps_of(target), [short, chat], drafter.device, drafter.dtype)
+    taps = family_of(drafter).taps(drafter, target)
+    read = read_features(target, taps, [short, chat], drafter.device, drafter.dtype)
     pack = Pack.of(read, pad_to_multiple_of=8).to(drafter.device, drafter.dtype)
     places = torch.tensor(starts, device=drafter.device) + len(short.input_ids)
     return pack, Chains(places, len(starts), torch.ones(len(starts), dtype=torch.bool, device=drafter.device))

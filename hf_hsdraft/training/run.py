@@ -71,6 +71,7 @@ _ARGUMENTS_FIXED = (
     "depth_weights",
     "regression_weight",
     "regression_steps",
+    "cosine_weight",
     "chains_per_conversation",
     "rolled_fraction",
     "seed",
@@ -212,12 +213,12 @@ def _train_on(
     dataset: Any = tokenized
     if plan.cache_taps:
         width = target.config.get_text_config().hidden_size
-        size = feature_bytes(tokens, len(drafter.taps_of(target)), width)
+        size = feature_bytes(tokens, len(family.taps(drafter, target)), width)
         report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
         with report.stage("taps", "files") as stage:
             dataset = cache_features(
                 target,
-                drafter.taps_of(target),
+                family.taps(drafter, target),
                 tokenized,
                 out / "features",
                 identity,
@@ -227,7 +228,7 @@ def _train_on(
             )
     drafter = drafter.to(args.device)
     if not start:
-        sample = read_features(target, drafter.taps_of(target), tokenized[: min(16, len(tokenized))])
+        sample = read_features(target, family.taps(drafter, target), tokenized[: min(16, len(tokenized))])
         family.start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
     model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -354,10 +355,11 @@ def _save(
     with report.stage("drawing", "pictures") as stage:
         draw_pictures(history, calibration, out, stage)
     recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan, family)}}
+    recipe["target"] = trainer.drafter.config.target_name  # the config.json of a language model does not name it
     if plan.dataset is not None:
         recipe["datasets"] = [public_name(plan.dataset)]
     if plan.lora is not None:
-        recipe |= {"adapts": public_name(str(plan.init_from)), "target": trainer.drafter.config.target_name}
+        recipe["adapts"] = public_name(str(plan.init_from))
     write_json(out / RECIPE, recipe)
     write_card(out, out.resolve().name)
 
@@ -371,7 +373,7 @@ def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: Traina
     recipe = {
         "target": f"{drafter.config.target_name} ({trainer.target.dtype})",
         "family": family.name,
-        "drafter": f"{size / 1e6:.1f}M parameters, taps {list(drafter.taps_of(trainer.target))}, "
+        "drafter": f"{size / 1e6:.1f}M parameters, taps {list(family.taps(drafter, trainer.target))}, "
         f"{drafter.num_draft_steps} draft steps, {family.describe(drafter)}, draft vocabulary "
         f"{len(trainer.weights.vocab_ids):,}",
         "started from": start if plan.lora is None else f"{start}, with LoRA of rank {plan.lora}",

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .family import TrainableFamily
 from .plan import Report, TrainingPlan
 from .vocabulary import choose_draft_vocabulary
@@ -29,7 +27,7 @@ def drafter_to_start_from(family: TrainableFamily, target: Any, plan: TrainingPl
         return None
     if (Path(plan.init_from) / "adapter_config.json").is_file():
         raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
-    drafter = family.drafter.from_pretrained(plan.init_from, dtype=torch.float32)
+    drafter = family.loaded(plan.init_from, target, plan.drafter)
     drafter.check(target)
     fixed = sorted(plan.drafter.keys() - {"target_name"})
     if plan.lora is not None and fixed:

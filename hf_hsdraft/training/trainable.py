@@ -9,11 +9,22 @@ from ..common.checks import few
 from .families.block import BlockFamily
 from .families.eagle3 import EagleFamily
 from .families.hidden_state import HiddenStateFamily
+from .families.lm import LMFamily
+from .families.self_speculation import SelfFamily
 from .families.specformer import SpecFormerFamily
+from .families.steered_lm import SteeredLMFamily
 from .family import TrainableFamily
 from .plan import TrainingPlan
 
-_FAMILIES: tuple[TrainableFamily, ...] = (HiddenStateFamily(), BlockFamily(), EagleFamily(), SpecFormerFamily())
+_FAMILIES: tuple[TrainableFamily, ...] = (
+    HiddenStateFamily(),
+    BlockFamily(),
+    EagleFamily(),
+    SelfFamily(),
+    SpecFormerFamily(),
+    SteeredLMFamily(),  # before the drafters that it derives from
+    LMFamily(),
+)
 TRAINABLE = {family.name: family for family in _FAMILIES}
 
 

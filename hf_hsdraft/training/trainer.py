@@ -93,14 +93,16 @@ class DrafterTrainer(Trainer):
         self.budget = budget
         drafter = _base(model)
         check_objective(drafter.config, args)
+        family_of(drafter).check_policy(args.data_policy)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         rows = target.get_output_embeddings().weight.detach()
         width = family_of(drafter).predictions(drafter, weights).width
-        if args.regression_weight > 0 and width != rows.shape[1]:
-            raise ValueError(
-                f"regression_weight={args.regression_weight} is invalid: drafted states have a width of {width}, those "
-                f"of the target {rows.shape[1]}. Leave it out, or train a drafter of the target's width"
-            )
+        for name in ("regression_weight", "cosine_weight"):
+            if getattr(args, name) > 0 and width != rows.shape[1]:
+                raise ValueError(
+                    f"{name}={getattr(args, name)} is invalid: drafted states have a width of {width}, those of the "
+                    f"target {rows.shape[1]}. Leave it out, or train a drafter of the target's width"
+                )
         # The frozen head has the dtype of the products: casting it in every step would take as long as they do.
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
@@ -171,7 +173,8 @@ class DrafterTrainer(Trainer):
 
     def pack(self, conversations: Sequence[Features | TokenizedConversation]) -> Pack:
         """Packs the conversations of a step. The target makes the features that are missing."""
-        taps = _base(self.model).taps_of(self.target)
+        drafter = _base(self.model)
+        taps = family_of(drafter).taps(drafter, self.target)
         bare = [chat for chat in conversations if not isinstance(chat, Features)]
         read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
         features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
@@ -339,10 +342,7 @@ class DrafterTrainer(Trainer):
         drafter = _base(model)
         if drafter is not model:
             return drafter.eval()  # PEFT puts layers into the drafter and nothing around it
-        copy = type(model)(model.config)
-        copy.load_state_dict(model.state_dict())
-        copy.generation_config = model.generation_config
-        return copy.to(model.device).eval()
+        return family_of(model).snapshot(model).eval()
 
 
 def _loss(
@@ -360,6 +360,7 @@ def _loss(
         objective_of(args.objective, args.ce_share),
         args.weights_of_depths(drafter.num_draft_steps),
         d_pace=args.depth_weighting == "d-pace",
+        cosine_weight=args.cosine_weight,
         **chunks,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,16 @@ from ...common.refusals import DraftingRefused
 from ...repository.care import care, prepare_repository
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
-from ...target.target_limits import text_config
 from ..draft_options import default_options, is_misspelt, nearest_option, option_names
+from ..draft_reads import Read, weights_of
 from ..loading_arguments import take_options
-from ..protocol import DraftCall, Drafter
+from ..protocol import DraftCall, Drafter, Reader
 from ..special_tokens import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
+from .lm_reader import LMReader
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
-from .lm_vocabulary import what_differs
+from .lm_vocabulary import shared_tokens, what_differs
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     num_draft_steps = 32
     takes_tree_builders = True
+    supposes = True
     why_not_exported = (
         "its folder is that of the language model itself, which other programs take as their draft model as it is"
     )
@@ -98,11 +101,12 @@ class CausalLMDrafter(nn.Module, Drafter):
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
         """Loads a checkpoint that is known to hold a language model; see `from_pretrained`."""
-        for name in kwargs.keys() - option_names():  # all else is for transformers, which knows no drafting options
-            near = nearest_option(name, option_names())
+        known = option_names() | {option.name for option in cls.own_options}
+        for name in kwargs.keys() - known:  # all else is for transformers, which knows no drafting options
+            near = nearest_option(name, known)
             if is_misspelt(name, near):
-                raise TypeError(f"CausalLMDrafter has no drafting option {printable(name)}: the nearest is {near}")
-        own = {name: kwargs.pop(name) for name in option_names() & kwargs.keys()}
+                raise TypeError(f"{cls.__name__} has no drafting option {printable(name)}: the nearest is {near}")
+        own = {name: kwargs.pop(name) for name in known & kwargs.keys()}
         drafter = cls(empty_model(checkpoint, **kwargs), load_tokenizer(checkpoint))
         take_options(drafter, checkpoint.also(DRAFTING_OPTIONS), own, DRAFTING_OPTIONS)
         drafter.check_options()
@@ -153,7 +157,7 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a model that was saved without any."""
-        return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)
+        return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4, own=self.own_options)
 
     def check(self, target: Any) -> None:
         if self.model.training:
@@ -179,8 +183,17 @@ class CausalLMDrafter(nn.Module, Drafter):
                 f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
             )
 
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))
+        body = weights_of(self.model) - head.numel() - (0 if head is table else table.numel())
+        return Read("layers", body, depth, width), Read("head", head.numel(), depth, width)
+
     def session(self, call: DraftCall) -> CausalLMSession:
-        model: Any = self.model
-        known = (text_config(each).vocab_size for each in (model, call.target))
-        rows = model.get_input_embeddings().weight.shape[0]
-        return CausalLMSession(model, call, min(*known, rows), ability_of(model).kinds)
+        return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
+
+    @property
+    def verifying_model(self) -> Any:
+        return self.model
+
+    def reader(self, rows: int, most_pending: int) -> Reader:
+        return LMReader(self.model, rows, ability_of(self.model).kinds, most_pending)

@@ -16,7 +16,7 @@ from ...trees.tree_masks import AttentionKind
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, DraftCall, Session
 from .lm_expansion import LMExpansion
-from .lm_texts import LMTexts
+from .lm_texts import LMTexts, shared_length
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,19 @@ class _Text:
     Attributes:
         tokens: all that is known of it, the root included.
         lost: whether it holds a token that the model does not know. Nothing is drafted for it from there on.
+        supposed: tokens after these that may be taken back; the last one is the root then.
+        read: tokens that are in the model's cache.
     """
 
     tokens: list[int] = field(default_factory=list)
     lost: bool = False
+    supposed: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+
+    @property
+    def known(self) -> list[int]:
+        """The text with what is supposed of it."""
+        return self.tokens + self.supposed if self.supposed else self.tokens
 
 
 class CausalLMSession(Session):
@@ -71,8 +80,12 @@ class CausalLMSession(Session):
         self._texts = [_Text() for _ in range(call.rows)]
         self._kinds = kinds
         groups = [range(call.rows)] if kinds else [[row] for row in range(call.rows)]
-        self._groups = [LMTexts(model, group, self._kinds, self._most_drafted) for group in groups]
+        self._groups = [self._begin(group) for group in groups]
         self._resumed: LMMemory | None = None
+
+    def _begin(self, rows: Sequence[int]) -> LMTexts:
+        """Returns some texts of the call, of which nothing has been read."""
+        return LMTexts(self._model, rows, self._kinds, self._most_drafted)
 
     @property
     def _most_drafted(self) -> int:
@@ -83,6 +96,7 @@ class CausalLMSession(Session):
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
         wanted = {ask.row: ask for ask in asks if ask.depth > 0 and self._knows(ask)}
         for texts in self._groups:
+            self._take_back(texts)
             depths = self._depths(texts, wanted)
             if depths:
                 trees.update(self._of_group(texts, depths, next(iter(wanted.values()))))
@@ -93,11 +107,17 @@ class CausalLMSession(Session):
             text = self._texts[each.row]
             new = [*each.earlier, *each.tokens]
             text.tokens += new
+            text.supposed = []
             text.lost |= not all(0 <= token < self._vocab_size for token in new)
         memory, self._resumed = self._resumed, None
         if memory is not None and tuple(self._texts[0].tokens[: len(memory.tokens)]) == memory.tokens:
             assert memory.texts is not None
             self._groups = [memory.texts.copied()]
+            self._texts[0].read = list(memory.tokens)
+
+    def suppose(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            self._texts[each.row].supposed = list(each.tokens)
 
     def keep(self, rows: Sequence[int]) -> None:
         for texts in self._groups:
@@ -108,24 +128,37 @@ class CausalLMSession(Session):
         if len(self._texts) > 1 or not self._groups or self._texts[0].lost:
             return None
         [texts], [text] = self._groups, self._texts
-        return LMMemory(tuple(text.tokens[: texts.kept[0]]), texts)
+        return LMMemory(tuple(text.read), texts)
 
     def resume(self, memory: Any, cached: int) -> None:
         """Goes on from a memory, once the text is known to begin as the one that was read."""
         texts = memory.texts if isinstance(memory, LMMemory) else None
-        if texts is not None and texts.fits(self._model, self._most_drafted):
+        alike = [type(texts)] == [type(group) for group in self._groups]  # what was read otherwise is another text
+        if alike and texts is not None and texts.fits(self._model, self._most_drafted):
             self._resumed = memory
 
     def _knows(self, ask: Ask) -> bool:
         text = self._texts[ask.row]
-        return not text.lost and bool(text.tokens) and text.tokens[-1] == ask.root
+        if text.lost or not text.tokens or text.known[-1] != ask.root:
+            return False
+        return all(0 <= token < self._vocab_size for token in text.supposed)
+
+    def _take_back(self, texts: LMTexts) -> None:
+        """Drops what was read of tokens that were supposed and did not come. The root is always read anew."""
+        lengths = []
+        for row in texts.rows:
+            text = self._texts[row]
+            lengths.append(max(min(shared_length(text.read, text.known), len(text.known) - 1), 0))
+            del text.read[lengths[-1] :]
+        if lengths != texts.kept:
+            texts.cut(lengths)
 
     def _depths(self, texts: LMTexts, wanted: dict[int, Ask]) -> dict[int, int]:
         """How deep to draft for each text of a group: as far as it is wanted and the model has positions."""
         depths = {}
         for place, row in enumerate(texts.rows):
             if row in wanted:
-                unread = len(self._texts[row].tokens) - texts.kept[place]
+                unread = len(self._texts[row].known) - texts.kept[place]
                 depth = min(wanted[row].depth, self._options.depth, texts.room(place) - unread + 1)
                 if depth > 0:
                     depths[row] = depth
@@ -138,15 +171,17 @@ class CausalLMSession(Session):
             options = options.as_chain()
         options = options.shared_by(ask.sharing)
         tokens = [
-            self._texts[row].tokens[kept:] if row in depths else []
+            self._texts[row].known[kept:] if row in depths else []
             for row, kept in zip(texts.rows, texts.kept, strict=True)
         ]
         depth = max(depths.values())
         limits = TreeLimits(
             options.tree_size, options.beam_width, options.threshold, [depths.get(row, depth) for row in texts.rows]
         )
-        roots = torch.tensor([self._texts[row].tokens[-1] for row in texts.rows], device=self._model.device)
+        roots = torch.tensor([self._texts[row].known[-1] for row in texts.rows], device=self._model.device)
         first = texts.read(tokens)
+        for row in depths:
+            self._texts[row].read = list(self._texts[row].known)
         try:
             expansion = self._expansion(texts, first, depth, options)
             vocab_ids = torch.arange(self._vocab_size, device=first.device)

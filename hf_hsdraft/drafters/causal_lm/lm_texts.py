@@ -10,17 +10,16 @@ import copy
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from ...common.tensors import on_device
 from ...common.tuning import TUNING
 from ...target.cache_slots import CacheSlots
 from ...target.static_cache import move_slots
 from ...target.target_limits import text_config
+from ...trees.drafted_levels import DraftedLevels
 from ...trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, tree_mask
 from .lm_limits import empty_cache, most_tokens
 
@@ -51,7 +50,7 @@ class LMTexts:
             self._slots.make_room()
         self._last_position = most_tokens(model) - 1
         self._takes = inspect.signature(model.forward).parameters.keys() & {"logits_to_keep", "position_ids"}
-        self._drafted: _Drafted | None = None
+        self._drafted: DraftedLevels | None = None
 
     @property
     def _model(self) -> Any:
@@ -76,19 +75,41 @@ class LMTexts:
         return self._last_position + 1 - self.kept[place]
 
     @torch.no_grad()
-    def read(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def read(self, tokens: Sequence[Sequence[int]], wanted: int = 1) -> torch.Tensor:
         """Reads further accepted tokens of each text; they stay in the cache.
 
         Args:
             tokens: of each text, none for a text that stays as it is.
+            wanted: number n of tokens whose logits are wanted. A text with fewer tokens has its own at the end.
 
         Returns:
-            `[B, 1, V]`, logits after the last token of each text that goes on; of the others anything.
+            `[B, n, V]`, logits after the last tokens of each text that goes on; of the others anything.
         """
         columns = max(map(len, tokens))
         for part in _parts(tokens, columns):
-            logits = self._read_part(part)
+            logits = self._read_part(part, wanted)
         return logits
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Drops what was read of each text behind so many tokens, no more than `most_drafted` at a time."""
+        self.kept = list(lengths)
+        if self._slots.length:
+            self._drop_kept(self._slots.length - max(self.kept))
+
+    def _drop_kept(self, count: int) -> None:
+        """Drops the last slots of what was kept. A layer with a window holds so many fewer then, and has to know."""
+        windows = self._slots.windows
+        for index, width in list(windows.items())[:1]:  # all are widened alike
+            self._slots.widen_windows(self._slots.layers[index].sliding_window - width - count)
+        self._slots.drop(count)
+
+    def _widen_windows(self, by: int, dropped: int) -> None:
+        """Lets windows keep more than their own width, before slots are dropped, as far as they still hold it."""
+        for index, width in self._slots.windows.items():
+            layer = self._slots.layers[index]
+            if layer.keys.shape[-2] < self._slots.length:
+                by = min(by, layer.keys.shape[-2] - dropped + 1 - width)
+        self._slots.widen_windows(by)
 
     @torch.no_grad()
     def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,14 +123,13 @@ class LMTexts:
             The logits `[B, n, V]` after each node, and the columns `[B, n, depth]` of the nodes' paths, their own the
             last one.
         """
-        drafted = self._drafted = (self._drafted or _Drafted.nothing(tokens)).with_level(tokens, paths)
+        drafted = self._drafted = (self._drafted or DraftedLevels.nothing(tokens)).with_level(tokens, paths)
         kept = on_device(self.kept, tokens.device)
         depth, count = paths.shape[2] + 1, tokens.shape[1]
         positions = (kept[:, None] + depth - 1).clamp(max=self._last_position).expand(-1, count)
         alone = len(tokens) == 1 and drafted.is_chain
         logits = self._forward(tokens, positions, None if alone else self._masks(drafted.batch, count), count)
-        own = torch.arange(drafted.count - count, drafted.count, device=tokens.device).expand(len(tokens), -1)
-        return logits, torch.cat([paths, own[..., None]], dim=-1)
+        return logits, torch.cat([paths, drafted.own_columns(count)], dim=-1)
 
     def forget(self) -> None:
         """Drops all that was drafted."""
@@ -127,9 +147,9 @@ class LMTexts:
         if not length or not places:
             return
         self._slots.cache.batch_select_indices(torch.tensor(places))
-        self._slots.drop(length - max(self.kept))
+        self._drop_kept(length - max(self.kept))
 
-    def _read_part(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _read_part(self, tokens: Sequence[Sequence[int]], wanted: int) -> torch.Tensor:
         """As `read`, in one forward. All texts end with its last column; columns before a shorter one see nothing."""
         device, columns = self._model.device, max(map(len, tokens))
         counts = on_device([len(each) for each in tokens], device)
@@ -143,7 +163,7 @@ class LMTexts:
             ancestors = ancestors & real[:, None, :] & real[:, :, None]
             ancestors = ancestors | torch.eye(columns, dtype=torch.bool, device=device)
             masks = self._masks(TreeBatch(ids, depths, ancestors), columns)
-        logits = self._forward(ids, positions, masks, 1)
+        logits = self._forward(ids, positions, masks, min(wanted, columns))
         self._compact([len(each) for each in tokens], columns)
         return logits
 
@@ -183,41 +203,9 @@ class LMTexts:
             self._slots.move(on_device(source, device), on_device(goal, device), move_slots)
         self.kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
         # The layers of a window keep what the text that is furthest behind still sees.
-        self._slots.widen_windows(max(self.kept) - min(self.kept) + self._most_drafted)
-        self._slots.drop(start + columns - max(self.kept))
-
-
-@dataclass(frozen=True)
-class _Drafted:
-    """What was drafted after the texts, in the order of reading.
-
-    Attributes:
-        batch: tokens, depths and ancestors of the nodes. A child of the root has depth 0: it stands after the text.
-        is_chain: whether no level has more than one node.
-    """
-
-    batch: TreeBatch
-    is_chain: bool = True
-
-    @classmethod
-    def nothing(cls, tokens: torch.Tensor) -> _Drafted:
-        """Of texts like these `[B, n]`."""
-        none = tokens[:, :0]
-        return cls(TreeBatch(none, none, none.bool()[:, :, None][:, :, :0]))
-
-    @property
-    def count(self) -> int:
-        return self.batch.tokens.shape[1]
-
-    def with_level(self, tokens: torch.Tensor, paths: torch.Tensor) -> _Drafted:
-        """The same with nodes `[B, n]` after ancestors `[B, n, depth - 1]`."""
-        before, (rows, count) = self.batch, tokens.shape
-        depths = torch.full_like(tokens, paths.shape[2])
-        seen = torch.zeros(rows, count, self.count, dtype=torch.bool, device=tokens.device).scatter_(2, paths, True)
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        ancestors = torch.cat([pad(before.ancestors, (0, count)), torch.cat([seen, own], dim=2)], dim=1)
-        batch = TreeBatch(torch.cat([before.tokens, tokens], 1), torch.cat([before.depths, depths], 1), ancestors)
-        return _Drafted(batch, self.is_chain and count == 1)
+        dropped = start + columns - max(self.kept)
+        self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)
+        self._slots.drop(dropped)
 
 
 def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Sequence[int]]]:
@@ -226,3 +214,11 @@ def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Seque
     for end in range(columns % most or most, columns + 1, most):
         left = columns - end  # columns of later parts
         yield [each[max(len(each) - left - most, 0) : max(len(each) - left, 0)] for each in tokens]
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns how many tokens two texts begin with that are the same."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return next(place for place in range(least) if one[place] != other[place])

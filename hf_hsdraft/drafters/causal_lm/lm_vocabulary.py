@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from ...common.checks import few, printable
+from ...target.text_configs import text_config
 
 _NAMED = 3  # differences that a message names
 
@@ -23,6 +24,12 @@ def what_differs(own: Any, targets: Any) -> str:
     if targets not in known:
         known[targets] = _difference(own.get_vocab(), targets.get_vocab())
     return known[targets]
+
+
+def shared_tokens(model: Any, target: Any) -> int:
+    """Returns the number of tokens that a language model and its target both know: the first ids."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    return min(text_config(model).vocab_size, text_config(target).vocab_size, rows)
 
 
 def _difference(own: dict[str, int], targets: dict[str, int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...repository.drafter_files import FORMAT_VERSION
 from ..draft_options import MOST_NODES
-from ..travelling_config import TravellingConfig, as_dict, as_list, demand
+from ..travelling_config import TravellingConfig, as_dict, as_list, default_tap_layers, demand
 
 INJECTORS = ("low_rank", "path", "selector")
 
@@ -150,12 +150,6 @@ class HSDraftConfig(TravellingConfig):
         steps, modules = self.num_draft_steps, self.num_step_modules
         wanted = f"there are only num_draft_steps={steps}, and each set of parameters needs a step"
         demand(modules <= steps, "num_step_modules", modules, wanted)
-
-
-def default_tap_layers(num_hidden_layers: int) -> list[int]:
-    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
-    wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
-    return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})
 
 
 __all__ = ["HSDraftConfig"]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,22 +12,11 @@ from transformers import GenerationConfig
 from ...common.checks import is_integer
 from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
-from ...repository.care import care
-from ...repository.drafter_files import (
-    CONFIG,
-    FORMAT_VERSION,
-    HUB_ARGUMENTS,
-    OPTIONS,
-    check_is_drafter,
-    find_folder,
-    read_json,
-)
-from ...repository.pretrained_drafter import stored_options
-from ...repository.publication import complete_folder
 from ...target.target_limits import text_config
 from ..draft_options import MOST_LEADING, default_options
-from ..protocol import DraftCall, Drafter
+from ..protocol import DraftCall
 from ..special_tokens import ANY, AnySpecialTokens
+from ..weightless_drafter import WeightlessDrafter
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
@@ -59,7 +45,7 @@ class CachebackConfig:
         return AnySpecialTokens(self)
 
 
-class CachebackDrafter(Drafter):
+class CachebackDrafter(WeightlessDrafter):
     """Training-free drafting by n-grams, for any target ("Cacheback": tables of leaders and their followers).
 
         out = model.generate(**inputs, assistant_model=CachebackDrafter())
@@ -77,8 +63,10 @@ class CachebackDrafter(Drafter):
         ValueError: `ngram_length` is out of range, or an option is unknown.
     """
 
+    config_class = CachebackConfig
     num_draft_steps = TUNING.ngram_depth
     least_ngram_length = 1
+    supposes = True
     why_not_exported = "it has no weights: other programs look n-grams up by methods of their own"
 
     def __init__(self, texts: Sequence[Sequence[int]] = (), ngram_length: int = 4, **options: Any) -> None:
@@ -99,29 +87,14 @@ class CachebackDrafter(Drafter):
         self.most_token = max((max(text) for text in self.texts if text), default=-1)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CachebackDrafter:
-        """Loads what `save_pretrained` wrote.
-
-        Args:
-            pretrained_model_name_or_path: Folder or Hub name.
-            kwargs: `revision`, `subfolder` and what else the Hub is asked with; options. A `dtype` means nothing here.
-
-        Raises:
-            OSError: There is no such folder or repository.
-            ValueError: It holds something else, or an option is wrong.
-        """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
-        kwargs.pop("dtype", None)
-        with care().loading(name, bool(hub.get("local_files_only"))):
-            folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
-            check_is_drafter(folder, CachebackConfig.model_type)
-            texts = read_json(folder / CONFIG).get("texts", [])
-            options = stored_options(folder / OPTIONS)
+    def of_document(
+        cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
+    ) -> CachebackDrafter:
+        texts, options, kwargs = document.get("texts", []), dict(stored), dict(given)
         if not isinstance(texts, list) or not all(
             isinstance(text, list) and all(map(is_integer, text)) for text in texts
         ):
-            raise ValueError(f"{folder / CONFIG} is damaged: expected lists of token ids as texts")
+            raise ValueError(f"{where} is damaged: expected lists of token ids as texts")
         length = kwargs.pop("ngram_length", options.pop("ngram_length", 4))
         drafter = cls(texts, length, **kwargs)
         for option, value in options.items():
@@ -129,29 +102,8 @@ class CachebackDrafter(Drafter):
                 setattr(drafter.generation_config, option, value)
         return drafter
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Writes options, texts and a card into a folder; there are no weights.
-
-        Args:
-            save_directory: Created if missing.
-            kwargs: As every model of transformers takes them; they mean nothing here.
-
-        Raises:
-            ValueError: A drafting option is wrong.
-        """
-        self.check_options()
-        folder = Path(save_directory)
-        document = {"model_type": CachebackConfig.model_type, "format_version": FORMAT_VERSION, "texts": self.texts}
-        with complete_folder(folder) as partial:
-            (partial / CONFIG).write_text(json.dumps(document) + "\n", encoding="utf-8")
-            self.generation_config.save_pretrained(partial)
-            care().write_card(partial, folder.resolve().name)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return care().push(Path(folder), repo_id, **kwargs)
+    def document(self) -> dict[str, Any]:
+        return {"texts": self.texts}
 
     def default_generation_config(self) -> GenerationConfig:
         """Returns the drafting options. `beam_width=1` drafts a chain; other options of a beam have no effect."""

@@ -106,7 +106,14 @@ class NgramCache:
                 table.enter(self._tail, token)
             self._tail = [*self._tail, token][-self._tables[0].length :]
 
-    def draft(self, tree_size: int, depth: int, width: int | None = None, threshold: float = 0.0) -> DraftTree:
+    def draft(
+        self,
+        tree_size: int,
+        depth: int,
+        width: int | None = None,
+        threshold: float = 0.0,
+        after: Sequence[int] = (),
+    ) -> DraftTree:
         """Returns the most probable continuations of the text as a tree.
 
         Args:
@@ -114,10 +121,12 @@ class NgramCache:
             depth: greatest depth of a node.
             width: greatest number of children of a node; 1 gives a chain, `None` is no limit.
             threshold: least probability of a path, 0 to 1.
+            after: tokens that the text is supposed to go on with first. They are in no n-gram.
         """
+        tail = [*self._tail, *after][-self._tables[0].length :]
         floor = math.log(max(threshold, TUNING.ngram_least))
-        nodes: list[tuple[int, int, int, float]] = [(self._tail[-1], -1, 0, 0.0)]
-        paths = [self._tail]
+        nodes: list[tuple[int, int, int, float]] = [(tail[-1], -1, 0, 0.0)]
+        paths = [tail]
         waiting: list[tuple[float, int, int, int]] = []  # a heap of cost, order of arrival, parent and token
         arrivals = itertools.count()
         while len(nodes) <= tree_size:

@@ -29,6 +29,7 @@ class NgramSession(Session):
         length = call.options.ngram_length
         self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
         self._options, self._foresight = call.options, call.foresight
+        self._supposed: dict[int, list[int]] = {}  # tokens after the texts that may be taken back
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: self._tree(ask) for ask in asks}
@@ -39,9 +40,11 @@ class NgramSession(Session):
     def _tree(self, ask: Ask) -> DraftTree:
         """Returns what the n-grams of a text propose."""
         ngrams, depth, threshold = self._caches[ask.row], min(ask.depth, TUNING.ngram_depth), self._options.threshold
-        if ngrams.last != ask.root:  # they were not told of the root, or it is no token of the vocabulary
+        supposed = self._supposed.get(ask.row) or []
+        last = supposed[-1] if supposed else ngrams.last
+        if last != ask.root:  # they were not told of the root, or it is no token of the vocabulary
             return DraftTree.root(ask.root)
-        return ngrams.draft(ask.size, depth, width=1 if ask.chain else None, threshold=threshold)
+        return ngrams.draft(ask.size, depth, 1 if ask.chain else None, threshold, supposed)
 
     def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
         """Returns a tree whose most probable path goes on by n-grams, beyond the depth of its drafter.
@@ -66,7 +69,11 @@ class NgramSession(Session):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
+            self._supposed.pop(each.row, None)
             self._caches[each.row].extend([*each.earlier, *each.tokens])
+
+    def suppose(self, news: Sequence[Accepted]) -> None:
+        self._supposed.update({each.row: each.tokens for each in news})
 
     def keep(self, rows: Sequence[int]) -> None:
         self._caches = {row: self._caches[row] for row in rows}

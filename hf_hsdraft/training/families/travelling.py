@@ -21,11 +21,14 @@ class TravellingFamily(TrainableFamily):
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
         # It learns to look back no further than the longest text.
-        fields = {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}
+        return self.with_chosen_vocabulary(target, {"sliding_window": max(longest, _SHORTEST_WINDOW), **fields}, choose)
+
+    def with_chosen_vocabulary(self, target: Any, fields: Mapping[str, Any], choose: Choose) -> Any:
+        """Returns a drafter with random weights, see `fresh`. Its draft vocabulary is chosen unless it is given."""
         config = self.config_for(target, fields)
         if config.draft_vocab_ids is None and config.draft_vocab_size < config.vocab_size:
             ids = choose(config.draft_vocab_size)
-            config = self.config_for(target, fields | {"draft_vocab_size": len(ids), "draft_vocab_ids": ids})
+            config = self.config_for(target, {**fields, "draft_vocab_size": len(ids), "draft_vocab_ids": ids})
         return self.drafter(config)
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
@@ -33,7 +36,7 @@ class TravellingFamily(TrainableFamily):
         config.target_name = fields.get("target_name", config.target_name)
         leave_refiner(drafter)  # and recipe and figures, which do not hold for the drafter of this run
         for name in _FREE:
-            if name in fields:
+            if name in fields and hasattr(config, name):
                 setattr(config, name, fields[name])
                 if name != "sliding_window":
                     setattr(options, name, fields[name])

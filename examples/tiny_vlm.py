@@ -1,0 +1,488 @@
+"""Builds a small vision-language model for real, by transformers' own LLaVA classes, and measures what it sees.
+
+The language model is SmolLM2-135M-Instruct; a vision encoder of a few layers and a connector are new. Pictures of
+64 x 64 pixels show one to four coloured shapes and digits, and there are questions about colours, kinds, places and
+numbers. Training has two parts:
+
+1. Encoder and connector learn that the visual tokens of a place say the words for what is there, in the embeddings of
+   the language model. That is not run, so this is quick.
+2. All of it answers questions in sentences. Of the language model, low-rank updates are trained, which are merged at
+   the end.
+
+    python examples/tiny_vlm.py train --out tiny_vlm --max-minutes 20
+    python examples/tiny_vlm.py measure tiny_vlm
+
+Minutes are those of the processor: for one thread that has a core to itself, they are minutes on the wall. An
+interrupted run goes on from its last checkpoint when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+
+from hf_hsdraft.target.target_loading import load_target
+
+SIZE, PATCH = 64, 16
+VISUAL_TOKENS = (SIZE // PATCH) ** 2
+IMAGE_TOKEN = "<file_sep>"  # a token of SmolLM2 that no text of ours has
+COLOURS = {
+    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (235, 215, 50),
+    "white": (245, 245, 245), "pink": (245, 130, 200),
+}  # fmt: skip
+SHAPES = ("circle", "square", "triangle", "cross")
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+COUNTS = ("one", "two", "three", "four")
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+KINDS = ("colour", "kind", "place", "count", "digit")
+CHANCE = {"colour": 1 / len(COLOURS), "kind": 1 / len(SHAPES), "place": 1 / 4, "count": 1 / 4, "digit": 1 / 10}
+NOTHING = "nothing"
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A shape or a digit.
+
+    Attributes:
+        colour: name of its colour.
+        kind: name of the shape, or of the digit.
+        place: index into `PLACES`.
+    """
+
+    colour: str
+    kind: str
+    place: int
+
+    @property
+    def name(self) -> str:
+        return f"digit {self.kind}" if self.kind in DIGITS else self.kind
+
+
+def scene(rng: random.Random) -> list[Thing]:
+    """Returns one to four things of different kinds at different places."""
+    count = rng.randint(1, 4)
+    kinds = rng.sample(SHAPES, min(count, rng.randint(1, 3)))
+    kinds += rng.sample(DIGITS, count - len(kinds))
+    places = rng.sample(range(4), count)
+    return [Thing(rng.choice(list(COLOURS)), kind, place) for kind, place in zip(kinds, places, strict=True)]
+
+
+def draw(things: list[Thing], rng: random.Random) -> torch.Tensor:
+    """Returns pixel values `[3, 64, 64]`, -1 to 1. Sizes, places and the dark background vary a little."""
+    background = tuple(rng.randint(0, 40) for _ in range(3))
+    image = Image.new("RGB", (SIZE, SIZE), background)
+    pen = ImageDraw.Draw(image)
+    for thing in things:
+        x, y = (16 + 32 * axis + rng.randint(-3, 3) for axis in (thing.place % 2, thing.place // 2))
+        r, fill = rng.randint(9, 12), COLOURS[thing.colour]
+        if thing.kind == "circle":
+            pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+        elif thing.kind == "square":
+            pen.rectangle((x - r + 1, y - r + 1, x + r - 1, y + r - 1), fill=fill)
+        elif thing.kind == "triangle":
+            pen.polygon(((x, y - r), (x - r, y + r), (x + r, y + r)), fill=fill)
+        elif thing.kind == "cross":
+            pen.rectangle((x - r, y - 3, x + r, y + 3), fill=fill)
+            pen.rectangle((x - 3, y - r, x + 3, y + r), fill=fill)
+        else:
+            font = ImageFont.load_default(size=2 * r + 5)
+            pen.text((x, y), str(DIGITS.index(thing.kind)), fill=fill, font=font, anchor="mm")
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(SIZE, SIZE, 3)
+    return pixels.permute(2, 0, 1).float() / 127.5 - 1.0
+
+
+def question(things: list[Thing], kind: str, rng: random.Random) -> tuple[str, str, str]:
+    """Returns a question of some kind, its answer as a sentence, and the words of it that have to be right."""
+    thing = rng.choice([each for each in things if each.kind in (DIGITS if kind == "digit" else SHAPES)])
+    place = PLACES[thing.place]
+    if kind == "colour":
+        asked = f"What colour is the {thing.name}?"
+        return asked, f"The {thing.name} at the {place} is {thing.colour}.", f"is {thing.colour}."
+    if kind == "place":
+        asked = f"Where is the {thing.name}?"
+        return asked, f"The {thing.colour} {thing.name} is at the {place} of the picture.", f"the {place} of"
+    if kind == "count":
+        count = COUNTS[len(things) - 1]
+        noun = "thing" if count == "one" else "things"
+        return "How many things are there?", f"There are {count} {noun} in the picture.", f" {count} thing"
+    asked = f"What is at the {place}?"
+    return asked, f"At the {place} there is a {thing.colour} {thing.name}.", f"{thing.name}."
+
+
+def questions(things: list[Thing], rng: random.Random, count: int) -> list[tuple[str, str, str]]:
+    """Returns different questions about one picture."""
+    has_digit = any(each.kind in DIGITS for each in things)
+    kinds = [kind for kind in KINDS if kind != "digit" or has_digit]
+    asked = {found[0]: found for _ in range(3 * count) for found in [question(things, rng.choice(kinds), rng)]}
+    return list(asked.values())[:count]
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def build(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Returns an untrained vision-language model around SmolLM2-135M-Instruct, and its tokenizer."""
+    language, tokenizer = load_target(None, torch.float32, "cpu")
+    vision = SiglipVisionConfig(
+        hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=3, image_size=SIZE,
+        patch_size=PATCH, vision_use_head=False,
+    )  # fmt: skip
+    config = LlavaConfig(
+        vision_config=vision, text_config=language.config, image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        image_seq_length=VISUAL_TOKENS, vision_feature_select_strategy="full", vision_feature_layer=-1,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(language.model.state_dict())
+    model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    model.generation_config = language.generation_config
+    return model.to(dtype), tokenizer
+
+
+def visual_tokens(model: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Returns `[B, 16, D]`, what the language model gets of pictures `[B, 3, 64, 64]`."""
+    return torch.stack(list(model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output))
+
+
+def encode(tokenizer: Any, asked: str) -> torch.Tensor:
+    """Returns the prompt `[1, length]` of a question about one picture."""
+    return torch.tensor([tokenizer.encode(f"{IMAGE_TOKEN * VISUAL_TOKENS}Q: {asked} A:")])
+
+
+def dialogue(tokenizer: Any, asked: list[tuple[str, str, str]]) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of several questions and answers about one picture, and which of them are to be learned."""
+    ids, learned = tokenizer.encode(IMAGE_TOKEN * VISUAL_TOKENS), [False] * VISUAL_TOKENS
+    for ask, answer, _ in asked:
+        prompt, text = tokenizer.encode(f"Q: {ask} A:"), [*tokenizer.encode(f" {answer}"), tokenizer.eos_token_id]
+        ids += prompt + text
+        learned += [False] * len(prompt) + [True] * len(text)
+    return ids, learned
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """The words that visual tokens say, in groups of which one is right at each place.
+
+    Args:
+        tokenizer: of the language model.
+        embedding: `[V, D]`, its input embeddings.
+    """
+
+    def __init__(self, tokenizer: Any, embedding: torch.Tensor) -> None:
+        kinds = [*SHAPES, *DIGITS, NOTHING]
+        self.groups = [[*COLOURS, NOTHING], kinds, ["top", "bottom"], ["left", "right"], list(COUNTS)]
+        first = [[tokenizer.encode(f" {word}")[0] for word in group] for group in self.groups]
+        self.rows = [embedding[torch.tensor(ids)].float() for ids in first]
+
+    def right(self, things: list[Thing]) -> torch.Tensor:
+        """Returns `[16, groups]`, int64: the right word of each group at each patch."""
+        at = {thing.place: thing for thing in things}
+        found = []
+        for patch in range(VISUAL_TOKENS):
+            row, column = divmod(patch, SIZE // PATCH)
+            place = row // 2 * 2 + column // 2
+            thing = at.get(place, Thing(NOTHING, NOTHING, place))
+            said = [thing.colour, thing.kind, ("top", "bottom")[row // 2], ("left", "right")[column // 2]]
+            said.append(COUNTS[len(things) - 1])
+            found.append([group.index(word) for group, word in zip(self.groups, said, strict=True)])
+        return torch.tensor(found)
+
+    def loss(self, tokens: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        """Returns a loss of visual tokens `[N, D]` with right words `[N, groups]`, and the accuracy by group."""
+        goal = torch.stack([rows[right[:, group]] for group, rows in enumerate(self.rows)]).sum(dim=0)
+        loss, accuracy = F.mse_loss(tokens, goal) / goal.var(), []
+        scale = 10.0 / goal.norm(dim=-1).mean() ** 2 * len(self.rows)
+        for group, rows in enumerate(self.rows):
+            logits = tokens @ rows.T * scale
+            loss = loss + F.cross_entropy(logits, right[:, group])
+            accuracy.append(float((logits.argmax(dim=-1) == right[:, group]).float().mean()))
+        return loss, accuracy
+
+
+@dataclass
+class Clock:
+    """How long all runs together have trained, and when something was last said and saved.
+
+    Attributes:
+        limit: seconds of the processor that training may take. What else runs on the machine changes none of it.
+        before: those of earlier runs.
+        said, saved: when that was last done, on the wall.
+    """
+
+    limit: float
+    before: float = 0.0
+    said: float = 0.0
+    saved: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.began = time.process_time()
+        self.said = self.saved = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        return self.before + time.process_time() - self.began
+
+    def due(self, name: str, every: float) -> bool:
+        now = time.monotonic()
+        if now - getattr(self, name) < every:
+            return False
+        setattr(self, name, now)
+        return True
+
+
+@dataclass
+class Run:
+    """A training run: the model, what is trained of it in each part, and the clock."""
+
+    model: Any
+    tokenizer: Any
+    folder: Path
+    clock: Clock
+    rng: random.Random
+    part: int = 1
+    step: int = 0
+    optimizer: Any = None
+
+    def save(self) -> None:
+        """Writes a checkpoint, whole or not at all."""
+        trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        state = {
+            "weights": {name: value.detach() for name, value in trained.items()}, "rng": self.rng.getstate(),
+            "optimizer": self.optimizer.state_dict(), "spent": self.clock.spent, "part": self.part, "step": self.step,
+        }  # fmt: skip
+        partial = self.folder / "checkpoint.partial"
+        torch.save(state, partial)
+        partial.rename(self.folder / "checkpoint.pt")
+
+
+def train(folder: Path, max_minutes: float, words_share: float, rank: int) -> None:
+    """Trains, or goes on from the last checkpoint; saves the model.
+
+    Args:
+        folder: of the run.
+        max_minutes: minutes of the processor, both parts together.
+        words_share: share of them for the first part.
+        rank: of the updates of the language model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = folder / "checkpoint.pt"
+    found = torch.load(checkpoint, weights_only=False) if checkpoint.exists() else None
+    model, tokenizer = build()
+    run = Run(model, tokenizer, folder, Clock(60 * max_minutes, found["spent"] if found else 0.0), random.Random(1))
+    if found:
+        run.part, run.step = found["part"], found["step"]
+        run.rng.setstate(found["rng"])
+    model.requires_grad_(False)
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):
+        part.requires_grad_(True)
+    if run.part == 1:
+        learn_words(run, words_share, found)
+        found, run.part, run.step = None, 2, 0
+    learn_answers(run, rank, found, words_share)
+    run.model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"saved in {folder} after {run.clock.spent / 60:.1f} minutes of training", flush=True)
+
+
+def learn_words(run: Run, words_share: float, found: Any) -> None:
+    """The first part: visual tokens say words."""
+    model, rng, clock = run.model, run.rng, run.clock
+    words = Words(run.tokenizer, model.get_input_embeddings().weight.detach())
+    trained = [value for value in model.parameters() if value.requires_grad]
+    run.optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, betas=(0.9, 0.98))
+    restore(run, found)
+    limit = words_share * clock.limit
+    while clock.spent < limit:
+        set_rate(run.optimizer, 1e-3, clock.spent / limit)
+        scenes = [scene(rng) for _ in range(64)]
+        pixels = torch.stack([draw(things, rng) for things in scenes])
+        right = torch.stack([words.right(things) for things in scenes]).flatten(0, 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            tokens = visual_tokens(model, pixels)
+        loss, accuracy = words.loss(tokens.float().flatten(0, 1), right)
+        take_step(run, loss, trained)
+        if clock.due("said", 20.0):
+            shown = ", ".join(
+                f"{name} {share:.0%}"
+                for name, share in zip(("colour", "kind", "row", "column", "count"), accuracy, strict=True)
+            )
+            say(run, f"words: step {run.step}, {64 * run.step:,} pictures, loss {loss.item():.3f}, {shown}")
+
+
+def learn_answers(run: Run, rank: int, found: Any, words_share: float) -> None:
+    """The second part: the whole model answers questions. The updates of the language model are merged at the end."""
+    from peft import LoraConfig, get_peft_model
+
+    language = run.model.model.language_model
+    trained_before = [name for name, value in run.model.named_parameters() if value.requires_grad]
+    run.model.to(torch.bfloat16)  # what is not trained; the rest stays in float32
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted = get_peft_model(language, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears))
+    run.model.model.language_model = adapted.base_model.model
+    for name, value in run.model.named_parameters():
+        if name in trained_before:
+            value.requires_grad_(True)
+            value.data = value.data.float()
+    trained = [value for value in run.model.parameters() if value.requires_grad]
+    run.optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, betas=(0.9, 0.98))
+    restore(run, found)
+    clock, start = run.clock, words_share * run.clock.limit
+    while clock.spent < clock.limit:
+        set_rate(run.optimizer, 1e-3, (clock.spent - start) / (clock.limit - start))
+        loss, right = answers_loss(run, pictures=4, questions_each=6)
+        take_step(run, loss, trained)
+        if clock.due("said", 20.0):
+            say(
+                run,
+                f"answers: step {run.step}, {24 * run.step:,} answers, loss {loss.item():.3f}, tokens {right:.0%}",
+            )
+    adapted.merge_and_unload()
+    run.model.model.language_model = adapted.base_model.model
+    run.model.requires_grad_(False)
+
+
+def answers_loss(run: Run, pictures: int, questions_each: int) -> tuple[torch.Tensor, float]:
+    """Returns the loss of some dialogues about new pictures, and the share of their tokens that are right."""
+    model, rng = run.model, run.rng
+    scenes = [scene(rng) for _ in range(pictures)]
+    pixels = torch.stack([draw(things, rng) for things in scenes])
+    pairs = [dialogue(run.tokenizer, questions(things, rng, questions_each)) for things in scenes]
+    longest = max(len(ids) for ids, _ in pairs)
+    pad = run.tokenizer.eos_token_id
+    ids = torch.tensor([[*each, *[pad] * (longest - len(each))] for each, _ in pairs])
+    learned = torch.tensor([[*each, *[False] * (longest - len(each))] for _, each in pairs])
+    with torch.autocast("cpu", torch.bfloat16):
+        embeds = model.get_input_embeddings()(ids)
+        embeds = torch.cat([visual_tokens(model, pixels).to(embeds.dtype), embeds[:, VISUAL_TOKENS:]], dim=1)
+        states = model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        logits = model.lm_head(states[:, :-1][learned[:, 1:]])
+    goals = ids[:, 1:][learned[:, 1:]]
+    loss = F.cross_entropy(logits.float(), goals)
+    return loss, float((logits.argmax(dim=-1) == goals).float().mean())
+
+
+def take_step(run: Run, loss: torch.Tensor, trained: list[torch.Tensor]) -> None:
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.step += 1
+    if run.clock.due("saved", 60.0):
+        run.save()
+
+
+def restore(run: Run, found: Any) -> None:
+    """Puts weights and optimizer back to a checkpoint of the same part; the clock was put back before."""
+    if found is None:
+        run.step = 0
+        return
+    own = dict(run.model.named_parameters())
+    for name, value in found["weights"].items():
+        own[name].data.copy_(value)
+    run.optimizer.load_state_dict(found["optimizer"])
+    say(run, f"goes on from step {run.step} of part {run.part}")
+
+
+def set_rate(optimizer: Any, most: float, done: float) -> None:
+    """Rises over the first twentieth, then falls as a cosine."""
+    done = min(max(done, 0.0), 1.0)
+    rate = most * min(1.0, done / 0.05 + 0.02) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def say(run: Run, line: str) -> None:
+    print(f"[{run.clock.spent / 60:5.1f} min] {line}", flush=True)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Loads a trained model, and its tokenizer."""
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def examination(count: int, seed: int = 9_000_000) -> list[tuple[str, str, torch.Tensor, str]]:
+    """Returns of each unseen picture the kind of question, the question, the pixels, and the words that count."""
+    asked = []
+    for index in range(count):
+        rng, kind = random.Random(seed + index), KINDS[index % len(KINDS)]
+        things = scene(rng)
+        while kind == "digit" and not any(thing.kind in DIGITS for thing in things):
+            things = scene(rng)
+        pixels = draw(things, rng)
+        ask, _, words = question(things, kind, rng)
+        asked.append((kind, ask, pixels, words))
+    return asked
+
+
+def inputs_of(tokenizer: Any, ask: str, pixels: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns the inputs of `generate()`."""
+    ids = encode(tokenizer, ask)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels[None].to(dtype)}
+
+
+def measure(folder: Path, count: int, show: int) -> None:
+    """Prints the accuracy on unseen pictures by kind of question, against chance."""
+    model, tokenizer = load(folder)
+    right: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    for index, (kind, ask, pixels, words) in enumerate(examination(count)):
+        inputs = inputs_of(tokenizer, ask, pixels, model.dtype)
+        output = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        asked[kind] += 1
+        right[kind] += words in answer
+        if index < show:
+            print(f"{ask} ->{answer} [{'right' if words in answer else f'wrong: {words}'}]", flush=True)
+    print_accuracy(asked, right)
+
+
+def print_accuracy(asked: Counter[str], right: Counter[str]) -> None:
+    print("kind      pictures  right  chance")
+    for kind in KINDS:
+        if asked[kind]:
+            print(f"{kind:8}  {asked[kind]:8}  {right[kind] / asked[kind]:5.0%}  {CHANCE[kind]:6.0%}")
+    print(f"{'all':8}  {asked.total():8}  {right.total() / asked.total():5.0%}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("train", help="train a model, or go on with a run")
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--max-minutes", type=float, default=20.0, help="of the processor")
+    command.add_argument("--words-share", type=float, default=0.4, help="share of the time for the first part")
+    command.add_argument("--rank", type=int, default=16, help="of the updates of the language model")
+    command = commands.add_parser("measure", help="accuracy on unseen pictures")
+    command.add_argument("folder", type=Path)
+    command.add_argument("--pictures", type=int, default=200)
+    command.add_argument("--show", type=int, default=5, help="answers to print")
+    given = parser.parse_args()
+    if given.command == "train":
+        train(given.out, given.max_minutes, given.words_share, given.rank)
+    else:
+        measure(given.folder, given.pictures, given.show)
+
+
+if __name__ == "__main__":
+    main()

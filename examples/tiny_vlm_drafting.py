@@ -1,0 +1,159 @@
+"""Drafts for the vision-language model of tiny_vlm.py: trains drafters on its own answers, and measures them.
+
+    python examples/tiny_vlm_drafting.py train tiny_vlm --family self --draft-layers 8 --out vlm_self8
+    python examples/tiny_vlm_drafting.py measure tiny_vlm --drafters vlm_self8 --pictures 200
+
+The trainer is that of `hsdraft train`. What is special here are the hidden states it learns from: those of prompts with
+pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import tiny_vlm
+import torch
+
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.bench.layer_reuse import HEADER, compare
+from hf_hsdraft.training.arguments import training_arguments
+from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.training.features import Features
+from hf_hsdraft.training.trainable import TRAINABLE
+from hf_hsdraft.training.trainer import DrafterTrainer
+from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
+
+NEW_TOKENS = 24
+
+
+@torch.inference_mode()
+def answered(model: Any, tokenizer: Any, count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Returns pixels, token ids and the length of the prompt of questions that the model has answered, 16 at a time."""
+    found = []
+    for start in range(0, count, 16):
+        asked = tiny_vlm.examination(min(16, count - start), seed=5_000_000 + start)
+        prompts = [tiny_vlm.encode(tokenizer, ask)[0] for _, ask, _, _ in asked]
+        longest = max(map(len, prompts))
+        ids = torch.full((len(asked), longest), tokenizer.eos_token_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+        pixels = torch.stack([each for _, _, each, _ in asked]).to(model.dtype)
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, pixel_values=pixels, max_new_tokens=NEW_TOKENS, do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        for row, prompt in enumerate(prompts):
+            answer = output[row, longest:].tolist()
+            end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
+            found.append((pixels[row], torch.cat([prompt, torch.tensor(answer[:end])]), len(prompt)))
+    return found
+
+
+@torch.inference_mode()
+def features(model: Any, taps: tuple[int, ...], pixels: torch.Tensor, ids: torch.Tensor, prompt: int) -> Features:
+    """Returns what training reads of an answered question: as `read_features`, with its picture."""
+    last = model.config.get_text_config().num_hidden_layers
+    wanted = sorted({*taps, last})
+    output = model(
+        input_ids=ids[None], pixel_values=pixels[None], output_hidden_states=wanted, logits_to_keep=1, use_cache=False
+    )
+    states = [output.hidden_states[layer][0].to(torch.bfloat16) for layer in (*taps, last)]
+    return Features(ids, torch.arange(len(ids)) >= prompt, torch.cat(states[:-1], dim=-1), states[-1].contiguous())
+
+
+def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pictures: int, minutes: float) -> None:
+    """Trains a drafter of some family on the model's own answers, and saves it."""
+    model, tokenizer = tiny_vlm.load(folder)
+    family = TRAINABLE[family_name]
+    chats = answered(model, tokenizer, pictures)
+    texts = [TokenizedConversation(ids, torch.arange(len(ids)) >= prompt) for _, ids, prompt in chats]
+    vocabulary = model.config.get_text_config().vocab_size
+
+    def choose(size: int) -> list[int]:
+        return choose_draft_vocabulary(texts, vocabulary, size, [tokenizer.eos_token_id]).ids
+
+    torch.manual_seed(0)
+    drafter = family.fresh(model, fields, 128, choose)
+    taps = tuple(family.taps(drafter, model))
+    read = [features(model, taps, *chat) for chat in chats]
+    family.start_from_target(drafter, model, torch.cat([each.final for each in read[:64]]).float())
+    held_out = max(8, pictures // 20)
+    arguments = {
+        **family.arguments, "max_minutes": minutes, "per_device_train_batch_size": 16, "eval_steps": 10**6,
+        "logging_steps": 20, "load_best_model_at_end": False,
+    }  # fmt: skip
+    args = training_arguments(out, arguments, "cpu")
+    trainer = DrafterTrainer(
+        drafter, args, target=model, train_dataset=read[held_out:], eval_dataset=read[:held_out],
+        budget=tiny_budget(minutes), report=None,
+    )  # fmt: skip
+    trainer.train()
+    drafter.loss_function = None
+    drafter.config.target_name = "tiny_vlm"
+    drafter.to(torch.bfloat16).save_pretrained(out)
+
+
+def tiny_budget(minutes: float) -> Any:
+    """Returns the clock that ends training."""
+    from hf_hsdraft.training.budget import TimeBudget
+
+    return TimeBudget.resumed(minutes, {})
+
+
+def measure(folder: Path, names: list[str], pictures: int, options: dict[str, Any]) -> None:
+    """Prints whether answers are those of plain decoding, tau, speed-up, and how many answers are right."""
+    model, tokenizer = tiny_vlm.load(folder)
+    model.generation_config.pad_token_id = tokenizer.eos_token_id
+    asked = tiny_vlm.examination(pictures)
+    inputs = [tiny_vlm.inputs_of(tokenizer, ask, pixels, model.dtype) for _, ask, pixels, _ in asked]
+    print(HEADER)
+    for name in names:
+        drafter = AutoDrafter.from_pretrained(name, dtype=model.dtype).eval()
+        found = compare(model, drafter, inputs, NEW_TOKENS, **options)
+        print(found.line(name), flush=True)
+        for way in ("plain", "reuse"):
+            right: Counter[str] = Counter()
+            for (kind, _, _, words), text in zip(asked, found.texts[way], strict=True):
+                right[kind] += words in tokenizer.decode(text, skip_special_tokens=True)
+            print("plain decoding:" if way == "plain" else "drafted:")
+            tiny_vlm.print_accuracy(Counter(kind for kind, *_ in asked), right)
+
+
+def main() -> None:
+    random.seed(0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("train", help="train a drafter on the model's own answers")
+    command.add_argument("folder", type=Path)
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--family", choices=sorted(TRAINABLE), default="self")
+    command.add_argument("--draft-layers", type=int, help="of self: first layers that draft")
+    command.add_argument("--num-draft-steps", type=int, default=5)
+    command.add_argument("--draft-vocab-size", type=int, default=2048)
+    command.add_argument("--pictures", type=int, default=600)
+    command.add_argument("--max-minutes", type=float, default=4.0)
+    command = commands.add_parser("measure", help="measure drafters")
+    command.add_argument("folder", type=Path)
+    command.add_argument("--drafters", nargs="+", required=True)
+    command.add_argument("--pictures", type=int, default=200)
+    command.add_argument("--beam-width", type=int, default=1, help="1 drafts chains")
+    command.add_argument("--tree-size", type=int)
+    given = parser.parse_args()
+    if given.command == "train":
+        fields = {"num_draft_steps": given.num_draft_steps, "draft_vocab_size": given.draft_vocab_size}
+        fields |= {"tree_size": max(16, given.num_draft_steps)}
+        fields |= {} if given.draft_layers is None else {"draft_layers": given.draft_layers}
+        train(given.folder, given.out, given.family, fields, given.pictures, given.max_minutes)
+    else:
+        options = {"beam_width": given.beam_width, "tree_sizing": "fixed", "ngram_length": 0}
+        options |= {} if given.tree_size is None else {"tree_size": given.tree_size}
+        measure(given.folder, given.drafters, given.pictures, options)
+
+
+if __name__ == "__main__":
+    main()

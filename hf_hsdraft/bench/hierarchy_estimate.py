@@ -1,0 +1,83 @@
+"""Estimates where a hierarchy of drafters would pay on a device that is not at hand, by sizes and assumed shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..training.estimate import target_parts
+from .decoding_estimate import Device
+from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, needed_acceptance, singles
+
+NGRAMS, MIDDLE, TARGET = "n-grams", "middle", "target"
+_LOOK_UP = 1e-4  # seconds of a draft by n-grams
+
+
+def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int = 2) -> Curve:
+    """Returns the seconds of a model's forwards: they read all weights and the text, or multiply for longer than that.
+
+    Args:
+        config: of the model.
+        device: that it runs on.
+        length: number of tokens whose keys and values are read.
+        bytes_per_weight: of weights, keys and values.
+    """
+    sizes = config.get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    weights = target_parts(config)["body"] + sizes.vocab_size * sizes.hidden_size
+    text = 2 * sizes.num_hidden_layers * heads * head_dim * length
+    reading = (weights + text) * bytes_per_weight / device.bytes_per_second
+    token = 2 * weights / device.flops_per_second
+    even = max(int(reading / token), 1)  # up to so many tokens a forward takes as long as one
+    if even == 1:
+        return Curve(((1, max(reading, token)), (2, 2 * token)))
+    return Curve(((1, reading), (even, reading), (2 * even, 2 * even * token)))
+
+
+def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: Device, length: int) -> Levels:
+    """Returns the levels n-grams, middle model and target.
+
+    Args:
+        config, middle: configurations of the target and of the middle model.
+        shares: of tokens that are accepted, each after an accepted one: of n-grams by the target, of n-grams by the
+            middle model, and of the middle model by the target.
+        device: that all run on.
+        length: number of tokens of the text.
+
+    Raises:
+        ValueError: there are not three shares from 0 to 1.
+    """
+    if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
+        raise ValueError(
+            f"shares={list(shares)} is invalid: expected three numbers from 0 to 1, of n-grams by the target, of "
+            "n-grams by the middle model, and of the middle model by the target"
+        )
+    forwards = {name: forward_of(each, device, length) for name, each in ((MIDDLE, middle), (TARGET, config))}
+    pairs = ((NGRAMS, TARGET), (NGRAMS, MIDDLE), (MIDDLE, TARGET))
+    acceptances = {pair: Acceptance.even(share) for pair, share in zip(pairs, shares, strict=True)}
+    step = forwards[MIDDLE](1)
+    first = {NGRAMS: Drafting(Curve(((1, _LOOK_UP),))), MIDDLE: Drafting(Curve(((1, step), (2, 2 * step))))}
+    return Levels(first, forwards, acceptances, TARGET, forwards[TARGET](1))
+
+
+def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
+    """Returns the arithmetic of the best drafter alone and of the best hierarchy, and the share that one would need.
+
+    Args:
+        levels: see `estimated_levels`.
+        other: speed-up of another drafter, which a hierarchy has to beat too.
+    """
+    lines = [f"forward of {name} over one token: {1000 * each(1):.4g} ms" for name, each in levels.forwards.items()]
+    alone, cascade = singles(levels), best_cascade(levels)
+    for plan in [*alone, *([cascade] if cascade else [])]:
+        lines += [f"{plan.title}:", *(f"  {line}" for line in plan.lines)]
+    best = max(alone[0].speed_up, other)
+    if cascade is None:
+        return [*lines, "no hierarchy: the middle model is not quicker than the target"]
+    told = "pays" if cascade.speed_up > best else "does not pay"
+    lines.append(f"the hierarchy {told}: {cascade.speed_up:.3f} against {best:.3f} of the best drafter alone")
+    share = needed_acceptance(levels, MIDDLE, other)
+    if share is None:
+        return [*lines, "no share of the middle model's tokens would be enough"]
+    return [*lines, f"it pays from a share of {share:.2f} of the middle model's tokens on"]

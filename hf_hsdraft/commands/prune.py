@@ -1,0 +1,82 @@
+"""`hsdraft prune` and `hsdraft skip-layers`: drafters out of a target's own layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+
+app = typer.Typer()
+
+
+@app.command(short_help="Make a small language model of some layers of a target.")
+def prune(
+    out: Annotated[Path, typer.Option(help="New folder.")],
+    target: Annotated[
+        str | None, typer.Argument(help="Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers to keep, from 0 on, as 0,1,15,28,29.")] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, help="Or their number: spread evenly, with the first and the last.")
+    ] = None,
+    dtype: DtypeOption = Dtype.float32,
+) -> None:
+    """Saves an ordinary model with some of the target's layers, for `hsdraft train --family lm --init-from`."""
+    from ..drafters.causal_lm.layer_subset import checked_layers, evenly, layers_of
+    from ..target.target_loading import DEFAULT_TARGET, load_target
+    from ..training.pruning import check_empty
+    from ..training.pruning import prune as save_pruned
+
+    if (layers is None) == (num_layers is None):
+        raise typer.BadParameter("name the layers to keep, or their number: one of --layers and --num-layers")
+    try:
+        named = None if layers is None else [int(part) for part in layers.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected layer numbers such as 0,1,15, found {layers!r}") from None
+    check_empty(out)
+    model, tokenizer = load_target(target, dtype.torch)
+    count = len(layers_of(model)[1])
+    kept = checked_layers(model, evenly(count, num_layers or count) if named is None else named)
+    small = save_pruned(model, tokenizer, kept, out, target or DEFAULT_TARGET)
+    size = sum(weight.numel() for weight in small.parameters())
+    told = f"{len(kept)} of {count} layers ({', '.join(map(str, kept))}), {size / 1e6:.1f}M parameters"
+    console.print(f"{told}, saved in {out}", highlight=False, soft_wrap=True)
+
+
+@app.command(short_help="Search which layers a target can leave out when it drafts.")
+def skip_layers(
+    out: Annotated[Path, typer.Option(help="New folder of the drafter.")],
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
+    ] = None,
+    target: TargetOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts in all.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,
+    most: Annotated[int | None, typer.Option(min=1, help="Layers to leave out at most; default: all but two.")] = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Searches the layers by acceptance per cost, on texts that the target writes, and saves the list as a drafter."""
+    from ..bench.measure import encode_prompt
+    from ..drafters.causal_lm.layer_skip import LayerSkipDrafter
+    from ..target.target_loading import DEFAULT_TARGET, load_target
+    from ..training.conversations import read_prompts
+    from ..training.layer_search import search, written_texts
+    from ..training.parity import PROMPTS
+    from ..training.pruning import check_empty
+
+    check_empty(out)
+    texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    model, tokenizer = load_target(target, dtype.torch, device)
+    written = written_texts(model, [encode_prompt(tokenizer, text, device) for text in texts[:limit]], max_new_tokens)
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    best = search(model, written, most, say)
+    drafter = LayerSkipDrafter.for_target(model, best.skipped, target or DEFAULT_TARGET)
+    drafter.save_pretrained(out)
+    say(f"best {best}; saved in {out}")

@@ -1,0 +1,39 @@
+"""Loads a drafter of whatever family its config.json names, among those that have registered."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..repository.care import care
+from ..repository.checkpoint import Checkpoint
+from ..repository.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
+from .formats import Format, recognise
+from .registry import FAMILIES
+
+
+def load_by_config(name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Loads a drafter; see `AutoDrafter.from_pretrained`."""
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    subfolder = kwargs.get("subfolder") or ""
+    with care().loading(name, offline=bool(hub.get("local_files_only"))):
+        config = read_json(find_folder(name, (CONFIG,), subfolder, **hub) / CONFIG)
+        model_type = config.get("model_type")
+        family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        if family is None:
+            checkpoint = Checkpoint.open(name, subfolder, **hub)
+            of_hub = {*HUB_ARGUMENTS, "subfolder"}
+            others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
+            return _format_of(checkpoint).load(checkpoint, **others)
+    return family.drafter.from_pretrained(name, *args, **kwargs)
+
+
+def _format_of(checkpoint: Checkpoint) -> Format:
+    """Returns the format of a checkpoint that is of no family by its `model_type`."""
+    try:
+        return recognise(checkpoint)
+    except ValueError as error:
+        if "auto_map" not in checkpoint.config:
+            raise
+        advice = "import the module that registers its family, or use AutoModel and trust_remote_code=True"
+        raise ValueError(f"{error}; {advice}") from None

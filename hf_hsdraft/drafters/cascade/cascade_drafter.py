@@ -1,0 +1,277 @@
+"""A hierarchy of drafters as users know it: made of its levels, loaded, saved, and handed to `generate()`."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ...common.checks import is_integer
+from ...common.refusals import DraftingRefused
+from ...repository.care import prepare_repository
+from ...repository.drafter_files import (
+    CONFIG,
+    FORMAT_VERSION,
+    HUB_ARGUMENTS,
+    OPTIONS,
+    check_is_drafter,
+    find_folder,
+    read_json,
+)
+from ...target.target_limits import text_config
+from ..by_config import load_by_config
+from ..draft_options import DraftOptions, default_options
+from ..loading_arguments import take_options
+from ..protocol import DraftCall, Drafter, Session
+from ..special_tokens import ANY, AnySpecialTokens
+from .cascade_session import CascadeSession, Step
+
+_MOST = 64  # tokens that a level may pass up
+_HERE = "./"  # begins the names of levels that lie in folders of the cascade itself
+
+
+@dataclass(frozen=True)
+class CascadeConfig:
+    """What transformers asks an assistant's configuration for."""
+
+    model_type: ClassVar[str] = "cascade"
+
+    vocab_size: Any = ANY  # only ids that all levels have are drafted
+    is_encoder_decoder: bool = False
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        """Returns a configuration that a pipeline finds equal to any target's."""
+        return AnySpecialTokens(self)
+
+
+class CascadeDrafter(nn.Module, Drafter):
+    """A hierarchy of drafters ("Hierarchical speculative decoding", 2510.19705).
+
+        cascade = CascadeDrafter([CachebackDrafter(), CausalLMDrafter(small_model)], tokens=[4, 8])
+        out = model.generate(**inputs, assistant_model=cascade)
+
+    The first level drafts. Each further level is a language model, which verifies the drafts of the level below until
+    it holds enough tokens, and passes them up. The target verifies last. With `verification="rejection"` and a
+    `tree_builder` that draws, each model draws by its own distribution, and the next level verifies by that one.
+
+    Args:
+        levels: drafters, the quickest first. All but the first have a language model, as [`CausalLMDrafter`] has; the
+            first can take back what it was told, as [`CachebackDrafter`] and [`CausalLMDrafter`] can.
+        tokens: for each level, the number of tokens: what the first one drafts at a time, and what each further one
+            holds before it passes them up. It passes up a few more where the last draft brings them.
+
+    Raises:
+        ValueError: the levels do not go together, or a number of tokens is out of range.
+    """
+
+    num_draft_steps = 2 * _MOST
+    takes_tree_builders = True
+    why_not_exported = "no other program is known to run drafters of several levels"
+
+    def __init__(self, levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
+        super().__init__()
+        _check_levels(levels, tokens)
+        self.levels, self.tokens = tuple(levels), tuple(tokens)
+        self.models = nn.ModuleList(level for level in levels if isinstance(level, nn.Module))
+        self.config = CascadeConfig()
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CascadeDrafter:
+        """Loads what `save_pretrained` wrote, or a config.json that names its levels by hand.
+
+        Such a file holds `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder or a Hub
+        name, or begins with `./` and is a folder beside the file.
+
+        Args:
+            pretrained_model_name_or_path: Folder or Hub name.
+            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; `dtype`, for
+                the levels that have weights.
+
+        Raises:
+            OSError: There is no such folder or repository, or a level is missing.
+            ValueError: It holds something else, or its levels do not go together.
+        """
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        loading = {} if (dtype := kwargs.pop("dtype", None)) is None else {"dtype": dtype}
+        folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
+        check_is_drafter(folder, CascadeConfig.model_type)
+        document = read_json(folder / CONFIG)
+        names, tokens = document.get("levels"), document.get("tokens")
+        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+            raise ValueError(f"{folder / CONFIG} is damaged: expected names of drafters as levels, found {names!r}")
+        if not isinstance(tokens, list):
+            raise ValueError(f"{folder / CONFIG} is damaged: expected numbers as tokens, found {tokens!r}")
+        _check_tokens(tokens, len(names))  # before weights are loaded
+        levels = []
+        for each in names:
+            if each.startswith(_HERE):
+                within = "/".join(filter(None, (subfolder, each.removeprefix(_HERE))))
+                levels.append(load_by_config(name, subfolder=within, **hub, **loading))
+            else:
+                of_others = {key: value for key, value in hub.items() if key != "revision"}
+                levels.append(load_by_config(each, **of_others, **loading))
+        drafter = cls(levels, tokens)
+        take_options(drafter, folder, kwargs)
+        return drafter.eval()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes each level into a folder of its own, and then what joins them.
+
+        Args:
+            save_directory: Created if missing.
+            kwargs: As the levels' own `save_pretrained` take them.
+
+        Raises:
+            ValueError: A drafting option is wrong.
+        """
+        self.check_options()
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        places = [f"level_{index}" for index in range(len(self.levels))]
+        for level, place in zip(self.levels, places, strict=True):
+            level.save_pretrained(folder / place, **kwargs)  # type: ignore[attr-defined]
+        self.generation_config.save_pretrained(folder)
+        names = [_HERE + place for place in places]
+        document = {"model_type": CascadeConfig.model_type, "format_version": FORMAT_VERSION, "levels": names}
+        text = json.dumps({**document, "tokens": list(self.tokens)}, indent=2) + "\n"
+        partial = folder / f".{CONFIG}.saving"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(folder / CONFIG)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub, in one commit.
+
+        Args:
+            repo_id: `"user/name"`, created if there is none.
+            kwargs: `private`, `revision`, `token`, `create_pr`, `commit_message`, `commit_description`.
+
+        Raises:
+            OSError: The Hub refuses or cannot be reached.
+            ValueError: A private repository was asked for, and there is a public one.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            api, repo_id, _ = prepare_repository(repo_id, kwargs)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.levels[-1].verifying_model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.levels[-1].verifying_model.dtype
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """For each level, the greatest number of tokens that it passes up at a time."""
+        first, *others = self.tokens
+        reach = [first]
+        for tokens in others:
+            reach.append(tokens + reach[-1])
+        return tuple(reach)
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options of a cascade that was saved without any. Its levels say how much each drafts."""
+        depth = min(self.reach[-1], self.num_draft_steps)
+        options = default_options(depth, tree_size=max(24, depth), beam_width=8)
+        options.ngram_length = 0  # where they are of use they are the first level
+        return options
+
+    def check_together(self, options: DraftOptions) -> None:
+        if options.tree_builder == "p_best":
+            raise ValueError("tree_builder='p_best' is invalid for a CascadeDrafter: its levels pass chains up")
+
+    def check(self, target: Any) -> None:
+        for index, (level, model) in enumerate(self._pairs(target)):
+            upper = "the target" if index == len(self.levels) - 1 else f"level {index + 1}"
+            try:
+                level.check(model)
+            except ValueError as error:
+                raise DraftingRefused(
+                    f"level {index} of this cascade, a {type(level).__name__}, does not fit {upper}: {error}"
+                ) from None
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        for level, model in self._pairs(target):
+            level.warn_of_misfit(model, tokenizer, all_processes)
+
+    def session(self, call: DraftCall) -> Session:
+        first, *others = self.levels
+        models = [level.verifying_model for level in others]
+        vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
+        temperature, pending = call.options.draw_temperature if call.options.drawn else None, sum(self.reach) + 1
+        options = self._of_first(call.options, pending)
+        session = first.session(replace(call, target=models[0], options=options, foresight=None, slots=None))
+        for index, level in enumerate(others, 1):
+            reader = level.reader(call.rows, pending)
+            step = Step(self.tokens[index], self.reach[index - 1], temperature, vocab_size)
+            session = CascadeSession(session, reader, step, call.rows, call.foresight)
+        return session
+
+    def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
+        """The options of the first level: its own, for chains of its number of tokens.
+
+        Args:
+            options: of the call.
+            pending: greatest number of tokens that may be taken back; a model with a window keeps as many more.
+        """
+        first, tokens = self.levels[0], self.tokens[0]
+        drawn = options.drawn and first.takes_tree_builders
+        return replace(
+            DraftOptions.of(first),
+            depth=tokens,
+            tree_size=pending,
+            beam_width=1,
+            threshold=0.0,
+            tree_builder="stochastic_beam" if drawn else "beam",
+            temperature=options.temperature,
+            tree_sizing="fixed",
+        )
+
+    def _pairs(self, target: Any) -> Iterator[tuple[Drafter, Any]]:
+        """Each level with the model that verifies its drafts."""
+        yield from zip(self.levels, [*(level.verifying_model for level in self.levels[1:]), target], strict=True)
+
+
+def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
+    """Raises a ValueError for levels that do not go together."""
+    wrong = [type(level).__name__ for level in levels if not isinstance(level, Drafter)]
+    if wrong:
+        raise ValueError(f"levels={wrong} are no drafters: expected such as CachebackDrafter() or CausalLMDrafter(...)")
+    if len(levels) < 2:
+        raise ValueError(f"a cascade of {len(levels)} levels is none: expected a drafter and a model that verifies it")
+    for index, level in enumerate(levels[1:], 1):
+        if level.verifying_model is None:
+            raise ValueError(
+                f"level {index} is a {type(level).__name__}, which cannot verify: expected a language model, as a "
+                "CausalLMDrafter has"
+            )
+    first = levels[0]
+    if not first.supposes:
+        raise ValueError(
+            f"level 0 is a {type(first).__name__}, which cannot take back what it was told: expected a drafter that "
+            "can, such as a CachebackDrafter or a CausalLMDrafter"
+        )
+    _check_tokens(tokens, len(levels))
+    if tokens[0] > first.num_draft_steps:
+        raise ValueError(f"tokens[0]={tokens[0]} is invalid: a {type(first).__name__} drafts {first.num_draft_steps}")
+
+
+def _check_tokens(tokens: Sequence[int], count: int) -> None:
+    """Raises a ValueError for numbers of tokens that are not those of so many levels."""
+    if len(tokens) != count:
+        raise ValueError(f"tokens={list(tokens)} is invalid for {count} levels: expected a number for each level")
+    for index, each in enumerate(tokens):
+        if not is_integer(each) or not 1 <= each <= _MOST:
+            raise ValueError(f"tokens[{index}]={each!r} is invalid: expected an integer from 1 to {_MOST}")

@@ -1,0 +1,67 @@
+"""A language model that verifies the drafts of another drafter: it reads chains after texts, in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...target.target_limits import text_config
+from ...trees.tree_masks import AttentionKind
+from ..protocol import Reader
+from .lm_limits import most_tokens
+from .lm_texts import LMTexts, shared_length
+
+
+class LMReader(Reader):
+    """Reads texts of a call by a language model.
+
+    Args:
+        model: the language model; not changed.
+        rows: number of texts.
+        kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
+        most_pending: greatest number of tokens of a text that may be taken back.
+    """
+
+    def __init__(self, model: Any, rows: int, kinds: Sequence[AttentionKind], most_pending: int) -> None:
+        config = text_config(model)
+        self.vocab_size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+        self.kind = config.model_type, sum(map(torch.Tensor.numel, model.parameters())), model.dtype, model.device
+        groups = [list(range(rows))] if kinds else [[row] for row in range(rows)]
+        self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups]
+        self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
+        self._room = most_tokens(model)
+        self._model = model  # which the texts do not keep alive
+
+    def room(self) -> int:
+        return self._room
+
+    def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        logits: dict[int, torch.Tensor] = {}
+        for group in self._groups:
+            if any(row in texts for row in group.rows):
+                logits.update(self._of_group(group, texts, counts))
+        return logits
+
+    def _of_group(
+        self, group: LMTexts, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        lengths, new = [], []
+        for row in group.rows:
+            known, text = self._known[row], texts.get(row)
+            length = len(known)
+            if text is not None:
+                length = min(shared_length(known, text), len(text) - counts[row])
+                self._known[row] = known = list(text)
+            lengths.append(length)
+            new.append(known[length:])
+        if lengths != group.kept:
+            group.cut(lengths)
+        logits = group.read(new, max(counts[row] for row in group.rows if row in texts))
+        return {row: logits[place, -counts[row] :] for place, row in enumerate(group.rows) if row in texts}
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for group in self._groups:
+            group.keep(rows)
+        self._groups = [group for group in self._groups if group.rows]

@@ -1,0 +1,194 @@
+"""Training of small language models as drafters: distillation on the target's own answers (DistillSpec, section 4)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.checks import public_name
+from ...common.target_weights import TargetWeights
+from ...drafters.causal_lm.layer_subset import evenly, layers_of, with_layers
+from ...drafters.causal_lm.lm_drafter import CausalLMDrafter
+from ...drafters.causal_lm.lm_expansion import LMExpansion
+from ...drafters.causal_lm.lm_session import CausalLMSession
+from ...drafters.causal_lm.lm_texts import LMTexts
+from ...drafters.causal_lm.lm_trial import ability_of
+from ...drafters.draft_options import DraftOptions
+from ...drafters.protocol import Session
+from ...drafters.refiner_files import leave_refiner
+from ...target.misreading import same_but_rounding
+from ...target.target_limits import decoder_layers, text_config
+from ...trees.tree_builders import Expansion
+from ..branches import Branches
+from ..family import Choose, TrainableFamily
+from ..noting import NotingSession
+from .trained_lm import LMPredictions, LMTrainingConfig, TrainedLM
+
+_OPTIONS = ("tree_size", "beam_width")  # drafting options, which decide no weights
+_PRUNED_BY = 5  # a drafter that nobody has made has a fifth of the target's layers
+
+
+class LMFamily(TrainableFamily):
+    """Small language models with the target's tokenizer, as `hsdraft prune` makes them."""
+
+    name = "lm"
+    drafter: Any = TrainedLM
+    least = {"num_hidden_layers": 1}  # noqa: RUF012
+    # All depths are the same function of a text, so chains are followed to their ends, and there are fewer of them.
+    arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 32, "learning_rate": 3e-4}  # noqa: RUF012
+    steps = 5  # K where nobody says otherwise
+
+    @property
+    def fields(self) -> set[str]:
+        return {"target_name", "num_draft_steps", "num_hidden_layers", *_OPTIONS}
+
+    def config_for(self, target: Any, fields: Mapping[str, Any]) -> LMTrainingConfig:
+        size = text_config(target).vocab_size
+        self._kept(target, fields)
+        return LMTrainingConfig(size, draft_vocab_size=size, num_draft_steps=self._steps(fields, self.steps))
+
+    def untrained(self, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
+        return self.made(with_layers(target, self._kept(target, fields)), target, fields)
+
+    def _steps(self, fields: Mapping[str, Any], default: int) -> int:
+        """K, number of tokens of a chain."""
+        steps: int = fields.get("num_draft_steps", default)
+        if not 1 <= steps <= CausalLMDrafter.num_draft_steps:
+            raise ValueError(
+                f"num_draft_steps={steps} is invalid: expected 1 to {CausalLMDrafter.num_draft_steps}, as a language "
+                "model drafts no deeper"
+            )
+        return steps
+
+    def _kept(self, target: Any, fields: Mapping[str, Any]) -> list[int]:
+        """The target's layers that a drafter is made of which nobody has made before."""
+        count = decoder_layers(text_config(target))
+        return evenly(count, fields.get("num_hidden_layers", max(count // _PRUNED_BY, min(count, 2))))
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
+        """Returns some layers of the target as a drafter, in float32 on the CPU."""
+        model = copy.deepcopy(with_layers(target, self._kept(target, fields))).float().cpu()
+        return self._ready(self.made(model.eval(), target, fields), fields)
+
+    def made(self, model: Any, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
+        """Returns a drafter of a language model, all of whose weights that are trained need gradients.
+
+        Args:
+            model: the language model.
+            target: the target.
+            fields: fields of the plan.
+        """
+        return TrainedLM(model.requires_grad_(True))
+
+    def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
+        leave_refiner(drafter)
+        found = decoder_layers(text_config(drafter.model))
+        if fields.get("num_hidden_layers", found) != found:
+            raise ValueError(
+                f"num_hidden_layers={fields['num_hidden_layers']} is invalid: the drafter to start from has {found}; "
+                "leave it out, or make one by `hsdraft prune`"
+            )
+        self._ready(drafter, fields)
+
+    def _ready(self, drafter: Any, fields: Mapping[str, Any]) -> Any:
+        """Gives a drafter the fields that no weights depend on, and checks that it can be trained."""
+        config, options = text_config(drafter.model), drafter.generation_config
+        _check_trainable(drafter)
+        size = min(config.vocab_size, len(drafter.model.get_input_embeddings().weight))
+        steps = self._steps(fields, max(self.steps, options.num_assistant_tokens))
+        name = public_name(fields.get("target_name", ""))
+        drafter.config = LMTrainingConfig(size, draft_vocab_size=size, num_draft_steps=steps, target_name=name)
+        drafter.num_draft_steps = steps
+        for name in _OPTIONS:
+            if name in fields:
+                setattr(options, name, fields[name])
+        if "num_draft_steps" in fields:
+            options.num_assistant_tokens = steps
+        drafter.check_options()
+        return drafter
+
+    def snapshot(self, drafter: Any) -> Any:
+        """Returns a drafter of the same language model: training wraps the drafter's forward, not the model's."""
+        copied = type(drafter)(drafter.model, drafter.tokenizer)
+        copied.config, copied.num_draft_steps = drafter.config, drafter.num_draft_steps
+        copied.generation_config = drafter.generation_config
+        return copied
+
+    def layers(self, drafter: Any) -> list[nn.Module]:
+        return list(layers_of(drafter.model)[1])
+
+    def predictions(self, drafter: Any, weights: TargetWeights) -> LMPredictions:
+        return LMPredictions(drafter, weights)
+
+    def record_target(self, drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+        own_name = name or getattr(target, "name_or_path", "") or ""
+        drafter.config = replace(drafter.config, target_name=public_name(own_name))
+        drafter.tokenizer = drafter.tokenizer or tokenizer
+
+    def describe(self, drafter: Any) -> str:
+        config = text_config(drafter.model)
+        return (
+            f"a language model ({config.model_type}) of {decoder_layers(config)} layers of width {config.hidden_size}"
+        )
+
+    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
+        return _NotingSession(session, drafts)
+
+
+@torch.no_grad()
+def _check_trainable(drafter: TrainedLM) -> None:
+    """Raises a ValueError for a language model whose chains cannot be read as here, or whose head does more."""
+    model = drafter.model
+    what, found = type(model).__name__, ability_of(model)
+    if not found.kinds:
+        raise ValueError(f"{what} cannot be trained: {found.reason or 'it reads no masks of trees'}")
+    ids = torch.arange(8, device=model.device) % text_config(model).vocab_size
+    rows = Branches.of(torch.arange(8, device=model.device), torch.zeros_like(ids), ids[:0], 0)
+    states = TrainedLM.states(drafter, model.get_input_embeddings()(ids), rows, None)
+    plain = model(input_ids=ids[None], use_cache=False).logits[0]
+    if not same_but_rounding(drafter.logits(states), plain):
+        raise ValueError(
+            f"{what} cannot be trained: its logits are more than its final states times its output layer (a scale, cap "
+            "or bias)"
+        )
+
+
+@dataclass(frozen=True)
+class Repeatable(Expansion):
+    """An expansion that draws its chain anew each time, from texts of its own.
+
+    Attributes:
+        expansion: the expansion.
+        texts: the texts that it reads on from.
+    """
+
+    expansion: LMExpansion
+    texts: LMTexts
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        return self.expansion.depth
+
+    def __call__(self, level: int, tokens: torch.Tensor, states: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if states is None:
+            self.texts.forget()
+        return self.expansion(level, tokens, states)
+
+
+class NotingLM(NotingSession):
+    """Notes expansions of a copy of what was read: what is drafted is dropped after each round."""
+
+    def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
+        own = texts.copied()
+        self.note(Repeatable(super()._expansion(own, first, depth, options), own))  # type: ignore[misc]
+        expansion: LMExpansion = super()._expansion(texts, first, depth, options)  # type: ignore[misc]
+        return expansion
+
+
+class _NotingSession(NotingLM, CausalLMSession):
+    pass

@@ -1,0 +1,194 @@
+"""A small language model with the forward of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from ...common.target_weights import TargetWeights
+from ...drafters.causal_lm.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
+from ...drafters.causal_lm.lm_trial import ability_of
+from ...drafters.special_tokens import AnySpecialTokens
+from ...target.target_limits import text_config
+from ...trees.tree_masks import as_attention_takes_it
+from ..branches import Branches
+from ..predictions import Predictions, trained
+
+
+@dataclass
+class LMOutput(ModelOutput):
+    """What a forward of training gives.
+
+    Attributes:
+        loss: what `loss_function` makes of the states.
+        hidden_states: final states of each depth, `[S, D]` and `[R, D]`.
+    """
+
+    loss: Any = None
+    hidden_states: Any = None
+
+
+@dataclass(frozen=True)
+class LMTrainingConfig(CausalLMDrafterConfig):
+    """What training asks a drafter's configuration for. It is not saved: the folder is that of the language model.
+
+    Attributes:
+        vocab_size: number of tokens that the model and its target both have.
+        draft_vocab_size: the same.
+        num_draft_steps: K, number of tokens of a chain.
+        target_name: name of the target, for the card.
+    """
+
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+    num_draft_steps: int = 5
+    target_name: str = ""
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        return AnySpecialTokens(CausalLMDrafterConfig())
+
+
+class TrainedLM(CausalLMDrafter):
+    """A small language model with the forward of training. It drafts, and is saved, as `CausalLMDrafter`.
+
+    Its predictions follow the true tokens. So depth d of the chain at position i is what the model says at position
+    i + 1 + d. Chains that leave the text are read as branches of it.
+
+    Attributes:
+        apart: whether the tokens of a chain are read apart from the text even where they are the text's own.
+    """
+
+    loss_function: Any = None
+    apart = False
+
+    def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
+        """Returns what the losses need to know of the drafter's tokens. Nothing of the target is used."""
+        table = self.model.get_input_embeddings()
+        size = min(len(table.weight), text_config(self.model).vocab_size, len(embedding.weight))
+        ids = torch.arange(size, device=self.device)
+        return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits `[..., V]` of final states `[..., D]`."""
+        return self.model.get_output_embeddings()(hidden)
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor,
+        document_ids: torch.Tensor,
+        path_embeds: torch.Tensor,
+        num_rolled: int | None = None,
+        labels: Any = None,
+    ) -> LMOutput:
+        """Reads the texts of a pack, and the chains that leave them.
+
+        Args:
+            taps: `[T, taps * D]`, the target's hidden states.
+            embeds: `[T, D]`, the model's embeddings of the next tokens x_{i+1}; of the last one, of the first token.
+            position_ids: `[T]`, int64, position of each token in its text.
+            starts: `[S]`, int64, position i of each chain.
+            document_ids: `[T]`, int64, the text of each token.
+            path_embeds: `[S, K, D]`, embeddings of the parents x_{i+1}, x_{i+2}, ... of each depth.
+            num_rolled: number R of chains, the first ones, that go beyond the first depth; `None` for all.
+            labels: what `loss_function(drafter, hidden_states, labels)` compares with; `None` for no loss.
+        """
+        text, rolled, depths = embeds.roll(1, dims=0), starts[:num_rolled], path_embeds.shape[1]
+        later = torch.arange(1, depths, device=starts.device)
+        places = (rolled[:, None] + 1 + later).clamp(max=len(text) - 1)
+        further = path_embeds[: len(rolled), 1:]
+        leaves = self.apart or not torch.equal(text[places], further)
+        count = depths - 1 if leaves else 0
+        rows = Branches.of(position_ids, document_ids, rolled, count)
+        inputs = torch.cat([text, further.flatten(0, 1).to(text.dtype)]) if leaves else text
+        if leaves:
+            places = len(text) + torch.arange(len(rolled) * count, device=starts.device).view(len(rolled), count)
+        states = self.states(inputs, rows, self.before(taps, document_ids, rolled, rows))
+        hidden_states = states[starts + 1], *(states[place] for place in places.unbind(dim=1))
+        loss = None if labels is None else self.loss_function(self, hidden_states, labels)
+        return LMOutput(loss=loss, hidden_states=hidden_states)
+
+    def before(
+        self, taps: torch.Tensor, document_ids: torch.Tensor, starts: torch.Tensor, rows: Branches
+    ) -> torch.Tensor | None:
+        """Returns what is known of the target where each row is read; `None` as nothing is looked at."""
+        return None
+
+    def states(self, inputs: torch.Tensor, rows: Branches, known: torch.Tensor | None) -> torch.Tensor:
+        """Returns the final states `[N, D]` of rows.
+
+        Args:
+            inputs: `[N, D]`, embeddings of the rows' tokens.
+            rows: what they see, and where they stand.
+            known: what `before` gives.
+        """
+        masks, positions = {}, rows.positions[None]
+        attention = text_config(self.model)._attn_implementation
+        for kind in ability_of(self.model).kinds:
+            near = kind.sees(positions, positions, positions.new_zeros(1))
+            seen = rows.seen[None] if near is None else rows.seen[None] & near
+            masks[kind.name] = as_attention_takes_it(seen, attention, inputs.dtype)
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        output = self.model.base_model(
+            inputs_embeds=inputs[None], attention_mask=mask, position_ids=positions, use_cache=False
+        )
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module's, but weights with two names are there once: files hold no tensor twice."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for name in self._second_names():
+            found.pop(prefix + name, None)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As every module's; weights with two names may be there once."""
+        twins = {name: state_dict[first] for name, first in self._second_names().items() if first in state_dict}
+        return super().load_state_dict({**twins, **state_dict}, *args, **kwargs)
+
+    def _second_names(self) -> dict[str, str]:
+        """The further names of weights that have several, and the first name of each."""
+        names = {id(weight): name for name, weight in self.named_parameters()}
+        every = self.named_parameters(remove_duplicate=False)
+        return {name: names[id(weight)] for name, weight in every if names[id(weight)] != name}
+
+
+@dataclass(frozen=True)
+class LMPredictions(Predictions):
+    """Predictions of states that have read the tokens of their path.
+
+    Attributes:
+        drafter: the drafter.
+        weights: what training needs of it.
+    """
+
+    drafter: TrainedLM
+    weights: TargetWeights
+    reads_tokens = True
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        size: int = text_config(self.drafter.model).hidden_size
+        return size
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.model.get_output_embeddings())
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        return {"path_embeds": self.weights.embed(tokens)}
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.drafter.logits(hidden)[..., : len(self.weights.vocab_ids)]
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden

@@ -1,0 +1,135 @@
+"""Searches which layers of a target to leave out when it drafts for itself; nothing is trained.
+
+A list of layers is judged on texts that the target wrote. The share a of tokens that the remaining layers would choose
+too, after the text itself, and their cost c in forwards of the target, give the tokens that a forward's time is worth:
+chains of K drafted tokens emit (1 - a^(K+1)) / (1 - a) tokens on average, and take 1 + K c forwards. The best K counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..drafters.causal_lm.layer_subset import layers_of, with_layers
+
+_MOST_DRAFTED = 8  # greatest length of a chain that is considered
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a list of skipped layers is worth.
+
+    Attributes:
+        skipped: the layers, ascending.
+        agreement: share of the target's own tokens that the others choose too, 0 to 1.
+        cost: of a draft's forward, in forwards of the target, by the weights that are read.
+        speed: tokens of the best chain per time of a forward of the target; plain decoding has 1.
+        depth: length of that chain.
+    """
+
+    skipped: tuple[int, ...]
+    agreement: float
+    cost: float
+    speed: float
+    depth: int
+
+    def __str__(self) -> str:
+        return (
+            f"without {list(self.skipped)}: agreement {self.agreement:.3f}, cost {self.cost:.3f} forwards, "
+            f"{self.speed:.3f} x plain with chains of {self.depth}"
+        )
+
+
+def speed_of_chains(agreement: float, cost: float, depth: int) -> float:
+    """Returns tokens per time of a target's forward with chains of `depth` tokens.
+
+    Args:
+        agreement: probability that a drafted token is right where those before it are, 0 to 1.
+        cost: of drafting a token, in forwards of the target.
+        depth: length of the chains.
+    """
+    emitted = sum(agreement**number for number in range(depth + 1))
+    return emitted / (1.0 + depth * cost)
+
+
+@torch.no_grad()
+def written_texts(
+    target: Any, prompts: Sequence[dict[str, torch.Tensor]], max_new_tokens: int
+) -> list[tuple[torch.Tensor, int]]:
+    """Returns greedy texts `[1, length]` of the target, and the length of each prompt.
+
+    Args:
+        target: the target.
+        prompts: inputs of `generate()`, one text each.
+        max_new_tokens: greatest number of tokens of an answer.
+    """
+    texts = []
+    for inputs in prompts:
+        text = target.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+        texts.append((text, inputs["input_ids"].shape[1]))
+    return texts
+
+
+@torch.no_grad()
+def judged(target: Any, skipped: Sequence[int], texts: Sequence[tuple[torch.Tensor, int]]) -> Judged:
+    """Judges a list of layers to leave out.
+
+    Args:
+        target: the target; not changed.
+        skipped: ascending numbers of the layers, from 0 on.
+        texts: see `written_texts`.
+    """
+    layers = layers_of(target)[1]
+    kept = [number for number in range(len(layers)) if number not in skipped]
+    part, right, total = with_layers(target, kept).eval(), 0, 0
+    for text, start in texts:
+        logits = part(input_ids=text[:, :-1], use_cache=False).logits[0, start - 1 :]
+        right += int((logits.argmax(dim=-1) == text[0, start:].to(logits.device)).sum())
+        total += text.shape[1] - start
+    agreement = right / max(total, 1)
+    head = target.get_output_embeddings().weight.numel()
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    cost = (sum(sizes[number] for number in kept) + head) / (sum(sizes) + head)
+    best = max(range(1, _MOST_DRAFTED + 1), key=lambda depth: speed_of_chains(agreement, cost, depth))
+    return Judged(tuple(sorted(skipped)), agreement, cost, speed_of_chains(agreement, cost, best), best)
+
+
+def search(
+    target: Any,
+    texts: Sequence[tuple[torch.Tensor, int]],
+    most: int | None = None,
+    report: Callable[[str], None] = print,
+) -> Judged:
+    """Leaves out one layer after the other, each time the one that leaves the fastest drafts; returns the best list.
+
+    It goes on where drafts become slower, as further layers may pay together. The target's first and last layers
+    stay.
+
+    Args:
+        target: the target.
+        texts: see `written_texts`.
+        most: greatest number of layers to leave out; all but two by default.
+        report: told of the best list of each length.
+
+    Raises:
+        ValueError: there are fewer than three layers, or no text.
+    """
+    count = len(layers_of(target)[1])
+    if count < 3:
+        raise ValueError(f"the target has {count} layers: expected 3 or more, as its first and last ones stay")
+    if not any(text.shape[1] > start for text, start in texts):
+        raise ValueError("the target wrote nothing: expected prompts that it answers")
+    most = count - 2 if most is None else min(most, count - 2)
+    now: tuple[int, ...] = ()
+    best: Judged | None = None
+    for _ in range(most):
+        further = [number for number in range(1, count - 1) if number not in now]
+        found = max((judged(target, sorted({*now, number}), texts) for number in further), key=lambda each: each.speed)
+        report(str(found))
+        now, best = found.skipped, found if best is None or found.speed > best.speed else best
+    if best is None:
+        raise ValueError(f"most={most} is invalid: expected 1 or more layers to leave out")
+    return best

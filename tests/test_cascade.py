@@ -1,0 +1,375 @@
+"""Cascades: middle models verify what a quicker drafter drafts, and the text stays the target's own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections import Counter
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter
+from hf_hsdraft.bench.exactness import chi_square
+from hf_hsdraft.drafters.cascade.cascade_session import CascadeSession
+from hf_hsdraft.drafters.cascade.held_chain import HeldChain
+from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
+from hf_hsdraft.drafters.protocol import Accepted, Ask, DraftCall
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(seed=3)
+
+
+def near(target, noise: float, seed: int = 1):
+    """A model that is often right and often wrong about a target: the target with noise on its weights."""
+    model, generator = copy.deepcopy(target), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def cascade_of(target, kind: str, **options) -> CascadeDrafter:
+    """Cascades of the kinds that there are, which draft as much on every machine."""
+    middle, small = CausalLMDrafter(near(target, 0.01)), CausalLMDrafter(near(target, 0.03, seed=2))
+    levels, tokens = {
+        "n-grams": ([CachebackDrafter(), middle], [3, 6]),
+        "model": ([small, middle], [3, 6]),
+        "one by one": ([small, middle], [1, 1]),
+        "three": ([CachebackDrafter(), small, middle], [2, 3, 7]),
+        "three models": ([CausalLMDrafter(near(target, 0.05, seed=4)), small, middle], [2, 3, 7]),
+    }[kind]
+    cascade = CascadeDrafter(levels, tokens).eval()
+    for name, value in {"tree_sizing": "fixed", **options}.items():
+        setattr(cascade.generation_config, name, value)
+    return cascade
+
+
+KINDS = ["n-grams", "model", "one by one", "three", "three models"]
+
+
+def padded(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row], ids[row, : 2 * row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_texts_are_those_of_plain_decoding(target, kind, rows):
+    plain = target.generate(**padded(rows), **GREEDY).sequences
+    output = target.generate(**padded(rows), **GREEDY, assistant_model=cascade_of(target, kind, tree_size=24 * rows))
+    assert output.sequences.tolist() == plain.tolist()
+    assert output.statistics.tau > 1.3, "middle models that are often right are often accepted"
+    assert 0 in output.statistics.accepted_lengths, "and rejected, so that they take tokens back"
+
+
+@pytest.mark.parametrize("kind", ["n-grams", "three models"])
+@pytest.mark.parametrize("options", [{"ngram_length": 3}, {"tree_sizing": "cost"}, {"beam_width": 1}])
+def test_greedy_texts_do_not_depend_on_options(target, kind, options):
+    plain = target.generate(**padded(2), **GREEDY).sequences
+    output = target.generate(**padded(2), **GREEDY, assistant_model=cascade_of(target, kind, **options))
+    assert output.sequences.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("kind", ["n-grams", "three models"])
+def test_models_with_windows_take_back_what_is_rejected(kind):
+    """The window is shorter than a text, so its layers drop what is behind it, but not what is to be seen again."""
+    torch.manual_seed(5)
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=6, max_position_embeddings=128, eos_token_id=None,
+        pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for rows in (1, 3):
+        plain = model.generate(**padded(rows), **GREEDY).sequences
+        cascade = cascade_of(model, kind, tree_size=24 * rows)
+        output = model.generate(**padded(rows), **GREEDY, assistant_model=cascade)
+        assert output.sequences.tolist() == plain.tolist() and output.statistics.tau > 1.3
+
+
+class Rounds:
+    """A text that goes on as chance has it, for the session of a cascade."""
+
+    def __init__(self, target, cascade, rows: int = 1, do_sample: bool = False) -> None:
+        self.texts = {row: [5 + row, 9, 7, 9, 7 + row] for row in range(rows)}
+        options = DraftOptions.of(cascade, sampling(target) if do_sample else None)
+        self.session = cascade.session(DraftCall(target, rows, options))
+        for row, text in self.texts.items():
+            self.tell(row, text)
+
+    def tell(self, row: int, tokens: list[int]) -> None:
+        self.session.observe([Accepted.of_tokens(row, tokens)])
+
+    def draft(self, depth: int = 20) -> dict[int, list[int]]:
+        asks = [Ask(row, text[-1], depth, depth, chain=True, reach=depth) for row, text in self.texts.items()]
+        return {
+            row: list(tree.tokens[1:])
+            for row, tree in zip(self.texts, self.session.draft(asks), strict=True)
+            if tree.depths == tuple(range(len(tree)))
+        }
+
+
+def sampling(target):
+    config = copy.deepcopy(target.generation_config)
+    config.do_sample, config.temperature = True, 1.3
+    return config
+
+
+def greedy(model, text: list[int], count: int) -> list[int]:
+    """By plain forwards."""
+    for _ in range(count):
+        with torch.no_grad():
+            text = [*text, int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax())]
+    return text[-count:]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_chain_is_what_the_last_middle_model_says(target, kind, rows):
+    """Whatever is accepted of it: nothing that was taken back is seen any more, and nothing is read at wrong places."""
+    cascade = cascade_of(target, kind)
+    rounds, chance = Rounds(target, cascade, rows), torch.Generator().manual_seed(0)
+    for _ in range(8):
+        chains = rounds.draft()
+        for row, chain in chains.items():
+            assert cascade.tokens[-1] <= len(chain) <= cascade.reach[-1]
+            assert chain == greedy(cascade.levels[-1].model, rounds.texts[row], len(chain))
+            accepted = int(torch.randint(len(chain) + 1, (), generator=chance))
+            new = [*chain[:accepted], int(torch.randint(2, VOCAB, (), generator=chance))]
+            rounds.tell(row, new)
+            rounds.texts[row] += new
+
+
+def test_the_model_reads_accepted_drafts_once(target):
+    """Drafts that are always right are read in chains: 6 tokens take two forwards of the model, not six."""
+    model = near(target, 0.01)
+    cascade = CascadeDrafter([CausalLMDrafter(copy.deepcopy(model)), CausalLMDrafter(model)], tokens=[2, 6]).eval()
+    rounds, columns = Rounds(target, cascade), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: columns.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    chain = rounds.draft()[0]
+    assert len(chain) == 6 and columns == [5 + 2, 1 + 2]
+    rounds.tell(0, [*chain, 11])  # all of it is right
+    rounds.texts[0] += [*chain, 11]
+    columns.clear()
+    rounds.draft()
+    assert columns == [2 + 2, 1 + 2], "the last token of the chain and the bonus token are new"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_more_is_drafted_than_is_asked_for(target, depth):
+    assert len(Rounds(target, cascade_of(target, "model")).draft(depth)[0]) == depth
+
+
+def test_a_text_longer_than_the_models_positions_goes_on_without_drafts(target):
+    short = near(make_target(seed=3, max_position_embeddings=16), 0.01)
+    cascade = CascadeDrafter([CachebackDrafter(), CausalLMDrafter(short)], tokens=[2, 4]).eval()
+    plain = target.generate(**padded(2), **GREEDY).sequences
+    assert target.generate(**padded(2), **GREEDY, assistant_model=cascade).sequences.tolist() == plain.tolist()
+
+
+def test_ngrams_go_on_from_what_is_supposed_and_learn_nothing_of_it():
+    ngrams, other = NgramCache(3), NgramCache(3)
+    for cache in (ngrams, other):
+        cache.extend([1, 2, 3, 4, 1, 2])
+    assert ngrams.draft(2, 2, 1, after=[3]).tokens == (3, 4, 1)
+    assert ngrams.draft(4, 4).tokens == other.draft(4, 4).tokens and ngrams.last == 2
+
+
+SMALL = 6  # tokens of the target
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target of six tokens."""
+    target = make_target(vocab_size=SMALL, pad_token_id=None, bos_token_id=None, initializer_range=0.2)
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+def exact_distribution(target, prompt: torch.Tensor, temperature: float) -> torch.Tensor:
+    texts = torch.tensor(list(itertools.product(range(SMALL), repeat=3)))
+    with torch.no_grad():
+        logits = target(torch.cat([prompt.expand(len(texts), -1), texts], dim=1)).logits[:, -4:-1] / temperature
+    chosen = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum(dim=(1, 2))
+    return chosen.exp().reshape(SMALL, SMALL, SMALL)
+
+
+PROMPT = torch.tensor([[1, 4, 2, 2, 3, 1, 4, 2]])
+
+
+def sampled(target, cascade, calls: int, rows: int = 1) -> Counter[tuple[int, ...]]:
+    counts: Counter[tuple[int, ...]] = Counter()
+    torch.manual_seed(1)
+    for _ in range(calls):
+        output = target.generate(
+            PROMPT.repeat(rows, 1), do_sample=True, temperature=1.3, top_k=0, max_new_tokens=3, assistant_model=cascade
+        )
+        counts.update(tuple(row) for row in output[:, PROMPT.shape[1] :].tolist())
+    return counts
+
+
+def three_levels(target, kind: str, verification: str) -> CascadeDrafter:
+    """N-grams or a model, a model of other opinions that knows fewer tokens, and the target."""
+    other = make_target(seed=9, vocab_size=5, pad_token_id=None, bos_token_id=None, initializer_range=0.2)
+    first = CachebackDrafter() if kind == "n-grams" else CausalLMDrafter(make_target(
+        seed=8, vocab_size=SMALL, pad_token_id=None, bos_token_id=None, initializer_range=0.2
+    ))  # fmt: skip
+    cascade = CascadeDrafter([first, CausalLMDrafter(other)], tokens=[2, 2]).eval()
+    options = cascade.generation_config
+    options.tree_sizing, options.tree_size, options.verification = "fixed", 96, verification
+    options.tree_builder = "gumbel" if verification == "rejection" else "beam"
+    return cascade
+
+
+@pytest.mark.parametrize(
+    ("verification", "kind", "rows"),
+    [("walk", "n-grams", 4), ("rejection", "n-grams", 1), ("rejection", "n-grams", 4), ("rejection", "model", 4)],
+)
+def test_texts_through_three_levels_are_distributed_as_the_targets(small, kind, verification, rows):
+    cascade = three_levels(small, kind, verification)
+    counts = sampled(small, cascade, 800 // rows, rows)
+    assert chi_square(counts, exact_distribution(small, PROMPT, 1.3)) > 1e-4
+    assert any(5 in text for text in counts), "the token that the middle model does not know"
+
+
+def test_the_same_test_finds_a_bias(small, monkeypatch):
+    """A middle model that says it drew by another distribution than it did."""
+
+    def biased(self, root, choice):
+        tree = original(self, root, choice)
+        flat = [None if each is None else (each * 0.2).log_softmax(-1) for each in tree.log_probs]
+        return type(tree)(tree.tokens, tree.parents, tree.depths, tree.scores, tuple(flat), tree.vocab_ids)
+
+    original = HeldChain.tree
+    monkeypatch.setattr(HeldChain, "tree", biased)
+    counts = sampled(small, three_levels(small, "n-grams", "rejection"), 160, rows=8)
+    assert chi_square(counts, exact_distribution(small, PROMPT, 1.3)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["n-grams", "model"])
+def test_the_chain_that_is_passed_up_is_drawn_from_the_middle_models_own_distribution(small, kind):
+    cascade = three_levels(small, kind, "rejection")
+    cascade.tokens = (2, 3)
+    counts: Counter[tuple[int, ...]] = Counter()
+    torch.manual_seed(2)
+    other = cascade.levels[1].model
+    text = [1, 4, 2, 2, 3, 1, 4, 2]
+    options = DraftOptions.of(cascade, sampling(small))
+    for _ in range(100):
+        session = cascade.session(DraftCall(small, 8, options))
+        session.observe([Accepted.of_tokens(row, text) for row in range(8)])
+        trees = session.draft([Ask(row, 2, 3, 3, chain=True, reach=3) for row in range(8)])
+        for tree in trees:
+            counts[tree.tokens[1:]] += 1
+            assert all(float(each.exp().sum()) == pytest.approx(1.0, abs=1e-4) for each in tree.log_probs[:-1])
+    texts = torch.tensor(list(itertools.product(range(5), repeat=3)))
+    with torch.no_grad():
+        ids = torch.cat([torch.tensor([text]).expand(len(texts), -1), texts], dim=1)
+        logits = other(ids).logits[:, -4:-1] / 1.3
+    exact = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum(dim=(1, 2)).exp().reshape(5, 5, 5)
+    assert chi_square(counts, exact) > 1e-4
+
+
+def test_a_seed_gives_the_same_text_again(small):
+    cascade, texts = three_levels(small, "model", "rejection"), []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        texts.append(small.generate(PROMPT, do_sample=True, max_new_tokens=30, assistant_model=cascade).tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_middle_models_run_the_races_of_the_target(target):
+    """Where the target's draws are foreseen, a middle model that is the target itself is right about all of them."""
+    levels = [CachebackDrafter(), CausalLMDrafter(copy.deepcopy(target)), CausalLMDrafter(copy.deepcopy(target))]
+    cascade = CascadeDrafter(levels, tokens=[2, 2, 4]).eval()
+    cascade.generation_config.tree_sizing = "fixed"
+    torch.manual_seed(0)
+    call = {"do_sample": True, "max_new_tokens": 24, "return_dict_in_generate": True, "top_k": 0}
+    output = target.generate(**padded(1), **call, assistant_model=cascade)
+    assert output.statistics.tau > 4
+    torch.manual_seed(0)
+    assert output.sequences.tolist() == target.generate(**padded(1), **call).sequences.tolist()
+
+
+def test_what_is_saved_loads_and_drafts_as_before(target, tmp_path):
+    cascade = cascade_of(target, "three", num_assistant_tokens=9)
+    cascade.save_pretrained(tmp_path / "cascade")
+    loaded = AutoDrafter.from_pretrained(tmp_path / "cascade")
+    assert isinstance(loaded, CascadeDrafter) and loaded.tokens == cascade.tokens
+    assert loaded.generation_config.num_assistant_tokens == 9
+    assert [type(level).__name__ for level in loaded.levels] == ["CachebackDrafter", *2 * ["CausalLMDrafter"]]
+    one, other = (Rounds(target, each).draft() for each in (cascade, loaded))
+    assert one == other
+    plain = target.generate(**padded(1), **GREEDY)
+    by_name = target.generate(**padded(1), **GREEDY, assistant_model=str(tmp_path / "cascade"))
+    assert by_name.sequences.tolist() == plain.sequences.tolist() and by_name.statistics.tau > 1.3
+
+
+def test_levels_may_be_named_by_hand(target, tmp_path):
+    near(target, 0.01).save_pretrained(tmp_path / "middle")
+    CachebackDrafter(texts=[[5, 6, 7]]).save_pretrained(tmp_path / "cascade" / "words")
+    document = {"model_type": "cascade", "levels": ["./words", str(tmp_path / "middle")], "tokens": [3, 5]}
+    (tmp_path / "cascade" / "config.json").write_text(json.dumps(document))
+    loaded = AutoDrafter.from_pretrained(tmp_path / "cascade", dtype=torch.float32, tree_sizing="fixed")
+    assert loaded.levels[0].texts == [[5, 6, 7]] and loaded.generation_config.tree_sizing == "fixed"
+    assert loaded.generation_config.num_assistant_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"levels": "words"}, "expected names of drafters as levels"),
+        ({"tokens": 4}, "expected numbers as tokens"),
+        ({"tokens": [4]}, "expected a number for each level"),
+        ({"tokens": [4, 0]}, r"tokens\[1\]=0 is invalid: expected an integer from 1 to 64"),
+    ],
+)
+def test_a_damaged_file_is_told_before_a_level_is_loaded(tmp_path, change, told):
+    document = {"model_type": "cascade", "levels": ["./nowhere", "./nothing"], "tokens": [3, 5]}
+    (tmp_path / "config.json").write_text(json.dumps({**document, **change}))
+    with pytest.raises(ValueError, match=told):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_levels_that_do_not_go_together_are_told(target):
+    middle = CausalLMDrafter(near(target, 0.01))
+    with pytest.raises(ValueError, match="a cascade of 1 levels is none"):
+        CascadeDrafter([middle], [4])
+    with pytest.raises(ValueError, match="level 1 is a CachebackDrafter, which cannot verify"):
+        CascadeDrafter([middle, CachebackDrafter()], [4, 4])
+    with pytest.raises(ValueError, match=r"are no drafters: expected such as CachebackDrafter\(\)"):
+        CascadeDrafter([target, middle], [4, 4])
+    with pytest.raises(ValueError, match=r"tokens\[0\]=40 is invalid: a CausalLMDrafter drafts 32"):
+        CascadeDrafter([middle, middle], [40, 4])
+    trained = CascadeDrafter([CachebackDrafter(), middle], [3, 5])
+    trained.train()
+    with pytest.raises(
+        ValueError, match=r"level 1 of this cascade, a CausalLMDrafter, does not fit the target: .*eval"
+    ):
+        target.generate(**padded(1), **GREEDY, assistant_model=trained)
+    trained.eval()
+    trained.generation_config.tree_builder = "p_best"
+    with pytest.raises(ValueError, match="its levels pass chains up"):
+        trained.check_options()
+
+
+def test_sessions_know_what_their_time_depends_on(target):
+    one, other = cascade_of(target, "model"), cascade_of(target, "n-grams")
+    kinds = [each.session(DraftCall(target, 1, DraftOptions.of(each))).kind for each in (one, one, other)]
+    assert kinds[0] == kinds[1] != kinds[2] and hash(kinds[0]) == hash(kinds[1])
+    assert isinstance(one.session(DraftCall(target, 1, DraftOptions.of(one))), CascadeSession)
+    assert make_drafter(target).supposes is False

@@ -1,0 +1,282 @@
+"""`hsdraft plan`: its arithmetic against rounds that are played out, and what it recommends."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from conftest import VOCAB, make_drafter, make_target
+from typer.testing import CliRunner
+
+from hf_hsdraft import CachebackDrafter, CausalLMDrafter, cli
+from hf_hsdraft.bench.decoding_estimate import Device
+from hf_hsdraft.bench.hierarchy import (
+    Acceptance,
+    Curve,
+    Drafting,
+    Levels,
+    best_cascade,
+    cascades,
+    decoding,
+    needed_acceptance,
+    recommended,
+    singles,
+    tree_drafting,
+    verified,
+)
+from hf_hsdraft.bench.hierarchy_costs import (
+    TARGET,
+    Measuring,
+    Note,
+    NotedDrafter,
+    acceptance_of,
+    lengths_of,
+    seconds_of,
+)
+from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_levels, forward_of
+from hf_hsdraft.bench.hierarchy_run import Plans, cascade_of, compare
+
+
+def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, **fields) -> Levels:
+    """N-grams, a middle model of `seconds` a forward, and a target of one second; a token more costs a hundredth."""
+    forwards = {"middle": Curve(((1, seconds), (2, 1.01 * seconds))), "target": Curve(((1, 1.0), (2, 1.01)))}
+    acceptances = {
+        ("words", "middle"): Acceptance.even(words),
+        ("words", "target"): Acceptance.even(words),
+        ("middle", "target"): Acceptance.even(middle),
+    }
+    first = {"words": Drafting(Curve(((1, 0.001),))), "middle": Drafting(Curve(((1, seconds), (2, 2 * seconds))))}
+    return Levels(first, forwards, acceptances, "target", 1.0, rest, **fields)
+
+
+def play(levels: Levels, names, tokens, rounds: int = 4000) -> tuple[float, float]:
+    """Tokens and seconds of a round, played out: the algorithm written down, with dice for acceptance."""
+    dice, emitted, seconds = random.Random(0), 0, 0.0
+
+    def accepted(pair, length: int) -> int:
+        count, roll = 0, dice.random()
+        while count < length and roll < levels.acceptances[pair].at_least(count + 1):
+            count += 1
+        return count
+
+    def hand_up(level: int) -> int:
+        nonlocal seconds
+        if level == 0:
+            seconds += levels.first[names[0]].seconds(tokens[0])
+            return tokens[0]
+        held = 0
+        while held < tokens[level]:
+            length = hand_up(level - 1)
+            seconds += levels.forwards[names[level]](length + 1)
+            held += accepted((names[level - 1], names[level]), length) + 1
+        return held
+
+    for _ in range(rounds):
+        length = hand_up(len(names) - 1)
+        seconds += levels.forwards["target"](length + 1) + levels.rest
+        emitted += accepted((names[-1], "target"), length) + 1
+    return emitted / rounds, seconds / rounds
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens"),
+    [(("words",), (4,)), (("middle",), (6,)), (("words", "middle"), (3, 8)), (("words", "middle"), (1, 1))],
+)
+def test_the_arithmetic_is_that_of_rounds_played_out(names, tokens):
+    levels = made(0.85, rest=0.03)
+    plan = decoding(levels, names, tokens)
+    emitted, seconds = play(levels, names, tokens)
+    assert plan.emitted == pytest.approx(emitted, rel=0.03)
+    assert plan.seconds == pytest.approx(seconds, rel=0.03)
+    assert plan.speed_up == pytest.approx(plan.emitted * 1.0 / plan.seconds)
+
+
+def test_three_levels_below_the_target_are_calculated_too():
+    levels = made(0.85)
+    acceptances = {**levels.acceptances, ("small", "middle"): Acceptance.even(0.8)}
+    acceptances |= {("words", "small"): Acceptance.even(0.5), ("small", "target"): Acceptance.even(0.7)}
+    forwards = {**levels.forwards, "small": Curve(((1, 0.02),))}
+    levels = Levels(levels.first, forwards, acceptances, "target", 1.0)
+    names, tokens = ("words", "small", "middle"), (2, 3, 9)
+    plan, (emitted, seconds) = decoding(levels, names, tokens), play(levels, names, tokens)
+    assert (plan.emitted, plan.seconds) == (pytest.approx(emitted, rel=0.03), pytest.approx(seconds, rel=0.03))
+    assert any(len(each.names) == 3 for each in cascades(levels))
+
+
+def test_known_cases():
+    always, never = Acceptance.even(1.0), Acceptance.even(0.0)
+    below = Drafting(Curve(((1, 0.5),))).handed("words", 3)
+    one = verified(below, always, Curve(((1, 2.0),)), "middle", 8)
+    assert dict(one.lengths) == {8: 1.0} and one.seconds == pytest.approx(2 * 2.5)  # two rounds of four tokens
+    none = verified(below, never, Curve(((1, 2.0),)), "middle", 8)
+    assert none.lengths[8] == pytest.approx(1.0) and none.seconds == pytest.approx(8 * 2.5)
+    assert Acceptance.even(0.5).expected(3) == pytest.approx(0.875)
+
+
+def test_curves_and_acceptances_go_on_beyond_what_was_measured():
+    curve = Curve(((1, 1.0), (3, 2.0), (5, 4.0)))
+    assert [curve(count) for count in (1, 2, 3, 4, 7)] == [1.0, 1.5, 2.0, 3.0, 6.0]
+    known = Acceptance(tuple(0.8**count for count in range(1, 9)))
+    assert known.at_least(12) == pytest.approx(0.8**12) and known.at_least(0) == 1.0
+    assert Acceptance((0.5, 0.6)).at_least(2) == 0.5, "what is accepted further is accepted so far"
+
+
+@pytest.mark.parametrize("middle", [0.2, 0.5, 0.7, 0.8, 0.9, 0.97])
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 0.9])
+def test_nothing_slower_than_the_best_single_drafter_is_recommended(middle, seconds):
+    levels = made(middle, seconds=seconds)
+    chosen, alone = recommended(levels), singles(levels)[0]
+    assert chosen.speed_up >= max(alone.speed_up, 1.0)
+    assert len(chosen.names) < 2 or chosen.speed_up > alone.speed_up
+
+
+def test_a_good_middle_model_is_recommended_and_a_bad_one_is_not():
+    assert recommended(made(0.95)).names == ("words", "middle")
+    assert recommended(made(0.5)).names != ("words", "middle")
+    assert recommended(made(0.1, words=0.01, seconds=0.9, rest=0.2)).title == "plain decoding"
+    assert best_cascade(made(0.95, seconds=1.5)) is None, "a model as slow as the target is no middle one"
+
+
+def test_no_drafter_is_planned_deeper_than_it_can_draft():
+    levels = made(0.95, words=0.9)
+    levels.first["words"] = Drafting(Curve(((1, 0.001),)), most=3)
+    assert max(plan.tokens[0] for plan in cascades(levels) if plan.names[0] == "words") == 3
+    assert next(plan for plan in singles(levels) if plan.names == ("words",)).tokens == (3,)
+
+
+def test_trees_of_a_drafter_are_compared_too():
+    levels = made(0.3, words=0.1, trees={"words": (3.0, 16.0, 0.2)})
+    plan = tree_drafting(levels, "words")
+    assert plan.speed_up == pytest.approx(3.0 / (0.2 + 1.16))
+    assert recommended(levels).title == "words, trees"
+
+
+def test_the_share_that_a_cascade_needs_is_where_it_begins_to_win():
+    levels = made(0.9)
+    needed = needed_acceptance(levels, "middle")
+    assert needed is not None and 0.5 < needed < 0.95
+    assert len(recommended(made(needed + 0.01)).names) == 2
+    assert len(recommended(made(needed - 0.01)).names) == 1
+
+
+def test_every_figure_of_the_arithmetic_is_shown():
+    plan = decoding(made(0.9, rest=0.05), ("words", "middle"), (3, 6))
+    text = " ".join(plan.lines)
+    for figure in (
+        f"{plan.emitted:.3f} tokens a round",
+        f"{1000 * plan.seconds:.4g} ms",
+        f"{plan.speed_up:.3f}",
+        "50 ms",
+    ):
+        assert figure in text
+
+
+def near(target, noise: float, layers: int | None = None):
+    """The target with noise on its weights, and with fewer layers."""
+    model, generator = copy.deepcopy(target), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * torch.randn(weight.shape, generator=generator)
+    if layers is not None:
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = layers
+    return model
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(seed=3, num_hidden_layers=6)
+
+
+def inputs_of(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(2, VOCAB, (1, 9), generator=generator) for _ in range(count)]
+    return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]
+
+
+def test_notes_become_acceptances_lengths_and_seconds():
+    notes = [Note(3, 3, 3, 1.0, first=True), Note(3, 3, 1, 0.2), Note(3, 1, 1, 0.4), Note(3, 0, 0, 0.3)]
+    assert acceptance_of(notes).reached == (1.0, 0.5, 0.5)
+    assert lengths_of(notes, 3) == {0: 0.25, 1: 0.25, 3: 0.5} and lengths_of([*notes, Note(1, 1, 0, 0.1)], 3)[1] == 0.25
+    assert seconds_of(notes, 3) == pytest.approx(0.3) and seconds_of(notes, 2) == 0.0
+
+
+def test_drafts_are_noted_as_they_were(target):
+    """The target drafts for itself: all its tokens are right."""
+    noted = NotedDrafter(CausalLMDrafter(copy.deepcopy(target)), 4)
+    [each] = inputs_of(1)
+    output = target.generate(
+        **each, do_sample=False, max_new_tokens=21, assistant_model=noted, return_dict_in_generate=True
+    )
+    assert [note.accepted for note in noted.notes] == output.statistics.accepted_lengths
+    assert [note.nodes for note in noted.notes] == output.statistics.drafted_nodes
+    assert [note.first for note in noted.notes] == [True] + [False] * (len(noted.notes) - 1)
+    assert acceptance_of(noted.notes).reached == (1.0,) * 4
+
+
+def test_what_is_measured_becomes_plans_that_decode_exactly(target, tmp_path):
+    drafters = {"n-grams": CachebackDrafter(), "middle": CausalLMDrafter(near(target, 0.001))}
+    drafters["states"] = make_drafter(target)
+    measuring = Measuring(target, drafters, inputs_of(2), 24)
+    levels = measuring.levels()
+    assert set(levels.acceptances) == {(name, TARGET) for name in drafters} | {("n-grams", "middle")}
+    assert levels.acceptances["middle", TARGET].at_least(1) > 0.7, "it is nearly the target"
+    assert levels.plain > 0 and all(forward(1) > 0 for forward in levels.forwards.values())
+    plain = [target.generate(**each, do_sample=False, max_new_tokens=24)[0].tolist() for each in inputs_of(2)]
+    assert measuring.texts == plain
+    plans = Plans.of(levels)
+    assert {plan.names[0] for plan in plans.singles} == set(drafters)
+    assert plans.chosen.speed_up >= max(plan.speed_up for plan in plans.singles)
+    text = "\n".join(plans.lines())
+    assert f"recommended: {plans.chosen.title}, speed-up {plans.chosen.speed_up:.3f}" in text
+    measured, table = compare(plans, target, drafters, inputs_of(2), 24, 1)
+    assert table.row_count == len(plans.all) == len(measured.runs) - 1
+    assert all(run.same_rows == 1 for runs in measured.runs.values() for run in runs)
+    cascade = cascade_of(decoding(levels, ("n-grams", "middle"), (2, 4)), drafters)
+    assert cascade.tokens == (2, 4) and cascade.generation_config.tree_sizing == "fixed"
+
+
+def test_the_command_prints_its_arithmetic(target, tokenizer, tmp_path):
+    near(target, 0.001, layers=4).save_pretrained(tmp_path / "middle")
+    target.save_pretrained(tmp_path / "target")
+    for name in ("middle", "target"):
+        tokenizer.save_pretrained(tmp_path / name)
+    arguments = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "middle"), "--limit", "1"]
+    result = CliRunner().invoke(cli.app, ["plan", *arguments, "--max-new-tokens", "16", "--measure"])
+    assert result.exit_code == 0, result.output
+    for words in ("forward of middle, ms by tokens", "speed-up: ", "recommended: ", "expected and measured"):
+        assert words in result.output
+    assert str(tmp_path) not in result.output
+    twice = CliRunner().invoke(cli.app, ["plan", *arguments, "--drafter", str(tmp_path / "middle")])
+    assert "two drafters have one name" in str(twice.exception)
+
+
+DEVICE = Device(bytes_per_second=1e9, flops_per_second=1e11)
+
+
+def test_forwards_are_estimated_by_reading_or_by_products(target):
+    """Whichever takes longer, written down."""
+    forward, config = forward_of(target.config, DEVICE, 100), target.config
+    weights = sum(p.numel() for p in target.parameters()) - target.model.embed_tokens.weight.numel()
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 100
+    for count in (1, 20, 100, 400):
+        longer = max((weights + keys) * 2 / 1e9, 2 * weights * count / 1e11)
+        assert forward(count) == pytest.approx(longer, rel=0.02)
+
+
+def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
+    small = near(target, 0.0, layers=1).config
+    levels = estimated_levels(target.config, small, (0.4, 0.4, 0.9), DEVICE, 100)
+    lines = estimate_cascade(levels)
+    assert f"the hierarchy {'pays' if len(recommended(levels).names) > 1 else 'does not pay'}" in " ".join(lines)
+    assert "does not pay" in " ".join(estimate_cascade(levels, other=50.0))
+    with pytest.raises(ValueError, match="expected three numbers from 0 to 1"):
+        estimated_levels(target.config, small, (0.4, 1.4, 0.9), DEVICE, 100)
+    target.config.save_pretrained(tmp_path / "target")
+    small.save_pretrained(tmp_path / "small")
+    arguments = ["estimate", str(tmp_path / "target"), "--middle", str(tmp_path / "small")]
+    result = CliRunner().invoke(cli.app, [*arguments, "--tau", "2"])
+    assert result.exit_code == 0 and "of the best drafter alone" in result.output
+    assert CliRunner().invoke(cli.app, arguments).exit_code == 2, "it is about decoding"

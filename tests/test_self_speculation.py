@@ -1,0 +1,443 @@
+"""Drafting by the target's own first layers: exact texts, what is reused, training, files; with images too."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
+from session_helpers import padded
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, SelfDraftConfig, SelfDrafter
+from hf_hsdraft.bench.exactness import chi_square
+from hf_hsdraft.bench.format_parity import randomise
+from hf_hsdraft.cli import app
+from hf_hsdraft.target.first_layers import FirstLayers
+from hf_hsdraft.target.tree_reading import read_trees
+from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.training.features import read_features
+from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.objectives import objective_of
+from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.run import train
+from hf_hsdraft.training.trainable import TRAINABLE, family_of
+from hf_hsdraft.training.trainer import DrafterTrainer
+
+LAYERS, NEW = 4, 24
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+SIZES |= {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.3}
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
+TARGETS = {
+    "llama": {"model_type": "llama"},
+    "eager": {"model_type": "llama", "attn_implementation": "eager"},
+    "qwen2": {"model_type": "qwen2"},
+    "windows": {"model_type": "gemma3_text", **WINDOWS},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256},
+}
+
+
+def target_of(kind: str):
+    torch.manual_seed(0)
+    fields = {**SIZES, **TARGETS[kind]}
+    attention = fields.pop("attn_implementation", "sdpa")
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def with_images():
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    text = {"model_type": "llama", **SIZES}
+    config = AutoConfig.for_model("llava", vision_config=vision, text_config=text, image_token_id=96)
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+def pictures(rows: int) -> dict[str, torch.Tensor]:
+    inputs = padded(rows)
+    inputs["input_ids"].clamp_(max=90)
+    inputs["input_ids"][:, 7:11] = 96
+    return inputs | {"pixel_values": torch.randn(rows, 3, 28, 28, generator=torch.Generator().manual_seed(1))}
+
+
+def make_self(target, layers: int = 2, right: bool = True, **overrides) -> SelfDrafter:
+    """A drafter whose drafts cost nothing. It passes early states on as they are, and so is `right` after `early`."""
+    fields = {"num_draft_steps": 4, "draft_vocab_size": VOCAB, "tree_size": 14, "draft_layers": layers}
+    drafter = SelfDrafter(SelfDraftConfig.for_target(target, **{**fields, **overrides})).eval()
+    randomise(drafter)
+    if right:
+        final = target.get_decoder().norm if hasattr(target.get_decoder(), "norm") else target.get_decoder().ln_f
+        offset = 1.0 if "Gemma" in type(final).__name__ else 0.0
+        for module in (drafter.turn, *(layer.down_proj for layer in drafter.layers)):
+            torch.nn.init.zeros_(module.weight)
+        torch.nn.init.ones_(drafter.tap_norm.weight)
+        drafter.norm.weight.data.copy_(final.weight.data + offset)
+    options = drafter.generation_config
+    options.node_cost = options.depth_cost = 0.0
+    options.tree_sizing, options.ngram_length = "fixed", 0
+    return drafter
+
+
+@torch.no_grad()
+def early(target, layers: int = 2):
+    """The target with other layers that say little: its first ones often know the next token."""
+    decoder = target.get_decoder()
+    for layer in (decoder.layers if hasattr(decoder, "layers") else decoder.h)[layers:]:
+        for name, weight in layer.named_parameters():
+            if any(part in name for part in ("o_proj", "down_proj", "c_proj", "post_")):
+                weight.mul_(0.1)
+    return target
+
+
+def both(target, drafter, inputs, **call):
+    call = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **call}
+    plain = target.generate(**inputs, **call)
+    return plain, target.generate(**inputs, **call, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_texts_are_the_targets_own(kind, rows, right):
+    target = early(target_of(kind))
+    drafter = make_self(target, right=right)
+    plain, drafted = both(target, drafter, padded(rows))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    statistics = drafted.statistics
+    assert statistics.draft_kind == "tree" and max(statistics.drafted_nodes) > 1
+    assert statistics.reused_share > 0.1
+    assert not right or sum(statistics.accepted_lengths) > statistics.rounds * 0.5
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_pictures_in_the_prompt(rows):
+    target = early(with_images())
+    drafter = make_self(target)
+    plain, drafted = both(target, drafter, pictures(rows), suppress_tokens=[96])
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.reused_share > 0.1
+    assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
+    other = pictures(rows) | {"pixel_values": torch.zeros(rows, 3, 28, 28)}
+    assert target.generate(**other, max_new_tokens=NEW, do_sample=False).tolist() != plain.sequences.tolist()
+
+
+@pytest.mark.parametrize("option", [{}, {"beam_width": 1}, {"ngram_length": 4, "tree_sizing": "cost"}])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_text_is_the_same_whether_layers_are_reused_or_not(rows, option):
+    target = early(target_of("llama"))
+    texts, shares = [], []
+    for reuse in (True, False):
+        drafter = make_self(target)
+        for name, value in {"layer_reuse": reuse, **option}.items():
+            setattr(drafter.generation_config, name, value)
+        _, drafted = both(target, drafter, padded(rows))
+        texts.append((drafted.sequences.tolist(), drafted.statistics.accepted_lengths))
+        shares.append(drafted.statistics.reused_share)
+    assert texts[0][0] == texts[1][0] and shares[0] > shares[1] == 0.0
+    assert option.get("tree_sizing") == "cost" or texts[0][1] == texts[1][1]
+
+
+@torch.no_grad()
+def test_logits_after_reuse_are_those_of_a_whole_forward(monkeypatch):
+    """Of every node, where a text is read with n-grams and leaves that nobody has read ahead."""
+    target = early(target_of("llama"))
+    drafter = make_self(target)
+    drafter.generation_config.ngram_length = 4
+    original, compared = FirstLayers.verify, []
+
+    def checked(self, trees, columns):
+        found = original(self, trees, columns)
+        if found is not None and self.reused:
+            texts = found.logits[:, -columns:]
+            self._call.slots.drop(columns)
+            plain = read_trees(self._call, trees, columns, self._every)
+            compared.extend(
+                (texts[row, node], plain.logits[row, node])
+                for row, tree in enumerate(trees)
+                for node in range(len(tree))
+            )
+            return plain
+        return found
+
+    monkeypatch.setattr(FirstLayers, "verify", checked)
+    both(target, drafter, padded(3))
+    found, wanted = map(torch.stack, zip(*compared, strict=True))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert len(found) > 50
+
+
+@pytest.mark.parametrize("option", [{}, {"beam_width": 1}], ids=["trees", "chains"])
+@pytest.mark.parametrize("top_k", [0, 20], ids=["all", "top-k"])
+def test_sampled_texts_have_the_same_seed(option, top_k):
+    target = early(target_of("llama"))
+    drafter = make_self(target)
+    for name, value in option.items():
+        setattr(drafter.generation_config, name, value)
+    inputs, call = padded(1), {"max_new_tokens": NEW, "do_sample": True, "top_k": top_k}
+    torch.manual_seed(4)
+    plain = target.generate(**inputs, **call)
+    torch.manual_seed(4)
+    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == plain.tolist()
+
+
+def test_rows_of_a_sampled_batch_have_seeds_of_their_own():
+    target = early(target_of("llama"))
+    inputs, call = padded(2), {"max_new_tokens": 16, "do_sample": True}
+    expected = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 9, **call)
+    drafter = make_self(target)
+    torch.manual_seed(9)
+    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == expected.tolist()
+
+
+def test_rows_that_end_leave():
+    target = early(target_of("llama"))
+    inputs = padded(3)
+    plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    end = int(plain[1, 17])
+    drafter = make_self(target)
+    call = {"max_new_tokens": 2 * NEW, "do_sample": False, "eos_token_id": end}
+    plain = target.generate(**inputs, **call)
+    assert target.generate(**inputs, **call, assistant_model=drafter).tolist() == plain.tolist()
+
+
+def test_drawn_trees_are_verified_by_rejection():
+    """Texts of two tokens are distributed as the target's own."""
+    target = early(make_target(vocab_size=6, num_hidden_layers=LAYERS))
+    drafter = make_self(target, draft_vocab_size=6)
+    options = {"tree_builder": "gumbel", "verification": "rejection", "tree_size": 8, "beam_width": 3}
+    for name, value in options.items():
+        setattr(drafter.generation_config, name, value)
+    prompt, counts = torch.tensor([[1, 4, 2]]), Counter()
+    torch.manual_seed(0)
+    for _ in range(4):
+        call = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "assistant_model": drafter}
+        counts.update(map(tuple, target.generate(prompt.expand(150, -1), **call)[:, 3:5].tolist()))
+    with torch.no_grad():
+        texts = torch.tensor(list(itertools.product(range(6), repeat=2)))
+        logs = target(torch.cat([prompt.expand(36, -1), texts], dim=1)).logits[:, 2:4].double().log_softmax(-1)
+    assert chi_square(counts, logs.gather(-1, texts[..., None]).sum(dim=(1, 2)).exp().view(6, 6)) > 1e-4
+
+
+@pytest.mark.parametrize("where", ["drafting", "verifying"])
+def test_an_interrupt_leaves_the_cache_as_it_was(where, monkeypatch):
+    target = early(target_of("windows"))
+    drafter, inputs = make_self(target), padded(1)
+    cache = DynamicCache(config=target.config)
+    name = {"drafting": "read_nodes", "verifying": "_completed"}[where]
+    original, calls = getattr(FirstLayers, name), []
+
+    def interrupted(self, *args):
+        found = original(self, *args)
+        calls.append(None)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(FirstLayers, name, interrupted)
+    call = {"max_new_tokens": 48, "do_sample": False, "assistant_model": drafter}
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**inputs, **call, past_key_values=cache)
+    lengths = {layer.get_seq_length() for layer in cache.layers}
+    assert len(lengths) == 1 and lengths.pop() >= 12
+
+
+def test_hidden_states_that_are_asked_for_are_those_of_plain_decoding():
+    """Then nothing is reused: the first layers would return none."""
+    target = early(target_of("llama"))
+    plain, drafted = both(target, make_self(target), padded(1), output_hidden_states=True)
+    assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.reused_share == 0.0
+    for one, other in zip(plain.hidden_states, drafted.hidden_states, strict=True):
+        for left, right in zip(one, other, strict=True):
+            torch.testing.assert_close(left, right, atol=1e-3, rtol=1e-3)
+
+
+def test_a_cache_that_does_not_grow_is_decoded_without_drafts(caplog):
+    target = early(target_of("llama"))
+    plain, drafted = both(target, make_self(target), padded(1), cache_implementation="static")
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert not sum(drafted.statistics.drafted_nodes) and "a cache that grows" in caplog.text
+
+
+def test_the_target_is_left_as_it_was():
+    target = early(target_of("llama"))
+    before = [(name, sorted(vars(module)), list(module._modules)) for name, module in target.named_modules()]
+    both(target, make_self(target), padded(1))
+    assert [(name, sorted(vars(module)), list(module._modules)) for name, module in target.named_modules()] == before
+
+
+def test_layers_that_were_misread_are_not_reused(monkeypatch, caplog):
+    """Wherever reuse gives other logits, all is computed anew."""
+    target = early(target_of("llama"))
+    original = FirstLayers._last_slots
+    monkeypatch.setattr(FirstLayers, "_last_slots", lambda self, count: [(k, -v) for k, v in original(self, count)])
+    plain, drafted = both(target, make_self(target), padded(1))
+    assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.reused_share == 0.0
+    assert "all layers of LlamaForCausalLM are computed anew" in caplog.text
+
+
+def test_what_cannot_be_taken_apart_is_refused():
+    target = target_of("llama")
+    target.model.forward = target.model.forward
+    with pytest.raises(ValueError, match="its first layers cannot draft: the forward of LlamaModel was replaced"):
+        target.generate(**padded(1), max_new_tokens=4, assistant_model=make_self(target))
+
+
+def test_processes_that_run_the_same_forwards_are_refused():
+    with pytest.raises(ValueError, match="a target that is sharded over processes cannot draft"):
+        make_self(target_of("llama")).warn_of_misfit(target_of("llama"), None, all_processes=True)
+
+
+# --- training and files ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_network_is_its_formula():
+    drafter = make_self(target_of("llama"), right=False, num_hidden_layers=2)
+    states = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+
+    def normed(x, norm):
+        return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+    x = normed(states, drafter.tap_norm)
+    x = x + x @ drafter.turn.weight.T
+    for layer in drafter.layers:
+        inner = normed(x, layer.norm)
+        gate = inner @ layer.gate_proj.weight.T
+        x = x + (gate * gate.sigmoid() * (inner @ layer.up_proj.weight.T)) @ layer.down_proj.weight.T
+    starts = torch.tensor([2, 5])
+    found = drafter(states, starts=starts, num_rolled=1).hidden_states
+    torch.testing.assert_close(found[0], x[[3, 6]])
+    for depth in (1, 2, 3):
+        torch.testing.assert_close(found[depth], x[[3 + depth]])
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["right", "off by one"])
+def test_training_and_drafting_agree_at_every_depth(shift, monkeypatch):
+    from hf_hsdraft.training import parity as module
+
+    target, as_trained = early(target_of("llama")), module._as_trained
+
+    def moved(*args):
+        pack, chains = as_trained(*args)
+        return replace(pack, taps=pack.taps.roll(shift, dims=0)), chains
+
+    monkeypatch.setattr(module, "_as_trained", moved)
+    prompts = [torch.randint(2, VOCAB, (1, 6), generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    report = module.parity(make_self(target, right=False), target, prompts, max_new_tokens=20)
+    assert len(report.depths) == 4 and report.passed == (shift == 0)
+    assert shift or max(max(depth.drafter, depth.target) for depth in report.depths) < 1e-4
+
+
+@torch.no_grad()
+def test_the_loss_is_a_cosine_a_divergence_and_a_cross_entropy():
+    target = target_of("llama")
+    drafter = make_self(target, right=False)
+    ids = torch.randint(2, VOCAB, (14,), generator=torch.Generator().manual_seed(0))
+    chat = TokenizedConversation(ids, torch.ones(14, dtype=torch.bool))
+    pack = Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
+    chains = Chains(torch.tensor([3, 6]), 2, torch.ones(2, dtype=torch.bool))
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    head = target.get_output_embeddings().weight
+    drafter.loss_function = ChainLoss(weights, head, objective_of("kl_ce", 0.25), [1.0] * 4, cosine_weight=2.0)
+    labels = true_labels(pack, chains, 4)
+    found = unroll(drafter, family_of(drafter).predictions(drafter, weights), pack, chains, labels.tokens, labels).loss
+    states = target(ids[None], output_hidden_states=True).hidden_states
+    early_states, final, total = states[2][0], states[LAYERS][0], 0.0
+    for place in (4, 5, 6, 7, 7, 8, 9, 10):  # positions i + 1 + d
+        state = drafter.norm(drafter.imitated(early_states[place]))
+        p, q = (final[place] @ head.T).log_softmax(-1), (state @ head.T).log_softmax(-1)
+        cosine = state @ final[place] / state.norm() / final[place].norm()
+        total += float(0.75 * (p.exp() * (p - q)).sum() - 0.25 * q[p.argmax()] + 2 * (1 - cosine)) / 8
+    assert float(found.loss) == pytest.approx(total, rel=1e-4)
+
+
+def planned(folder, **overrides) -> TrainingPlan:
+    sizes = {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6, "draft_layers": 2}
+    fields = {
+        "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))], "out": str(folder / "out"), "family": "self",
+        "eval_conversations": 3, "eval_prompts": 2, "max_new_tokens": 12, "answer_batch_size": 5, "drafter": sizes,
+    }  # fmt: skip
+    return TrainingPlan(**{**fields, **overrides})
+
+
+def run(target, tokenizer, plan: TrainingPlan, **arguments):
+    fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
+    defaults = TRAINABLE["self"].arguments
+    return train(target, tokenizer, plan, {**defaults, **fields, **arguments}, report=lambda _: None)
+
+
+def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, tmp_path):
+    steps = {"max_steps": 40, "eval_steps": 40, "learning_rate": 2e-2}
+    run(chatty, tokenizer, planned(tmp_path), **steps)
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
+    losses = [entry["loss"] for entry in figures if "loss" in entry]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
+    assert max(entry["eval_parity"] for entry in figures if "eval_parity" in entry) < 1e-3
+    loaded = AutoDrafter.from_pretrained(tmp_path / "out")
+    assert type(loaded) is SelfDrafter and loaded.config.draft_layers == 2 and loaded.config.draft_vocab_size == 40
+    assert (tmp_path / "out" / "first_layers.py").is_file() and (tmp_path / "out" / "imitation_network.py").is_file()
+    inputs, call = padded(1), {"max_new_tokens": 12, "do_sample": False}
+    plain = chatty.generate(**inputs, **call)
+    assert chatty.generate(**inputs, **call, assistant_model=loaded.float()).tolist() == plain.tolist()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| family | self |" in card and "first 2 of 3 layers" in card
+    told = CliRunner().invoke(app, ["info", str(tmp_path / "out")], catch_exceptions=False).output
+    assert "self_speculation" in told
+
+
+def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
+    whole = run(chatty, tokenizer, planned(tmp_path, out=str(tmp_path / "whole"), cache_taps=True))
+    original, steps = DrafterTrainer.compute_loss, []
+
+    def dies_at_step_three(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", dies_at_step_three)
+    with pytest.raises(KeyboardInterrupt):
+        run(chatty, tokenizer, planned(tmp_path, cache_taps=True))
+    resumed = run(chatty, tokenizer, planned(tmp_path, cache_taps=True))
+    assert steps[4:] == [2, 3]
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value)
+
+
+def test_commands_train_a_self_drafter(chatty, tokenizer, tmp_path):
+    for part in (chatty, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    target, out = str(tmp_path / "target"), str(tmp_path / "out")
+    arguments = ["--family", "self", "--draft-layers", "1", "--target", target, "--out", out, "--max-steps", "2"]
+    arguments += ["--eval-steps", "2", "--prompts", str(write_prompts(tmp_path / "prompts.jsonl", 8))]
+    arguments += ["--eval-conversations", "2", "--eval-prompts", "1", "--max-new-tokens", "10"]
+    result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    loaded = AutoDrafter.from_pretrained(out)
+    assert loaded.config.draft_layers == 1 and loaded.config.draft_vocab_size == VOCAB // 4
+    result = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "12"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def test_other_data_policies_are_refused(chatty, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="data_policy='student' is invalid with family='self'"):
+        run(chatty, tokenizer, planned(tmp_path), data_policy="student")
+
+
+def test_wrong_fields_are_named():
+    target = target_of("llama")
+    for fields, message in (
+        ({"draft_layers": 4}, "draft_layers=4 is invalid: it must be below target_num_hidden_layers=4"),
+        ({"draft_layers": 0}, "draft_layers=0 is invalid: expected an integer of 1 or more"),
+        ({"num_attention_heads": 4}, "has no num_attention_heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SelfDraftConfig.for_target(target, **fields)
+    assert SelfDraftConfig.for_target(target).draft_layers == 1
