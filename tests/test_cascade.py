@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from session_helpers import news
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter
@@ -45,6 +46,8 @@ def cascade_of(target, kind: str, **options) -> CascadeDrafter:
         "model": ([small, middle], [3, 6]),
         "one by one": ([small, middle], [1, 1]),
         "three": ([CachebackDrafter(), small, middle], [2, 3, 7]),
+        "states": ([make_drafter(middle.model), middle], [3, 6]),
+        "states, three": ([make_drafter(small.model), small, middle], [2, 3, 7]),
         "three models": ([CausalLMDrafter(near(target, 0.05, seed=4)), small, middle], [2, 3, 7]),
     }[kind]
     cascade = CascadeDrafter(levels, tokens).eval()
@@ -53,7 +56,7 @@ def cascade_of(target, kind: str, **options) -> CascadeDrafter:
     return cascade
 
 
-KINDS = ["n-grams", "model", "one by one", "three", "three models"]
+KINDS = ["n-grams", "model", "one by one", "three", "three models", "states", "states, three"]
 
 
 def padded(rows: int) -> dict[str, torch.Tensor]:
@@ -167,6 +170,47 @@ def test_the_model_reads_accepted_drafts_once(target):
     columns.clear()
     rounds.draft()
     assert columns == [2 + 2, 1 + 2], "the last token of the chain and the bonus token are new"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(target, rows):
+    """It drafts what a fresh session drafts that was told the same text at once, by plain forwards of the model."""
+    model = near(target, 0.01)
+    first = make_drafter(model)
+    cascade = CascadeDrafter([first, CausalLMDrafter(model)], tokens=[3, 6]).eval()
+    rounds, chance, drafts = Rounds(target, cascade, rows), torch.Generator().manual_seed(1), []
+    feed, lower = rounds.session._feed, rounds.session._lower
+    texts, tell, draft = {}, feed.tell, lower.draft
+
+    def noting(row, settled, held):
+        texts[row] = [*settled, *held]
+        return tell(row, settled, held)
+
+    def drafting(asks):
+        trees = draft(asks)
+        drafts.extend((texts[ask.row], tree) for ask, tree in zip(asks, trees, strict=True) if ask.depth)
+        return trees
+
+    feed.tell, lower.draft = noting, drafting
+    for _ in range(5):
+        for row, chain in rounds.draft().items():
+            accepted = int(torch.randint(len(chain) + 1, (), generator=chance))
+            new = [*chain[:accepted], int(torch.randint(2, VOCAB, (), generator=chance))]
+            rounds.tell(row, new)
+            rounds.texts[row] += new
+    assert len(drafts) > 10 * rows
+    for text, tree in drafts:
+        fresh = first.session(DraftCall(model, 1, DraftOptions.of(first)))
+        fresh.observe([news(first, model, text, 0, len(text) - 1)])
+        [expected] = fresh.draft([Ask(0, text[-1], 3, 3, chain=True, reach=3)])
+        assert tree.tokens == expected.tokens[: len(tree)]
+
+
+def test_a_drafter_of_another_model_is_told(target):
+    other = make_drafter(make_target(hidden_size=48, num_attention_heads=6))
+    cascade = CascadeDrafter([other, CausalLMDrafter(near(target, 0.01))], [3, 5]).eval()
+    with pytest.raises(ValueError, match="level 0 of this cascade, a HSDrafter, does not fit level 1: "):
+        target.generate(**padded(1), **GREEDY, assistant_model=cascade)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -372,4 +416,4 @@ def test_sessions_know_what_their_time_depends_on(target):
     kinds = [each.session(DraftCall(target, 1, DraftOptions.of(each))).kind for each in (one, one, other)]
     assert kinds[0] == kinds[1] != kinds[2] and hash(kinds[0]) == hash(kinds[1])
     assert isinstance(one.session(DraftCall(target, 1, DraftOptions.of(one))), CascadeSession)
-    assert make_drafter(target).supposes is False
+    assert make_drafter(target).supposes and not make_drafter(target, sliding_window=128).supposes

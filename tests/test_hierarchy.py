@@ -20,7 +20,6 @@ from hf_hsdraft.bench.hierarchy import (
     best_cascade,
     cascades,
     decoding,
-    needed_acceptance,
     recommended,
     singles,
     tree_drafting,
@@ -35,7 +34,7 @@ from hf_hsdraft.bench.hierarchy_costs import (
     lengths_of,
     seconds_of,
 )
-from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_levels, forward_of
+from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_levels, forward_of, needed_acceptance
 from hf_hsdraft.bench.hierarchy_run import Plans, cascade_of, compare
 
 

@@ -296,32 +296,6 @@ def recommended(levels: Levels) -> Plan:
     return max(candidates, key=lambda plan: plan.speed_up)  # of equal ones the first, which is the simpler one
 
 
-def needed_acceptance(levels: Levels, middle: str, other: float = 0.0) -> float | None:
-    """Returns how often tokens of a middle model have to be right for a hierarchy to beat all drafters alone.
-
-    It is the share of its tokens that the target accepts, each after an accepted one; `None` if no share is enough.
-
-    Args:
-        levels: what is known.
-        middle: name of the middle model.
-        other: speed-up of a further drafter alone.
-    """
-    low, high = 0.0, 0.999
-    if not _wins(levels, middle, high, other):
-        return None
-    for _ in range(10):
-        share = (low + high) / 2
-        low, high = (low, share) if _wins(levels, middle, share, other) else (share, high)
-    return high
-
-
-def _wins(levels: Levels, middle: str, share: float, other: float) -> bool:
-    known = {**levels.acceptances, (middle, levels.target): Acceptance.even(share)}
-    changed = Levels(levels.first, levels.forwards, known, levels.target, levels.plain, levels.rest, levels.trees)
-    cascade = best_cascade(changed)
-    return cascade is not None and cascade.speed_up > max(singles(changed)[0].speed_up, other)
-
-
 def _mean(lengths: Mapping[int, float]) -> float:
     return sum(length * share for length, share in lengths.items())
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..training.estimate import target_parts
 from .decoding_estimate import Device
-from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, needed_acceptance, singles
+from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
 
 NGRAMS, MIDDLE, TARGET = "n-grams", "middle", "target"
 _LOOK_UP = 1e-4  # seconds of a draft by n-grams
@@ -81,3 +82,29 @@ def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
     if share is None:
         return [*lines, "no share of the middle model's tokens would be enough"]
     return [*lines, f"it pays from a share of {share:.2f} of the middle model's tokens on"]
+
+
+def needed_acceptance(levels: Levels, middle: str, other: float = 0.0) -> float | None:
+    """Returns how often tokens of a middle model have to be right for a hierarchy to beat all drafters alone.
+
+    It is the share of its tokens that the target accepts, each after an accepted one; `None` if no share is enough.
+
+    Args:
+        levels: what is known.
+        middle: name of the middle model.
+        other: speed-up of a further drafter alone.
+    """
+    low, high = 0.0, 0.999
+    if not _wins(levels, middle, high, other):
+        return None
+    for _ in range(10):
+        share = (low + high) / 2
+        low, high = (low, share) if _wins(levels, middle, share, other) else (share, high)
+    return high
+
+
+def _wins(levels: Levels, middle: str, share: float, other: float) -> bool:
+    known = {**levels.acceptances, (middle, levels.target): Acceptance.even(share)}
+    changed = replace(levels, acceptances=known)
+    cascade = best_cascade(changed)
+    return cascade is not None and cascade.speed_up > max(singles(changed)[0].speed_up, other)

@@ -198,6 +198,10 @@ class Reader:
         """
         raise NotImplementedError
 
+    def states(self, row: int, text: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Returns hidden states `[taps * D]` at the first tokens of a text, as far as they have been read."""
+        raise NotImplementedError
+
     def keep(self, rows: Sequence[int]) -> None:
         """From here on only these texts go on."""
 
@@ -275,12 +279,13 @@ class Drafter:
         """The language model by which it can verify the drafts of another drafter; `None` if it has none."""
         return None
 
-    def reader(self, rows: int, most_pending: int) -> Reader:
+    def reader(self, rows: int, most_pending: int, taps: Sequence[int] = ()) -> Reader:
         """Returns what reads texts by `verifying_model`.
 
         Args:
             rows: number of texts.
             most_pending: greatest number of tokens of a text that may be taken back.
+            taps: indices of the model's hidden states that the drafter below reads.
         """
         raise NotImplementedError(f"{type(self).__name__} has no model that verifies")
 

@@ -26,6 +26,7 @@ from ...repository.drafter_files import (
     find_folder,
     read_json,
 )
+from ...target.capture_hooks import no_hooks_left
 from ...target.target_limits import text_config
 from ..by_config import load_by_config
 from ..draft_options import DraftOptions, default_options
@@ -33,6 +34,7 @@ from ..loading_arguments import take_options
 from ..protocol import DraftCall, Drafter, Session
 from ..special_tokens import ANY, AnySpecialTokens
 from .cascade_session import CascadeSession, Step
+from .state_feed import StateFeed
 
 _MOST = 64  # tokens that a level may pass up
 _HERE = "./"  # begins the names of levels that lie in folders of the cascade itself
@@ -63,8 +65,9 @@ class CascadeDrafter(nn.Module, Drafter):
     `tree_builder` that draws, each model draws by its own distribution, and the next level verifies by that one.
 
     Args:
-        levels: drafters, the quickest first. All but the first have a language model, as [`CausalLMDrafter`] has; the
-            first can take back what it was told, as [`CachebackDrafter`] and [`CausalLMDrafter`] can.
+        levels: drafters, the quickest first. All but the first have a language model, as [`CausalLMDrafter`] has. The
+            first can take back what it was told, as [`CachebackDrafter`], [`CausalLMDrafter`] and [`HSDrafter`] can.
+            The last reads hidden states of the second level, and has to be made for that model.
         tokens: for each level, the number of tokens: what the first one drafts at a time, and what each further one
             holds before it passes them up. It passes up a few more where the last draft brings them.
 
@@ -213,10 +216,14 @@ class CascadeDrafter(nn.Module, Drafter):
         temperature, pending = call.options.draw_temperature if call.options.drawn else None, sum(self.reach) + 1
         options = self._of_first(call.options, pending)
         session = first.session(replace(call, target=models[0], options=options, foresight=None, slots=None))
+        taps = first.taps_of(models[0])
+        if taps:
+            call.stack.enter_context(no_hooks_left(models[0]))
         for index, level in enumerate(others, 1):
-            reader = level.reader(call.rows, pending)
+            reader = level.reader(call.rows, pending, taps if index == 1 else ())
+            feed = StateFeed(session, reader) if taps and index == 1 else None
             step = Step(self.tokens[index], self.reach[index - 1], temperature, vocab_size)
-            session = CascadeSession(session, reader, step, call.rows, call.foresight)
+            session = CascadeSession(session, reader, step, call.rows, feed, call.foresight)
         return session
 
     def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
@@ -227,9 +234,11 @@ class CascadeDrafter(nn.Module, Drafter):
             pending: greatest number of tokens that may be taken back; a model with a window keeps as many more.
         """
         first, tokens = self.levels[0], self.tokens[0]
-        drawn = options.drawn and first.takes_tree_builders
+        drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
+        plain = {option.name: option.default for option in first.own_options}
         return replace(
-            DraftOptions.of(first),
+            own,
+            own={**own.own, **plain},  # no drafts are reused or refined: what they were of may be taken back
             depth=tokens,
             tree_size=pending,
             beam_width=1,
@@ -261,7 +270,7 @@ def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
     if not first.supposes:
         raise ValueError(
             f"level 0 is a {type(first).__name__}, which cannot take back what it was told: expected a drafter that "
-            "can, such as a CachebackDrafter or a CausalLMDrafter"
+            "can: a CachebackDrafter, a CausalLMDrafter, or a HSDrafter without a narrow window"
         )
     _check_tokens(tokens, len(levels))
     if tokens[0] > first.num_draft_steps:

@@ -15,6 +15,7 @@ from ...trees.draft_tree import DraftTree
 from ...verifiers.foresight import Foresight
 from ..protocol import Accepted, Ask, Reader, Session
 from .held_chain import Choice, HeldChain
+from .state_feed import StateFeed
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,20 @@ class CascadeSession(Session):
         reader: of the model.
         step: what the model does.
         rows: number of texts.
+        feed: tells the session below of the model's hidden states; `None` if it reads tokens alone.
         foresight: of the target's draws. The middle model runs the same races; where it draws by itself it does not.
     """
 
     def __init__(
-        self, lower: Session, reader: Reader, step: Step, rows: int, foresight: Foresight | None = None
+        self,
+        lower: Session,
+        reader: Reader,
+        step: Step,
+        rows: int,
+        feed: StateFeed | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
-        self._lower, self._reader, self._step = lower, reader, step
+        self._lower, self._reader, self._step, self._feed = lower, reader, step, feed
         fits = foresight is not None and step.vocab_size <= foresight.vocab_size
         self._foresight = foresight if fits and step.temperature is None else None
         self._texts: dict[int, list[int]] = {row: [] for row in range(rows)}
@@ -78,7 +86,8 @@ class CascadeSession(Session):
             self._supposed.pop(each.row, None)
             if not self._are_known(new):
                 self._lost.add(each.row)
-        self._lower.observe(news)
+        if self._feed is None:
+            self._lower.observe(news)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
         self._supposed.update({each.row: list(each.tokens) for each in news})
@@ -125,11 +134,16 @@ class CascadeSession(Session):
                 held[ask.row].closed = True
                 continue
             depth = min(self._step.below, ask.depth - len(tokens) - 1, room)
+            pending = [*self._supposed.get(ask.row, ()), *tokens]
+            if self._feed is None:
+                news.append(Accepted.of_tokens(ask.row, pending))
+            elif not self._feed.tell(ask.row, self._texts[ask.row], pending):
+                depth = 0  # the model has to read on first
             root = tokens[-1] if tokens else ask.root
             lower_asks.append(Ask(ask.row, root, depth, max(depth, 1), chain=True, reach=depth))
-            news.append(Accepted.of_tokens(ask.row, [*self._supposed.get(ask.row, ()), *tokens]))
         if not lower_asks:
             return {}
-        self._lower.suppose(news)
+        if news:
+            self._lower.suppose(news)
         trees = self._lower.draft(lower_asks)
         return {ask.row: tree for ask, tree in zip(lower_asks, trees, strict=True)}

@@ -195,5 +195,5 @@ class CausalLMDrafter(nn.Module, Drafter):
     def verifying_model(self) -> Any:
         return self.model
 
-    def reader(self, rows: int, most_pending: int) -> Reader:
-        return LMReader(self.model, rows, ability_of(self.model).kinds, most_pending)
+    def reader(self, rows: int, most_pending: int, taps: Sequence[int] = ()) -> Reader:
+        return LMReader(self.model, rows, ability_of(self.model).kinds, most_pending, taps)

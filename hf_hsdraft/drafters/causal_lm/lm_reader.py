@@ -22,15 +22,20 @@ class LMReader(Reader):
         rows: number of texts.
         kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
         most_pending: greatest number of tokens of a text that may be taken back.
+        taps: indices of the hidden states that are wanted too.
     """
 
-    def __init__(self, model: Any, rows: int, kinds: Sequence[AttentionKind], most_pending: int) -> None:
+    def __init__(
+        self, model: Any, rows: int, kinds: Sequence[AttentionKind], most_pending: int, taps: Sequence[int] = ()
+    ) -> None:
         config = text_config(model)
         self.vocab_size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
         self.kind = config.model_type, sum(map(torch.Tensor.numel, model.parameters())), model.dtype, model.device
         groups = [list(range(rows))] if kinds else [[row] for row in range(rows)]
         self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups]
         self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
+        self._taps = taps
+        self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
         self._room = most_tokens(model)
         self._model = model  # which the texts do not keep alive
 
@@ -58,8 +63,14 @@ class LMReader(Reader):
             new.append(known[length:])
         if lengths != group.kept:
             group.cut(lengths)
-        logits = group.read(new, max(counts[row] for row in group.rows if row in texts))
-        return {row: logits[place, -counts[row] :] for place, row in enumerate(group.rows) if row in texts}
+        output = group.read_states(new, max(counts[row] for row in group.rows if row in texts), self._taps)
+        if self._taps:
+            for row, length, tokens, states in zip(group.rows, lengths, new, output.taps, strict=True):
+                self._states[row][length:] = states[len(states) - len(tokens) :]
+        return {row: output.logits[place, -counts[row] :] for place, row in enumerate(group.rows) if row in texts}
+
+    def states(self, row: int, text: Sequence[int]) -> Sequence[torch.Tensor]:
+        return self._states[row][: shared_length(self._known[row], text)]
 
     def keep(self, rows: Sequence[int]) -> None:
         for group in self._groups:

@@ -19,6 +19,7 @@ from ...common.tuning import TUNING
 from ...target.cache_slots import CacheSlots
 from ...target.static_cache import move_slots
 from ...target.target_limits import text_config
+from ...target.target_outputs import TargetOutput, target_output
 from ...trees.drafted_levels import DraftedLevels
 from ...trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, tree_mask
 from .lm_limits import empty_cache, most_tokens
@@ -85,10 +86,14 @@ class LMTexts:
         Returns:
             `[B, n, V]`, logits after the last tokens of each text that goes on; of the others anything.
         """
+        return self.read_states(tokens, wanted).logits
+
+    @torch.no_grad()
+    def read_states(self, tokens: Sequence[Sequence[int]], wanted: int, taps: Sequence[int] = ()) -> TargetOutput:
+        """As `read`; returns hidden states `[B, columns, taps * D]` too. Texts end with the last column."""
         columns = max(map(len, tokens))
-        for part in _parts(tokens, columns):
-            logits = self._read_part(part, wanted)
-        return logits
+        parts = [self._read_part(part, wanted, taps) for part in _parts(tokens, columns)]
+        return TargetOutput(parts[-1].logits, torch.cat([part.taps for part in parts], dim=1))
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Drops what was read of each text behind so many tokens, no more than `most_drafted` at a time."""
@@ -128,7 +133,8 @@ class LMTexts:
         depth, count = paths.shape[2] + 1, tokens.shape[1]
         positions = (kept[:, None] + depth - 1).clamp(max=self._last_position).expand(-1, count)
         alone = len(tokens) == 1 and drafted.is_chain
-        logits = self._forward(tokens, positions, None if alone else self._masks(drafted.batch, count), count)
+        masks = None if alone else self._masks(drafted.batch, count)
+        logits = self._forward(tokens, positions, masks, count, ()).logits
         return logits, torch.cat([paths, drafted.own_columns(count)], dim=-1)
 
     def forget(self) -> None:
@@ -149,7 +155,7 @@ class LMTexts:
         self._slots.cache.batch_select_indices(torch.tensor(places))
         self._drop_kept(length - max(self.kept))
 
-    def _read_part(self, tokens: Sequence[Sequence[int]], wanted: int) -> torch.Tensor:
+    def _read_part(self, tokens: Sequence[Sequence[int]], wanted: int, taps: Sequence[int]) -> TargetOutput:
         """As `read`, in one forward. All texts end with its last column; columns before a shorter one see nothing."""
         device, columns = self._model.device, max(map(len, tokens))
         counts = on_device([len(each) for each in tokens], device)
@@ -163,9 +169,9 @@ class LMTexts:
             ancestors = ancestors & real[:, None, :] & real[:, :, None]
             ancestors = ancestors | torch.eye(columns, dtype=torch.bool, device=device)
             masks = self._masks(TreeBatch(ids, depths, ancestors), columns)
-        logits = self._forward(ids, positions, masks, min(wanted, columns))
+        output = self._forward(ids, positions, masks, min(wanted, columns), taps)
         self._compact([len(each) for each in tokens], columns)
-        return logits
+        return output
 
     def _masks(self, batch: TreeBatch, columns: int) -> Any:
         """The masks of the last columns of a batch, whose other columns are in the cache; by kind of attention."""
@@ -178,17 +184,21 @@ class LMTexts:
             masks[kind.name] = as_attention_takes_it(seen, attention, self._model.dtype)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int, taps: Sequence[int]
+    ) -> TargetOutput:
         """The logits of the last `wanted` columns; keys and values of all columns are in the cache afterwards."""
         before = self._slots.length
-        further = {"logits_to_keep": wanted, "position_ids": positions}
+        further: dict[str, Any] = {"logits_to_keep": wanted, "position_ids": positions}
         further = {name: value for name, value in further.items() if name in self._takes}
+        further |= {"output_hidden_states": list(taps), "return_dict": True} if taps else {}
         outputs = self._model(
             input_ids=ids, attention_mask=masks, past_key_values=self._slots.cache, use_cache=True, **further
         )
         if self._slots.length != before + ids.shape[1]:
             raise ValueError(f"its cache holds {self._slots.length} tokens where {before + ids.shape[1]} were read")
-        return outputs.logits[:, -wanted:]
+        output = target_output(self._model, outputs, "hidden_states", taps)
+        return TargetOutput(output.logits[:, -wanted:], output.taps)
 
     def _compact(self, counts: Sequence[int], columns: int) -> None:
         """Moves what was read of each text to the end of it, and drops the slots behind the longest one."""

@@ -36,9 +36,11 @@ class _Row:
         root: the last accepted token.
         drafted: `[K, D]`, g_0 .. g_{K-1} of the last round.
         leftover: what is left of them.
+        supposed: pairs after these that may be taken back.
     """
 
     pending: list[Pairs] = field(default_factory=list)
+    supposed: list[Pairs] = field(default_factory=list)
     root: int = -1
     drafted: torch.Tensor | None = None
     leftover: Leftover | None = None
@@ -98,11 +100,22 @@ class HSDraftSession(Session):
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
+            self._rows[each.row].supposed.clear()
             self.settle(each.tokens[:-1], each.row)
             embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
             self.read(each.taps, each.following, each.positions, each.row, embeds)
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
+
+    def suppose(self, news: Sequence[Accepted]) -> None:
+        device, dtype = self.drafter.device, self.drafter.dtype
+        for each in news:
+            state = self._rows[each.row]
+            state.leftover = state.drafted = None
+            state.supposed.clear()
+            if len(each.positions):
+                embeds = self.weights.embed(each.following)
+                state.supposed.append((each.taps.to(device, dtype), embeds, each.positions.to(device)))
 
     def keep(self, rows: Sequence[int]) -> None:
         for row in set(range(len(self._rows))).difference(rows):
@@ -155,15 +168,42 @@ class HSDraftSession(Session):
 
     def _rolled(self, rows: Sequence[int], depth: int) -> torch.Tensor:
         """Reads what is pending of these rows and rolls on from the last of each: `[B, depth, D]`."""
-        pairs = _joined([part for row in rows for part in self._rows[row].pending])
-        counts = None  # of a single text
-        if len(self._rows) > 1:
-            counts = {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
-        hidden = self._roll_out(*pairs, depth, counts)
-        for row, states in zip(rows, hidden, strict=True):
+        unsure = [row for row in rows if self._rows[row].supposed]
+        if unsure:
+            hidden = self._supposed(unsure, depth)
+            sure = [row for row in rows if row not in unsure]
+            hidden.update(zip(sure, self._rolled(sure, depth) if sure else (), strict=True))
+            return torch.stack([hidden[row] for row in rows])
+        states = self._roll_out(*self._pairs(rows), depth, self._counts(rows))
+        for row, drafted in zip(rows, states, strict=True):
             self._rows[row].pending.clear()
-            self._rows[row].drafted = states
-        return hidden
+            self._rows[row].drafted = drafted
+        return states
+
+    def _supposed(self, rows: Sequence[int], depth: int) -> dict[int, torch.Tensor]:
+        """The same for rows of which something is supposed. That is read last, and taken back afterwards."""
+        waiting = [row for row in rows if self._rows[row].pending]
+        if waiting:
+            self._roll_out.read(*self._pairs(waiting), rows=self._counts(waiting))
+            for row in waiting:
+                self._rows[row].pending.clear()
+        mark = self._roll_out.mark()
+        for row in rows:
+            self._rows[row].pending = self._rows[row].supposed
+        states = self._roll_out(*self._pairs(rows), depth, self._counts(rows))
+        self._roll_out.reset(mark)
+        for row in rows:
+            self._rows[row].pending = []
+        return dict(zip(rows, states, strict=True))
+
+    def _pairs(self, rows: Sequence[int]) -> Pairs:
+        return _joined([part for row in rows for part in self._rows[row].pending])
+
+    def _counts(self, rows: Sequence[int]) -> dict[int, int] | None:
+        """Number of pending pairs of each row; `None` for a single text."""
+        if len(self._rows) == 1:
+            return None
+        return {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
 
     def _trees(
         self, asks: Sequence[Ask], hidden: torch.Tensor, depths: Sequence[int], options: DraftOptions

@@ -18,6 +18,8 @@ from .draft_support import support
 from .network import HSDraftNetwork
 from .reuse import REUSE_OPTIONS, reuse_of
 
+_LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
+
 
 class HSDrafter(HSDraftNetwork, Drafter):
     """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
@@ -62,6 +64,10 @@ class HSDrafter(HSDraftNetwork, Drafter):
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
         return self.config.num_draft_steps
+
+    @property
+    def supposes(self) -> bool:  # type: ignore[override]
+        return self.config.sliding_window is None or self.config.sliding_window > _LEAST_WINDOW
 
     def default_generation_config(self) -> GenerationConfig:
         """The drafting options of a drafter that was saved without any."""

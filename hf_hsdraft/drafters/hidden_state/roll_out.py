@@ -42,6 +42,14 @@ class RollOut:
         text.keys, text.values = ([state.clone() for state in side] for side in sides)
         text.length = context.length
 
+    def mark(self) -> tuple[int, DraftContext]:
+        """Returns where the texts end now, for `reset`."""
+        return self._text.length, self._batch
+
+    def reset(self, mark: tuple[int, DraftContext]) -> None:
+        """Forgets what was read since `mark`, which must be less than a window holds."""
+        self._text.length, self._batch = mark
+
     def __call__(
         self,
         taps: torch.Tensor,
