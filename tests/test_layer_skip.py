@@ -1,0 +1,93 @@
+"""The target without some of its layers as a drafter, and the search for these layers."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import VOCAB, make_target, write_prompts
+from lm_helpers import GREEDY, drafts_of, layered_target, padded, with_fixed
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter
+from hf_hsdraft.cli import app
+from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.drafters.causal_lm.layer_subset import with_layers
+from hf_hsdraft.training.layer_search import judged, search, speed_of_chains, written_texts
+
+
+@pytest.fixture(scope="module")
+def target():
+    return layered_target()
+
+
+def test_skipped_layers_are_saved_as_a_list(target, tmp_path):
+    drafter = LayerSkipDrafter.for_target(target, [1, 3], "user/target")
+    drafter.generation_config.tree_size = 9
+    drafter.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    loaded = AutoDrafter.from_pretrained(tmp_path, dtype=torch.float32, beam_width=2)
+    assert type(loaded) is LayerSkipDrafter and loaded.config == drafter.config
+    assert loaded.generation_config.tree_size == 9 and loaded.generation_config.beam_width == 2
+    with pytest.raises(DraftingRefused, match=r"num_hidden_layers=3, this drafter leaves out layers of one with 6"):
+        loaded.check(make_target())
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
+        AutoDrafter.from_pretrained(tmp_path, tree_sise=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "skipped_layers": [3, 1]}))
+    with pytest.raises(ValueError, match="is damaged: skipped_layers"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_skipped_layers_draft_what_the_others_say(target):
+    """Nothing skipped is the target itself: every draft is right. The part shares the target's weights."""
+    inputs = padded(1)
+    whole = with_fixed(LayerSkipDrafter.for_target(target, []), beam_width=1)
+    output = target.generate(**inputs, **GREEDY, assistant_model=whole, return_dict_in_generate=True)
+    assert all(length == 5 for length in output.statistics.accepted_lengths[:-1])
+    part = with_fixed(LayerSkipDrafter.for_target(target, [1, 3]))
+    pruned = with_fixed(CausalLMDrafter(with_layers(copy.deepcopy(target), [0, 2, 4, 5])))
+    assert drafts_of(target, part, inputs) == drafts_of(target, pruned, inputs)
+
+
+def test_the_speed_of_chains_is_that_of_rounds_counted_out():
+    generator = torch.Generator().manual_seed(0)
+    for agreement, cost, depth in ((0.8, 0.3, 4), (0.5, 0.1, 2), (1.0, 1.0, 3)):
+        right = torch.rand(200_000, depth, generator=generator) < agreement
+        emitted = 1 + right.cumprod(dim=1).sum(dim=1).float().mean().item()
+        assert speed_of_chains(agreement, cost, depth) == pytest.approx(emitted / (1 + depth * cost), rel=5e-3)
+
+
+def test_the_search_leaves_out_what_does_nothing(target):
+    """Two layers are made to pass on what they read: the search finds them first."""
+    lazy = copy.deepcopy(target)
+    with torch.no_grad():
+        for number in (2, 4):
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                lazy.model.layers[number].get_submodule(name).weight.zero_()
+    texts = written_texts(lazy, [padded(1)], 24)
+    lines: list[str] = []
+    best = search(lazy, texts, most=3, report=lines.append)
+    assert len(lines) == 3 and lines[1].startswith("without [2, 4]: agreement 1.000") and {2, 4} <= set(best.skipped)
+    found = judged(lazy, [2, 4], texts)
+    assert found.agreement == 1.0 and found.speed > judged(lazy, [1, 3], texts).speed
+    sizes = sum(weight.numel() for weight in lazy.model.layers[0].parameters())
+    assert found.cost == pytest.approx((4 * sizes + VOCAB * 32) / (6 * sizes + VOCAB * 32))
+
+
+def test_the_command_searches(target, tokenizer, tmp_path):
+    for part in (target, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    prompts, out = write_prompts(tmp_path / "prompts.jsonl", 2), tmp_path / "skip"
+    arguments = ["skip-layers", "--target", str(tmp_path / "target"), "--prompts", str(prompts), "--out", str(out)]
+    found = CliRunner().invoke(app, [*arguments, "--max-new-tokens", "8", "--most", "2"])
+    assert found.exit_code == 0 and "best without [" in found.output, found.output
+    loaded = with_fixed(AutoDrafter.from_pretrained(out))
+    assert loaded.config.target_name == "target"
+    inputs = padded(1)
+    assert (
+        target.generate(**inputs, **GREEDY).tolist()
+        == target.generate(**inputs, **GREEDY, assistant_model=loaded).tolist()
+    )

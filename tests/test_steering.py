@@ -1,0 +1,192 @@
+"""A small language model that its target steers: what it drafts, on and off, its files, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB, each_with_its_seed, make_target
+from lm_helpers import GREEDY, drafted_call, drafts_of, layered_target, padded, steered, tiny, with_fixed
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
+from hf_hsdraft.cli import app
+from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.drafters.causal_lm.layer_subset import with_layers
+from hf_hsdraft.drafters.causal_lm.lm_steering import Steering, SteeringSizes
+
+
+@pytest.fixture(scope="module")
+def target():
+    return layered_target()
+
+
+@pytest.mark.parametrize("make", [steered, lambda target: with_fixed(LayerSkipDrafter.for_target(target, [1, 3]))])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_are_those_of_plain_decoding(target, make, rows):
+    drafter, inputs = make(target), padded(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    for width in (1, 4):
+        drafter.generation_config.beam_width = width
+        output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist()
+        assert sum(output.statistics.accepted_lengths) > 0
+    sampling = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 24}
+    torch.manual_seed(7)
+    found = target.generate(**inputs, **sampling, assistant_model=drafter)
+    if rows == 1:
+        torch.manual_seed(7)
+        assert found.tolist() == target.generate(**inputs, **sampling).tolist()
+    else:
+        alone = each_with_its_seed(target, inputs["input_ids"], inputs["attention_mask"], 7, **sampling)
+        assert found.tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_new_steering_drafts_as_the_plain_drafter_does(target, rows):
+    model = with_layers(target, [0, 2, 5])
+    plain = with_fixed(CausalLMDrafter(model))
+    new = with_fixed(SteeredLMDrafter(model, steering=Steering(SteeringSizes.of(model, target))))
+    other = steered(target)
+    expected = drafts_of(target, plain, padded(rows))
+    assert drafts_of(target, new, padded(rows)) == expected
+    assert drafts_of(target, other, padded(rows)) != expected
+    other.generation_config.steering = False
+    assert drafts_of(target, other, padded(rows)) == expected
+
+
+def test_a_new_steering_sums_the_hidden_states():
+    sizes = SteeringSizes((1, 2, 3), 8, (16, 16))
+    taps, steering = torch.randn(5, 24), Steering(sizes)
+    summed = sum(taps.split(8, dim=-1))
+    torch.testing.assert_close(steering.vectors(taps), torch.nn.functional.layer_norm(summed, (8,)))
+    assert not steering.deltas(steering.vectors(taps)).any()
+
+
+@torch.no_grad()
+def test_each_drafted_token_is_steered_by_the_last_verified_position(target):
+    """The drafts' scores, by a forward written out here: gated blocks with deltas, tokens read one text at a time."""
+    drafter, inputs = steered(target), padded(1)
+    plain = target.generate(**inputs, **GREEDY)[0].tolist()
+    taps = target(torch.tensor([plain]), output_hidden_states=True).hidden_states
+    taps = torch.cat([taps[layer][0] for layer in drafter.taps], dim=-1)
+    steering, model = drafter.steering, with_layers(target, [0, 2, 5])
+
+    def logits(tokens: list[int], root: int) -> torch.Tensor:
+        """After tokens whose root stands at a position: those behind it know no more than the root does."""
+        sources = [min(place, root) - 1 for place in range(len(tokens))]
+        deltas = torch.stack(
+            [
+                torch.zeros(3 * 64)
+                if source < 0
+                else steering.up.weight
+                @ torch.nn.functional.layer_norm(
+                    steering.fuse.weight @ taps[source], (32,), steering.norm.weight, steering.norm.bias
+                )
+                for source in sources
+            ]
+        )
+        blocks = []
+        for number, layer in enumerate(model.model.layers):
+            mlp = layer.mlp
+
+            def gated(x, mlp=mlp, delta=deltas[:, 64 * number : 64 * (number + 1)]):
+                return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * (mlp.up_proj(x) + delta))
+
+            blocks.append((mlp, gated))
+        for mlp, gated in blocks:
+            mlp.forward = gated
+        found = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        for mlp, _ in blocks:
+            del mlp.forward
+        return found.log_softmax(-1)
+
+    drafts, output = drafted_call(target, drafter, inputs)
+    position, accepted = inputs["input_ids"].shape[1], output.statistics.accepted_lengths
+    assert len(drafts) == len(accepted) and sum(accepted) > 0
+    for [(tokens, parents, scores)], length in zip(drafts, accepted, strict=True):
+        assert tokens[0] == plain[position]
+        for node in range(1, len(tokens)):
+            path, each = [], node
+            while each > 0:
+                path.insert(0, each)
+                each = parents[each]
+            said = logits([*plain[: position + 1], *(tokens[each] for each in path)], position)
+            expected = sum(said[position + depth, tokens[each]].item() for depth, each in enumerate(path))
+            assert scores[node] == pytest.approx(expected, abs=2e-3), (position, node)
+        position += length + 1
+
+
+def test_a_steered_drafter_is_saved_beside_an_ordinary_model(target, tmp_path):
+    drafter = steered(target)
+    drafter.save_pretrained(tmp_path)
+    ids = padded(1)["input_ids"]
+    small = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids).logits, with_layers(target, [0, 2, 5])(ids).logits)
+    loaded = AutoDrafter.from_pretrained(tmp_path)
+    assert type(loaded) is SteeredLMDrafter and loaded.taps == drafter.taps
+    assert drafts_of(target, loaded, padded(1)) == drafts_of(target, drafter, padded(1))
+    assert AutoDrafter.from_pretrained(tmp_path, steering=False).generation_config.steering is False
+    plain = CausalLMDrafter.from_pretrained(tmp_path)
+    assert type(plain) is CausalLMDrafter and not hasattr(plain.generation_config, "steering_")
+    (tmp_path / "steering.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"steering\.safetensors is damaged"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_a_steering_for_other_models_is_refused(target):
+    drafter = steered(target)
+    with pytest.raises(DraftingRefused, match=r"hidden_size=16.*reads hidden_size=32"):
+        drafter.check(make_target(hidden_size=16, num_hidden_layers=6))
+    with pytest.raises(DraftingRefused, match=r"num_hidden_layers=2.*reads hidden states"):
+        drafter.check(make_target(num_hidden_layers=2))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be steered: layer 0 has 0 gated"):
+        SteeringSizes.of(tiny("gpt2"), target)
+    with pytest.raises(ValueError, match="expected the model that it was trained with"):
+        SteeredLMDrafter(with_layers(target, [0, 5]), steering=drafter.steering)
+    with pytest.raises(ValueError, match="steering=1 is invalid: expected True or False"):
+        with_fixed(drafter, steering=1).check_options()
+
+
+def test_the_model_that_is_steered_stays_as_it_was(target):
+    model = with_layers(target, [0, 5])
+    steering = Steering(SteeringSizes.of(model, target))
+    torch.nn.init.normal_(steering.up.weight)
+    drafter = SteeredLMDrafter(model, steering=steering)
+    ids = padded(1)["input_ids"]
+    with torch.no_grad(), steering.applied(torch.ones(1, 1, 128)):
+        assert not torch.equal(drafter.model(ids).logits, model(ids).logits)
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_a_chat_goes_on_from_what_a_steered_drafter_had_read(target):
+    drafter, inputs = steered(target), padded(1)
+    unsteered = with_fixed(CausalLMDrafter(with_layers(target, [0, 2, 5])))
+    for before, after in ((True, True), (True, False), (False, True)):
+        drafter.generation_config.steering = before
+        first = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+        drafter.generation_config.steering = after
+        cache = first.past_key_values
+        drafts, output = drafted_call(target, drafter, {"input_ids": ids}, past_key_values=cache)
+        assert output.sequences.tolist() == target.generate(ids, **GREEDY).tolist()
+        if not after:  # what the steered drafter had read is not gone on from
+            expected = drafts_of(target, unsteered, {"input_ids": ids})
+            assert [each[0][0] for each in drafts] == [each[0][0] for each in expected]
+
+
+def test_what_a_draft_reads_is_counted(target):
+    drafter = steered(target)
+    layers, head, steering = drafter.reads(3, 4)
+    assert layers.weights == sum(weight.numel() for weight in drafter.model.model.layers.parameters()) + 32  # the norm
+    assert (layers.times, layers.rows, head.weights) == (3, 4, VOCAB * 32)
+    assert steering.weights == sum(weight.numel() for weight in drafter.steering.parameters()) and steering.times == 1
+
+
+@pytest.mark.parametrize("family", ["lm", "steered-lm"])
+def test_the_command_estimates_decoding_with_a_language_model(target, tmp_path, family):
+    target.config.save_pretrained(tmp_path)
+    found = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tau", "2.5", "--family", family])
+    assert found.exit_code == 0, (found.output, found.exception)
+    assert "draft: layers" in found.output and ("draft: steering" in found.output) == (family == "steered-lm")
