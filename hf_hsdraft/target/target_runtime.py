@@ -94,7 +94,7 @@ class TargetRuntime:
         self.trees, self._call.fixed = False, 0
 
     def first_layers(self, count: int, reuse: bool) -> FirstLayers | None:
-        """Returns what reads drafts ahead, see `FirstLayers`; `None` where there are no trees, or the cache has a size."""
+        """Returns what reads drafts ahead, see `FirstLayers`; `None` without trees or with a static cache."""
         able = self.trees and self._kinds and self._call.slots.static is None and not self.recurrent
         self._first = FirstLayers(self._call, self._kinds, count, reuse) if able else None
         return self._first
