@@ -471,7 +471,7 @@ def main() -> None:
     command = commands.add_parser("train", help="train a model, or go on with a run")
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--max-minutes", type=float, default=20.0, help="of the processor")
-    command.add_argument("--words-share", type=float, default=0.4, help="share of the time for the first part")
+    command.add_argument("--words-share", type=float, default=0.2, help="share of the time for the first part")
     command.add_argument("--rank", type=int, default=16, help="of the updates of the language model")
     command = commands.add_parser("measure", help="accuracy on unseen pictures")
     command.add_argument("folder", type=Path)

@@ -441,3 +441,11 @@ def test_wrong_fields_are_named():
         with pytest.raises(ValueError, match=message):
             SelfDraftConfig.for_target(target, **fields)
     assert SelfDraftConfig.for_target(target).draft_layers == 1
+
+
+def test_estimates_count_the_layers_that_draft(tmp_path):
+    target_of("llama").config.save_pretrained(tmp_path)
+    arguments = ["estimate", str(tmp_path), "--tau", "2.5", "--family", "self", "--draft-layers", "2"]
+    output = CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)  # attention, gated block and norms of each layer
+    assert "first 2 layers of the target" in output and f"{weights:,} weights" in output

@@ -83,6 +83,11 @@ class FirstLayers:
         self._read: _Read | None = None
         self.reused = self.verified = 0
 
+    @property
+    def reused_share(self) -> float:
+        """Share of the layers' work in verifying trees that was reused."""
+        return self.reused / max(self.verified, 1)
+
     def apart(self) -> FirstLayers:
         """Returns first layers that read after the same texts, in a cache of their own."""
         other = copy.copy(self)

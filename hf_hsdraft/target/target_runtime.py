@@ -94,12 +94,7 @@ class TargetRuntime:
         self.trees, self._call.fixed = False, 0
 
     def first_layers(self, count: int, reuse: bool) -> FirstLayers | None:
-        """Returns the first layers of the target, to read drafts ahead; `None` where this call reads no trees.
-
-        Args:
-            count: number of layers.
-            reuse: whether verification goes on from what they have read.
-        """
+        """Returns what reads drafts ahead, see `FirstLayers`; `None` without trees or with a static cache."""
         able = self.trees and self._kinds and self._call.slots.static is None and not self.recurrent
         self._first = FirstLayers(self._call, self._kinds, count, reuse) if able else None
         return self._first
@@ -136,7 +131,7 @@ class TargetRuntime:
         if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
             self._again = 0
             ahead = None if self._first is None else self._first.verify(trees, self._columns)
-            self._outputs = read_trees(call, trees, self._columns, self._kinds) if ahead is None else ahead
+            self._outputs = ahead or read_trees(call, trees, self._columns, self._kinds)
         else:
             self._outputs = read_chains(call, trees, input_ids, self._columns)
             self._again = call.unread
@@ -264,8 +259,7 @@ class TargetRuntime:
 
     @property
     def reused_share(self) -> float:
-        """Share of the target's work in verifying that the drafts had done before."""
-        return 0.0 if self._first is None else self._first.reused / max(self._first.verified, 1)
+        return 0.0 if self._first is None else self._first.reused_share
 
     @property
     def cache(self) -> Any:
