@@ -24,7 +24,7 @@ def connect(url: str, token: str = "", **options: Any) -> Any:
         options: see `remote_model.connect`.
 
     Returns:
-        a [`RemoteModel`]: its `generate(prompt, assistant_model=drafter)` drafts here and has the drafts verified there.
+        a [`RemoteModel`]: its `generate(prompt, assistant_model=drafter)` drafts here and has drafts verified there.
 
     Raises:
         ImportError: a package is missing.

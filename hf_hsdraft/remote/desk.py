@@ -130,7 +130,9 @@ class Conversation:
         if isinstance(found, Exception):
             self._forget()
             return _failed(found)
-        await self._send(Opened(session.name, found.tokens[0], found.reach, found.finished))
+        await self._send(
+            Opened(session.name, found.tokens[0], found.reach, self._most_nodes(desk.sessions.attached), found.finished)
+        )
         return await self._decode_plainly(session) if message.plain else None
 
     async def _decode_plainly(self, session: ServedSession) -> Message | None:
@@ -188,6 +190,12 @@ class Conversation:
         self._desk.batches.submit(Job(session.text, tree, done))
         return await asyncio.shield(answer)
 
+    def _most_nodes(self, texts: int) -> int:
+        """How many nodes a draft should have where so many texts share a forward: they share its columns too."""
+        limits = self._desk.sessions.limits
+        share = limits.max_columns // max(min(texts, limits.max_batch), 1)
+        return min(max(share - 1, 1), limits.max_nodes)
+
     def _keep(
         self,
         session: ServedSession,
@@ -206,6 +214,7 @@ class Conversation:
             packed_ints(outcome.tokens),
             outcome.drafted,
             outcome.reach,
+            self._most_nodes(outcome.batch),
             outcome.finished,
             outcome.taps,
             outcome.batch,

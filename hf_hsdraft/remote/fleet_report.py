@@ -72,8 +72,8 @@ def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Co
             "yes" if point.fits else "no",
         )
     console.print(
-        f"a forward takes {server.fixed_seconds * 1e3:.2f} ms and {server.column_seconds * 1e3:.3f} ms for each node of "
-        f"each text; a device is away for {load.away * 1e3:.1f} ms of each round",
+        f"a forward takes {server.fixed_seconds * 1e3:.2f} ms and {server.column_seconds * 1e3:.3f} ms for each node "
+        f"of each text; a device is away for {load.away * 1e3:.1f} ms of each round",
         highlight=False,
     )
     console.print(table)

@@ -6,7 +6,7 @@ import ssl
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, WebSocketException
 from websockets.sync.client import connect
@@ -101,6 +101,7 @@ class Link:
                 additional_headers=headers,
                 compression=None,
                 open_timeout=timeout,
+                close_timeout=1.0,
                 max_size=MOST_ANSWER,
                 user_agent_header=None,
                 logger=silent_logger(),
@@ -152,7 +153,7 @@ class Link:
             raise ServerRefused(message.reason, message.message, message.retry_seconds)
         if not isinstance(message, kinds):
             raise WireError(f"a {type(message).__name__} came in: expected {' or '.join(k.__name__ for k in kinds)}")
-        return cast(R, message)
+        return message
 
     def ask(self, message: Message, kind: type[R]) -> R:
         """Sends a message and returns the answer; raises what `send` and `receive` raise."""

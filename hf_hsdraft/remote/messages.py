@@ -152,6 +152,7 @@ class Opened(Message):
         session: by which the text is resumed; a secret of this client.
         token: the token after the prompt.
         reach: how deep the next draft may be.
+        nodes: how many nodes it should have at most beside the root, as busy as the server is.
         finished: whether the text has ended with this token.
     """
 
@@ -159,6 +160,7 @@ class Opened(Message):
     session: Annotated[str, words(64)]
     token: Annotated[int, whole(0, 2**31)]
     reach: Annotated[int, whole(0, MOST_LENGTH)]
+    nodes: Annotated[int, whole(0, MOST_NODES)]
     finished: Annotated[bool, flag()]
 
 
@@ -179,6 +181,7 @@ class Accepted(Message):
         tokens: what is emitted: accepted tokens and the target's own after them.
         drafted: number of these that the draft held.
         reach: how deep the next draft may be.
+        nodes: how many nodes it should have at most beside the root, as busy as the server is.
         finished: whether the text has ended.
         taps: hidden states of the root and of the accepted nodes.
         batch: number of texts in the forward that verified it.
@@ -190,6 +193,7 @@ class Accepted(Message):
     tokens: Annotated[bytes, packed(4)]
     drafted: Annotated[int, whole(0, MOST_NODES)]
     reach: Annotated[int, whole(0, MOST_LENGTH)]
+    nodes: Annotated[int, whole(0, MOST_NODES)]
     finished: Annotated[bool, flag()]
     taps: Annotated[bytes, packed(2)]
     batch: Annotated[int, whole(1, 2**16)]

@@ -135,7 +135,7 @@ class RemoteModel:
         call = RemoteCall(
             self._connected, ids, seed, options, taps, most_taps, self._patience, plain=assistant_model is None
         )
-        target = RemoteTarget(call, draft, self._hello.width, self._hello.most_nodes)
+        target = RemoteTarget(call, draft, self._hello.width)
         statistics = DraftStatistics()
         keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:

@@ -17,7 +17,7 @@ from ..trees.draft_tree import DraftTree
 from .link import Link, LinkLost, ServerRefused
 from .messages import Accepted, Close, Open, Opened, Resume, Resumed, Taps
 from .packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
-from .wire import WireError
+from .wire import Message, WireError
 
 _GONE = ("unknown", "failed", "overloaded", "idle")  # refusals after which a text may be opened again
 
@@ -78,7 +78,6 @@ class RemoteTarget:
         call: what it is decoded with.
         draft: drafting options; `None` where nothing is drafted.
         width: size of a hidden state.
-        most_nodes: of a tree beside the root, as the server takes them.
 
     Attributes:
         tokens: of the text so far.
@@ -87,12 +86,12 @@ class RemoteTarget:
         statistics: what it took on the way.
     """
 
-    def __init__(self, call: RemoteCall, draft: DraftOptions | None, width: int, most_nodes: int) -> None:
+    def __init__(self, call: RemoteCall, draft: DraftOptions | None, width: int) -> None:
         self._call, self._draft = call, draft
-        self._width, self._most_nodes = width * len(call.taps), most_nodes
+        self._width = width * len(call.taps)
         self.tokens, self.finished, self.forwards = list(call.ids), False, 0
         self.statistics = LinkStatistics()
-        self._reach = self._number = 0
+        self._reach = self._nodes = self._number = 0
         self._session = ""
         self._link: Link | None = None
         self._counted = (0, 0)  # bytes of the connection that are in the statistics
@@ -113,7 +112,7 @@ class RemoteTarget:
         """The draft that is wanted for the next round."""
         if self.finished or self._draft is None:
             return []
-        depth, size = min(self._reach, self._draft.depth), min(self._draft.tree_size, self._most_nodes)
+        depth, size = min(self._reach, self._draft.depth), min(self._draft.tree_size, self._nodes)
         chain = self._draft.beam_width == 1
         return [Ask(0, self.tokens[-1], depth, size, chain=chain, reach=self._reach)]
 
@@ -158,10 +157,13 @@ class RemoteTarget:
         options = dict(call.options)
         link.send(Open(ids, len(call.ids), call.seed, call.plain, options, list(call.taps), taps_from))
         states = []
-        while isinstance(reply := link.receive(Taps, Opened), Taps):
+        reply: Message = link.receive(Taps, Opened)
+        while isinstance(reply, Taps):
             states.append(unpacked_states(reply.states, self._width))
+            reply = link.receive(Taps, Opened)
+        assert isinstance(reply, Opened)
         self._session, self._number = reply.session, 0
-        self._reach, self.finished = reply.reach, reply.finished
+        self._reach, self._nodes, self.finished = reply.reach, reply.nodes, reply.finished
         self.tokens.append(reply.token)
         self.statistics.reopened += self.forwards > 0
         self.forwards += 1
@@ -170,7 +172,8 @@ class RemoteTarget:
 
     def _news(self, answer: Accepted) -> News:
         begin, tokens = len(self.tokens) - 1, unpacked_ints(answer.tokens)
-        self._number, self._reach, self.finished = answer.number, answer.reach, answer.finished
+        self._number, self.finished = answer.number, answer.finished
+        self._reach, self._nodes = answer.reach, answer.nodes
         self.tokens += tokens
         self.forwards += 1
         self.statistics.batches.append(answer.batch)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .messages import Accepted
+from .messages import Accepted, Refused
 from .verified_text import VerifiedText
 
 
@@ -25,6 +25,7 @@ class ServerLimits:
         max_length: tokens of a text.
         max_nodes: of a draft tree beside the root.
         max_batch: texts in a forward.
+        max_columns: nodes of all texts in a forward, roots counted; devices are told to draft no more.
         wait_seconds: that the first text of a batch waits for others.
         piece: tokens of a prompt that are read at once.
     """
@@ -37,6 +38,7 @@ class ServerLimits:
     max_length: int = 4096
     max_nodes: int = 64
     max_batch: int = 32
+    max_columns: int = 256
     wait_seconds: float = 0.002
     piece: int = 512
 
@@ -79,7 +81,7 @@ class ServedSession:
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     number: int = 0
     answer: Accepted | None = None
-    verifying: asyncio.Future[Accepted] | None = None
+    verifying: asyncio.Future[Accepted | Refused] | None = None
     holder: object | None = None
     began: float = field(default_factory=time.monotonic)
     left: float = 0.0

@@ -94,7 +94,7 @@ class TreeReader:
         check_cache(self.target, own)
         if reason := why_no_trees(self.target, own):
             raise self._refusal(reason)
-        starts, expected = (9, 5), []
+        starts, expected = [9, 5], []
         caches = [empty_cache() for _ in starts]
         for start, cache in zip(starts, caches, strict=True):
             self.read_prompt(cache, ids[:, :start], ())
@@ -110,7 +110,7 @@ class TreeReader:
                     raise self._refusal("it does not read the nodes of a tree as it reads a text")
             for place in range(len(starts)):
                 read.keep(place, [2])
-            starts = tuple(start + 2 for start in starts)
+            starts = [start + 2 for start in starts]
             expected = [self.target(ids[:, : start + 3], use_cache=False).logits[0, start:] for start in starts]
 
     def _kinds_of(self, cache: DynamicCache) -> list[AttentionKind]:

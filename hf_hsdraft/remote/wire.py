@@ -79,8 +79,8 @@ def _is_setting(item: tuple[Any, Any]) -> bool:
 
 
 @cache
-def _checks(kind: type[Message]) -> dict[str, Check]:
-    """The check of each field of a class, in their order."""
+def _checks(kind: Any) -> dict[str, Check]:
+    """The check of each field of a class of messages, in their order."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
 
