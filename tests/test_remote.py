@@ -169,6 +169,8 @@ def test_a_target_with_recurrent_layers_is_refused() -> None:
         ({"num_beams": 2}, "num_beams"),
         ({"temperatur": 0.5}, "did you mean temperature"),
         ({"suppress_tokens": [VOCAB]}, "no tokens"),
+        ({"eos_token_id": list(range(5000))}, "4096 token ids"),
+        ({"temperature": torch.tensor(0.5)}, "expected a number"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"attention_mask": torch.zeros(1, 5)}, "padding"),
         ({"input_ids": torch.ones(2, 5, dtype=torch.long)}, "one text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import urllib.parse
 from collections.abc import Mapping
@@ -93,18 +94,21 @@ class Link:
         self._timeout = timeout
         self.sent = self.received = 0
         headers = {"Authorization": f"Bearer {address.token}"} if address.token else None
+        self._closing = contextlib.ExitStack()
         try:
-            self._socket = connect(
-                address.url,
-                ssl=address.tls,
-                subprotocols=[Subprotocol(PROTOCOL)],
-                additional_headers=headers,
-                compression=None,
-                open_timeout=timeout,
-                close_timeout=1.0,
-                max_size=MOST_ANSWER,
-                user_agent_header=None,
-                logger=silent_logger(),
+            self._socket = self._closing.enter_context(
+                connect(
+                    address.url,
+                    ssl=address.tls,
+                    subprotocols=[Subprotocol(PROTOCOL)],
+                    additional_headers=headers,
+                    compression=None,
+                    open_timeout=timeout,
+                    close_timeout=1.0,
+                    max_size=MOST_ANSWER,
+                    user_agent_header=None,
+                    logger=silent_logger(),
+                )
             )
         except InvalidStatus as error:
             raise _refusal_of(error.response.status_code, error.response.headers) from None
@@ -162,7 +166,7 @@ class Link:
 
     def close(self) -> None:
         """Ends the connection."""
-        self._socket.close()
+        self._closing.close()
 
 
 def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:

@@ -6,6 +6,7 @@ enough. Prompts are read one after the other, in pieces, between two batches: a 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -55,7 +56,7 @@ class Job:
         tree: to verify; `None` to read the prompt and emit the first token.
         piece: told of each piece of the prompt, with the hidden states that are wanted of it.
         done: told of the outcome: what became of the tree, or the error.
-        gone: whether nobody waits any more.
+        gone: whether nobody waits any more: a prompt is not read on then.
     """
 
     text: VerifiedText
@@ -138,13 +139,12 @@ class MicroBatches:
         with torch.no_grad():
             while not self._ended:
                 self._collect()
-                batch = [self._trees.popleft() for _ in range(min(self._most, len(self._trees)))]
-                if batch:
-                    self._verify([job for job in batch if not job.gone()])
+                self._verify([self._trees.popleft() for _ in range(min(self._most, len(self._trees)))])
                 if self._prompts:
                     self._read_piece(self._prompts[0])
         for job in (*self._trees, *self._prompts):
-            job.done(RuntimeError("the server is being stopped"))
+            with contextlib.suppress(RuntimeError):  # nobody may listen any more
+                job.done(RuntimeError("the server is being stopped"))
 
     def _collect(self) -> None:
         """Takes the jobs that have come in; waits for the first one, and for others as long as that is worth it."""
@@ -171,6 +171,7 @@ class MicroBatches:
         text = job.text
         if job.gone():
             self._prompts.popleft()
+            job.done(ConnectionAbortedError("the device has gone"))
             return
         try:
             began, before = time.monotonic(), text.cache.get_seq_length()

@@ -126,7 +126,7 @@ class RemoteModel:
             ServerRefused: the server does not do it; `retry_seconds` says when it may.
             ValueError: an argument is wrong.
         """
-        check_options(list(options))
+        check_options(options)
         ids = self._ids(inputs if input_ids is None else input_ids, attention_mask, chat)
         seed = secrets.randbits(63) if seed is None else seed
         if not 0 <= seed < 2**63:

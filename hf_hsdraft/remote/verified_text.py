@@ -14,6 +14,7 @@ from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Draws
 from ..verifiers.own_choice import OwnChoice
 from .joined_cache import empty_cache
+from .wire import MOST_ITEMS, is_setting
 
 # Options of `generate()` that a device may set: what chooses tokens and what ends the text. All are cheap to follow.
 OPTIONS = frozenset(
@@ -48,14 +49,19 @@ class Opening:
     plain: bool = False
 
 
-def check_options(names: Sequence[str]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Raises a ValueError for options of `generate()` that a text over a connection cannot have."""
-    for name in names:
+    for name, value in options.items():
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, sorted(OPTIONS), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
                 f"{name[:64]!r} is not possible with a remote target{hint} Possible are {', '.join(sorted(OPTIONS))}"
+            )
+        if not is_setting(name, value):
+            raise ValueError(
+                f"{name}={str(value)[:64]} is invalid: expected a number, True or False, or a list of at most "
+                f"{MOST_ITEMS} token ids"
             )
 
 
@@ -103,7 +109,7 @@ class VerifiedText:
 
     def __init__(self, target: Any, opening: Opening, longest: int) -> None:
         self._target, self._opening, self._longest = target, opening, longest
-        check_options(list(opening.options or {}))
+        check_options(opening.options or {})
         if not 1 <= opening.prompt_length <= len(opening.ids) < longest:
             raise ValueError(
                 f"a text of {len(opening.ids)} tokens came in, {opening.prompt_length} of them the prompt: this server "

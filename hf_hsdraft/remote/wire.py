@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 import msgpack
 
 MOST_TEXT = 2**17  # bytes of a text
-MOST_ITEMS = 64  # items of a list or a map
+MOST_ITEMS = 2**12  # items of a list
+MOST_NAMES = 64  # items of a map, and characters of a name
 MOST_INT = 2**63 - 1
 
 
@@ -61,7 +62,7 @@ def packed(width: int) -> Check:
 
 def settings() -> Check:
     """A field that maps names to numbers, truth values, `None` and short lists of integers."""
-    return lambda value: type(value) is dict and all(map(_is_setting, value.items()))
+    return lambda value: type(value) is dict and all(is_setting(*each) for each in value.items())
 
 
 def layers() -> Check:
@@ -69,12 +70,12 @@ def layers() -> Check:
     return lambda value: type(value) is list and all(type(one) is int and 0 <= one < 2**16 for one in value)
 
 
-def _is_setting(item: tuple[Any, Any]) -> bool:
-    name, value = item
-    if type(name) is not str or len(name) > MOST_ITEMS:
+def is_setting(name: Any, value: Any) -> bool:
+    """Whether a value can be sent under a name: a number, a truth value, `None`, or a list of integers."""
+    if type(name) is not str or len(name) > MOST_NAMES:
         return False
     if type(value) is list:
-        return all(type(one) is int and abs(one) <= MOST_INT for one in value)
+        return len(value) <= MOST_ITEMS and all(type(one) is int and abs(one) <= MOST_INT for one in value)
     return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
 
 
@@ -108,7 +109,7 @@ def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
             max_str_len=MOST_TEXT,
             max_bin_len=len(data),
             max_array_len=MOST_ITEMS,
-            max_map_len=MOST_ITEMS,
+            max_map_len=MOST_NAMES,
             max_ext_len=0,
         )
     except Exception:  # of many kinds, and their texts may hold the data
