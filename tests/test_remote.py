@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_many_threads_share_forwards_and_no_text_feels_it(target, served, model)
         thread.join()
     assert all(torch.equal(found[place], one) for place, one in enumerate(expected))
     assert max(server.status()["batches"]["sizes"]) > 1
-    assert len(server.sessions) == 0
+    assert len(server.sessions) == server.sessions.attached == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -243,3 +244,30 @@ def test_drafts_shrink_when_a_server_fills(target) -> None:
         output = model.generate(ids, drafter, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
         assert output.sequences[0].tolist() == texts[0]
         assert output.statistics.drafted_nodes[0] <= 3 and max(output.statistics.drafted_nodes) <= 11
+
+
+def test_packed_weights_change_no_text(target) -> None:
+    server, ids = VerifyServer(target, packed_weights=True), prompts(1)[0]
+    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
+        found = model.generate(ids, CachebackDrafter(), max_new_tokens=40, do_sample=False)
+    assert torch.equal(found, plain(target, ids, max_new_tokens=40, do_sample=False))
+    assert server._reader.packed
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_either_attention_reads_texts_together(attention: str) -> None:
+    target = make_target(attention, seed=8)
+    ids = prompts(3, seed=12)
+    expected = [plain(target, one, max_new_tokens=20, do_sample=False) for one in ids]
+    drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
+    server = VerifyServer(target, limits=ServerLimits(wait_seconds=0.1))
+    with (
+        in_background(server) as port,
+        connect(f"http://127.0.0.1:{port}") as model,
+        ThreadPoolExecutor(3) as threads,
+    ):
+
+        def decode(one: torch.Tensor) -> torch.Tensor:
+            return model.generate(one, assistant_model=drafter, max_new_tokens=20, do_sample=False)
+
+        assert all(map(torch.equal, threads.map(decode, ids), expected))

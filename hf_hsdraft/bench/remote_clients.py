@@ -6,6 +6,7 @@ for each order. It loads the drafter once; each device is a fork of it, so many 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -60,11 +61,9 @@ def run(order: Order, drafter: Any) -> dict[str, Any]:
     """Runs an order; returns seconds from the first prompt to the last token, and what each text took."""
     context = multiprocessing.get_context("fork")
     ready, results = context.Barrier(order.sessions + 1), context.SimpleQueue()
-    if order.drafter not in ("none", "ngrams"):  # rows of the target come over once, not once a device
-        with connect(order.url) as model:
-            model.generate(order.prompts[0][:4], drafter, max_new_tokens=1)
+    model = _met(order, drafter)
     devices = [
-        context.Process(target=_device, args=(order, drafter, place, ready, results), daemon=True)
+        context.Process(target=_device, args=(order, drafter, model, place, ready, results), daemon=True)
         for place in range(order.sessions)
     ]
     for device in devices:
@@ -80,12 +79,19 @@ def run(order: Order, drafter: Any) -> dict[str, Any]:
     return {"seconds": time.monotonic() - began, "texts": [text for each in ended for text in each]}
 
 
-def _device(order: Order, drafter: Any, place: int, ready: Any, results: Any) -> None:
+def _met(order: Order, drafter: Any) -> RemoteModel:
+    """The server as all devices know it: the rows of its target come over once, not once a device."""
+    model: RemoteModel = connect(order.url, patience=300.0, timeout=300.0)
+    model.generate(order.prompts[0][:4], drafter, max_new_tokens=1)
+    model.close()  # each device has connections of its own
+    return model
+
+
+def _device(order: Order, drafter: Any, model: RemoteModel, place: int, ready: Any, results: Any) -> None:
     torch.set_num_threads(1)
     try:
-        with connect(order.url, patience=300.0, timeout=300.0) as model:
-            ready.wait()
-            results.put([_decoded(order, drafter, model, place + order.sessions * turn) for turn in range(order.texts)])
+        ready.wait()
+        results.put([_decoded(order, drafter, model, place + order.sessions * turn) for turn in range(order.texts)])
     except Exception as error:
         ready.abort()
         results.put(f"{type(error).__name__}: {error}")
@@ -124,45 +130,56 @@ def soak(order: Order, drafter: Any) -> dict[str, Any]:
     Returns:
         number of texts that came out, of texts that came out wrong, and of kills.
     """
-    context, rng = multiprocessing.get_context("fork"), random.Random(0)
-    results = context.SimpleQueue()
+    context, rng, model = multiprocessing.get_context("fork"), random.Random(0), _met(order, drafter)
     first: dict[int, list[int]] = {}
 
-    def started(place: int) -> Any:
-        device = context.Process(target=_endless, args=(order, drafter, place, results), daemon=True)
+    def started(place: int) -> tuple[Any, Any]:
+        ours, its = context.Pipe(duplex=False)  # of its own: one that dies while it writes stops no other
+        device = context.Process(target=_endless, args=(order, drafter, model, place, its), daemon=True)
         device.start()
-        return device
+        its.close()
+        return device, ours
 
     devices = [started(place) for place in range(order.sessions)]
     done = wrong = kills = 0
     end = time.monotonic() + order.soak_seconds
     kill_at = time.monotonic() + 1.0
     while time.monotonic() < end:
-        while not results.empty():
-            which, tokens = results.get()
+        for which, tokens in (text for _, pipe in devices for text in _told(pipe)):
             wrong += first.setdefault(which, tokens) != tokens
             done += 1
         if time.monotonic() > kill_at:
             place = rng.randrange(order.sessions)
-            os.kill(devices[place].pid, signal.SIGKILL)
-            devices[place].join()
+            _kill(*devices[place])
             devices[place], kills = started(place), kills + 1
             kill_at = time.monotonic() + rng.uniform(0.2, 2.0)
         time.sleep(0.05)
-    for device in devices:
-        device.kill()
-        device.join()
+    for each in devices:
+        _kill(*each)
     return {"texts": done, "wrong": wrong, "kills": kills, "first": first}
 
 
-def _endless(order: Order, drafter: Any, place: int, results: Any) -> None:
+def _told(pipe: Any) -> Iterator[tuple[int, list[int]]]:
+    """What a device has said since the last time: texts, each with the number of its prompt."""
+    with contextlib.suppress(EOFError, OSError):  # it has ended
+        while pipe.poll():
+            which, tokens = json.loads(pipe.recv_bytes())
+            yield which, tokens
+
+
+def _kill(device: Any, pipe: Any) -> None:
+    os.kill(device.pid, signal.SIGKILL)
+    device.join()
+    pipe.close()
+
+
+def _endless(order: Order, drafter: Any, model: RemoteModel, place: int, pipe: Any) -> None:
     torch.set_num_threads(1)
-    with connect(order.url, patience=300.0, timeout=300.0) as model:
-        number = place
-        while True:
-            text = _decoded(order, drafter, model, number)
-            results.put((text["prompt"], text["tokens"]))
-            number += order.sessions
+    number = place
+    while True:
+        text = _decoded(order, drafter, model, number)
+        pipe.send_bytes(json.dumps([text["prompt"], text["tokens"]]).encode())
+        number += order.sessions
 
 
 def main(lines: Sequence[str] | Any = sys.stdin) -> None:

@@ -83,6 +83,11 @@ class TreeReader:
             self._try()
         self._acceleration.begin(packed_weights, self.longest, lambda: False)
 
+    @property
+    def packed(self) -> bool:
+        """Whether forwards multiply by packed weights."""
+        return self._acceleration.packed
+
     def _refusal(self, reason: str) -> DraftingRefused:
         return DraftingRefused(f"{type(self.target).__name__} cannot verify for several texts at once: {reason}")
 

@@ -106,6 +106,7 @@ class VerifyServer:
             max_size=most_request(self._desk.longest),
             max_queue=2,
             open_timeout=10.0,
+            close_timeout=2.0,
             ping_interval=20.0,
             ping_timeout=20.0,
             process_request=self._admit,
