@@ -214,7 +214,9 @@ def test_silent_connections_are_closed(target) -> None:
         link, ids = Link(address(port)), prompts(1)[0]
         opened(link, ids)
         assert until(lambda: server.status()["connections"] == 0 and len(server.sessions) == 0)
-        model.generate(ids, max_new_tokens=3)  # over the connection that was closed
+        assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32  # asked over the connection that was closed
+        assert until(lambda: server.status()["connections"] == 0)
+        model.generate(ids, max_new_tokens=3)
 
 
 def test_tokens_are_wanted_and_in_no_log(target, caplog) -> None:
@@ -281,3 +283,31 @@ def test_an_end_of_text_ends_it_everywhere() -> None:
             for drafter in (CachebackDrafter(), None):
                 found = model.generate(ids, drafter, max_new_tokens=40, do_sample=False)
                 assert torch.equal(found, plain(target, ids, max_new_tokens=40, do_sample=False, pad_token_id=0))
+
+
+def test_a_call_that_is_interrupted_leaves_nothing_to_the_next_one(target, monkeypatch) -> None:
+    server, ids, receive = VerifyServer(target, limits=LIMITS), prompts(1)[0], Link.receive
+    with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
+        for drafter in (CachebackDrafter(), None):
+            seen = []
+
+            def interrupted(self, *kinds, seen=seen):
+                seen.append(kinds)
+                if len(seen) == 4:
+                    raise KeyboardInterrupt
+                return receive(self, *kinds)
+
+            monkeypatch.setattr(Link, "receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(ids, drafter, max_new_tokens=20, do_sample=False)
+            monkeypatch.setattr(Link, "receive", receive)
+            found = model.generate(ids, drafter, max_new_tokens=20, do_sample=False)
+            assert torch.equal(found, plain(target, ids, max_new_tokens=20, do_sample=False))
+        assert until(lambda: len(server.sessions) == 0)
+
+
+def test_bytes_are_counted_for_each_text_alone(target) -> None:
+    with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
+        options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+        counts = [(link.sent, link.received) for link in (model.generate([5, 6], None, **options).link for _ in "ab")]
+        assert counts[0] == counts[1]

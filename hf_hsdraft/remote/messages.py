@@ -205,8 +205,8 @@ class Refused(Message):
     """Why a message was not followed.
 
     Attributes:
-        reason: `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"idle"`,
-            `"failed"` or `"replaced"` (the text goes on over another connection).
+        reason: `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"failed"` or
+            `"replaced"` (the text goes on over another connection).
         message: for people.
         retry_seconds: when to try again; 0 where that is of no use.
     """

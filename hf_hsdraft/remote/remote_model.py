@@ -22,7 +22,7 @@ from ..engine.drafting import Drafting
 from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
 from ..engine.round_loop import decode
 from ..pace.pacing import FixedPace, KindOfCall, pace_for
-from .link import Address, Link
+from .link import Address, Link, LinkLost, ServerRefused
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens
 from .packing import packed_ints, unpacked_ints
 from .remote_target import LinkStatistics, RemoteCall, RemoteTarget
@@ -241,10 +241,13 @@ class RemoteModel:
         link = self._connected()
         try:
             answer = ask(link)
-        except OSError:
+        except LinkLost:
             link.close()
             link = Link(self._address, self._timeout)
             answer = ask(link)
+        except ServerRefused:
+            link.close()
+            raise
         self._give_back(link)
         return answer
 

@@ -19,7 +19,7 @@ from .messages import Accepted, Close, Open, Opened, Resume, Resumed, Taps
 from .packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
 from .wire import Message, WireError
 
-_GONE = ("unknown", "failed", "overloaded", "idle")  # refusals after which a text may be opened again
+_GONE = ("unknown", "failed", "overloaded")  # refusals after which a text may be opened again
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class RemoteTarget:
         self._session = ""
         self._link: Link | None = None
         self._counted = (0, 0)  # bytes of the connection that are in the statistics
+        self._waits = False  # for an answer
 
     def open(self) -> News:
         """Sends the prompt; returns the news of it."""
@@ -192,7 +193,8 @@ class RemoteTarget:
     def _linked(self) -> Link:
         """The connection; a new one goes on with the text, if the server still has it."""
         if self._link is None:
-            self._link, self._counted = self._call.connect(), (0, 0)
+            self._link = self._call.connect()
+            self._counted = self._link.sent, self._link.received
             if self._session and self._call.plain:
                 self._session = ""
             if self._session:
@@ -210,7 +212,9 @@ class RemoteTarget:
         deadline, pause = time.monotonic() + self._call.patience, 0.05
         while True:
             try:
+                self._waits = True
                 news = step()
+                self._waits = False
                 self._count()
                 return news
             except LinkLost:
@@ -224,7 +228,7 @@ class RemoteTarget:
                     self._drop()
                     raise
                 self._session = ""
-                if refusal.reason in ("overloaded", "idle"):
+                if refusal.reason == "overloaded":
                     self._drop()
                     self.statistics.waited_seconds += wait
                 elif refusal.reason == "unknown":
@@ -251,7 +255,7 @@ class RemoteTarget:
         if link is None:
             return None
         try:
-            if self._call.plain and not self.finished:  # the server is still sending
+            if self._waits or (self._call.plain and not self.finished):  # the server is still sending
                 raise LinkLost
             link.send(Close())
             return link

@@ -191,7 +191,7 @@ class VerifyServer:
                 try:
                     data = await asyncio.wait_for(connection.recv(), self.limits.idle_seconds)
                 except asyncio.TimeoutError:
-                    await send(Refused("idle", "nothing was said for too long", 0.0))
+                    await connection.close(1001, "nothing was said for too long")
                     break
                 try:
                     message = decode(data, TO_SERVER)
