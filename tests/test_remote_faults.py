@@ -169,7 +169,7 @@ def test_a_full_server_says_when_to_try_again_and_patience_waits(target) -> None
 
 def test_memory_is_bounded_before_a_prompt_is_read(target) -> None:
     size = 2 * 3 * 2 * 8 * 4  # of a token: keys and values of 3 layers with 2 heads of 8, float32
-    limits = ServerLimits(max_length=256, max_bytes=100 * size)
+    limits = ServerLimits(max_length=256, max_bytes=300 * size)
     server = VerifyServer(target, limits=limits)
     with in_background(server) as port:
         assert server.sessions.token_bytes == size
@@ -180,7 +180,7 @@ def test_memory_is_bounded_before_a_prompt_is_read(target) -> None:
             opened(other, ids, max_new_tokens=50)
         with pytest.raises(ServerRefused, match="fewer tokens"):
             opened(other, ids, max_new_tokens=200)
-        assert server.status()["reserved_bytes"] == 60 * size
+        assert server.status()["reserved_bytes"] == (60 + 128 + 60 // 4) * size  # with room to grow into
 
 
 def test_a_text_that_fails_takes_no_other_one_along(target, monkeypatch) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..common.tuning import TUNING
 from .messages import Accepted, Refused
 from .verified_text import VerifiedText
 
@@ -120,7 +121,8 @@ class Sessions:
             Overloaded: there is no place for it.
             ValueError: there never is.
         """
-        size = text.most_tokens() * self.token_bytes
+        tokens = text.most_tokens()
+        size = (tokens + TUNING.spare_tokens + tokens // TUNING.spare_part) * self.token_bytes  # with room to grow into
         if size > self.limits.max_bytes:
             raise ValueError(
                 f"the text may come to have {size >> 20} MiB of keys and values: this server has "
