@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, cast, get_type_hints
 
 import msgpack
 
@@ -117,7 +117,7 @@ def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
     kind = expected.get(values[0]) if type(values) is list and values and type(values[0]) is int else None
     if kind is None:
         raise WireError("there is no message with this code here")
-    checks = _checks(kind)
+    checks = _checks(cast(Any, kind))
     if len(values) != len(checks) + 1:
         raise WireError(f"{kind.__name__} has {len(checks)} fields: {len(values) - 1} came in")
     for (name, check), value in zip(checks.items(), values[1:], strict=True):
