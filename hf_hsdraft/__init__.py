@@ -38,6 +38,7 @@ if needs_newer() is None:
     from .engine.row_processors import register_form
     from .generate_hook import install
     from .hints import allow_hints
+    from .remote.connecting import connect
     from .repository.care import register_care
     from .repository.package_care import PackageCare
     from .target.target_loading import load_target
@@ -86,6 +87,7 @@ __all__ = [
     "__version__",
     "attach",
     "attached",
+    "connect",
     "detach",
     "load_target",
     "register_drafter",

@@ -16,6 +16,7 @@ FLOORS = (
     "repository",
     "drafters",
     "engine",
+    "remote",
     "",  # the root: what touches transformers, and the entry of a drafter's code
     "vllm_plugin",
     "training",

@@ -1,0 +1,273 @@
+"""What a server does with the messages of one connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..common.refusals import DraftingRefused
+from ..trees.draft_tree import DraftTree
+from .messages import (
+    Accepted,
+    Close,
+    Decode,
+    Draft,
+    Encode,
+    Open,
+    Opened,
+    Refused,
+    Resume,
+    Resumed,
+    RowData,
+    Rows,
+    Taps,
+    Text,
+    Tokens,
+)
+from .micro_batches import Job, MicroBatches, Verified
+from .packing import packed_ints, unpacked_ints, unpacked_tree
+from .sessions import Overloaded, ServedSession, Sessions
+from .verified_text import Opening, VerifiedText
+from .weight_tables import ServedTables
+from .wire import Message, WireError
+
+Send = Callable[[Message], Awaitable[None]]
+RETRY_FAILED = 1.0  # seconds
+
+
+class Desk:
+    """What all connections of a server share.
+
+    Args:
+        target: the model that verifies.
+        tokenizer: of the target; `None` if there is none.
+        sessions: the texts.
+        batches: runs the target.
+        tables: the rows that drafters borrow.
+        longest: greatest number of tokens of a text.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        tokenizer: Any,
+        sessions: Sessions,
+        batches: MicroBatches,
+        tables: ServedTables,
+        longest: int,
+    ) -> None:
+        self.target, self.tokenizer, self.sessions, self.batches = target, tokenizer, sessions, batches
+        self.tables, self.longest = tables, longest
+        self.tokenizing = asyncio.Lock()  # a tokenizer serves one thread at a time
+
+
+class Conversation:
+    """The messages of one connection.
+
+    Args:
+        desk: what all connections share.
+        send: sends a message.
+        is_open: whether the connection is open; asked from any thread.
+    """
+
+    def __init__(self, desk: Desk, send: Send, is_open: Callable[[], bool]) -> None:
+        self._desk, self._send, self._is_open = desk, send, is_open
+        self._session: ServedSession | None = None
+        self._steps: dict[type[Message], Callable[[Any], Awaitable[Message | None]]] = {
+            Open: self._open,
+            Draft: self._draft,
+            Resume: self._resume,
+            Close: self._close,
+            Rows: self._rows,
+            Encode: self._encode,
+            Decode: self._decode,
+        }
+
+    async def answer(self, message: Message) -> None:
+        """Does what a message asks for, and sends what there is to say."""
+        try:
+            reply = await self._steps[type(message)](message)
+        except Overloaded as overload:
+            reply = Refused("overloaded", str(overload), overload.retry_seconds)
+        except (WireError, ValueError, TypeError, DraftingRefused) as error:
+            reply = Refused("invalid", str(error)[:2048], 0.0)
+        if reply is not None:
+            await self._send(reply)
+
+    def end(self) -> None:
+        """The connection has ended."""
+        if self._session is not None:
+            self._desk.sessions.leave(self._session, self)
+            self._session = None
+
+    async def _open(self, message: Open) -> Message | None:
+        self._forget()
+        desk, loop, news = self._desk, asyncio.get_running_loop(), asyncio.Queue[Any]()
+        opening = Opening(
+            unpacked_ints(message.ids),
+            message.prompt_length,
+            message.seed,
+            message.options,
+            tuple(sorted(set(message.taps))),
+            message.taps_from,
+            message.plain,
+        )
+        text = VerifiedText(desk.target, opening, desk.longest)
+        await asyncio.to_thread(text.most_tokens)  # prepares the rules
+        session = self._session = desk.sessions.open(text, self)
+
+        def tell(what: Any) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, what)
+
+        try:
+            desk.batches.submit(Job(text, None, tell, tell, lambda: not self._is_open()))
+            while isinstance(found := await news.get(), bytes):
+                await self._send(Taps(found))
+        except BaseException:
+            self._forget()  # its name is not known to the device yet
+            raise
+        if isinstance(found, Exception):
+            self._forget()
+            return _failed(found)
+        await self._send(
+            Opened(session.name, found.tokens[0], found.reach, self._most_nodes(desk.sessions.attached), found.finished)
+        )
+        return await self._decode_plainly(session) if message.plain else None
+
+    async def _decode_plainly(self, session: ServedSession) -> Message | None:
+        """Goes on without drafts until the text ends; returns a refusal if that fails."""
+        while not session.text.finished:
+            reply = await self._verified(session, session.number + 1, DraftTree.root(session.text.root))
+            if isinstance(reply, Refused):
+                return reply
+            await self._send(reply)
+        return None
+
+    async def _draft(self, message: Draft) -> Message:
+        session = self._session
+        if session is None or self._desk.sessions.find(session.name) is not session:
+            return Refused("unknown", "a draft came in for no text: open one first", 0.0)
+        if session.holder is not self:
+            self._session = None
+            return Refused("replaced", "another connection goes on with this text", 0.0)
+        if session.verifying is not None:  # sent again over a new connection, while it is being verified
+            await asyncio.shield(session.verifying)
+        if message.number == session.number and session.answer is not None:
+            return session.answer  # it came in twice
+        if message.number != session.number + 1:
+            return Refused("out of order", f"draft {message.number} came in: expected draft {session.number + 1}", 0.0)
+        return await self._verified(session, message.number, self._checked(message, session.text))
+
+    def _checked(self, message: Draft, text: VerifiedText) -> DraftTree:
+        """The tree of a draft.
+
+        Raises:
+            WireError: it cannot be verified.
+        """
+        tree = unpacked_tree(message, self._desk.tables.shape[0])
+        if text.finished:
+            raise WireError("the text has ended: nothing can be drafted")
+        if tree.tokens[0] != text.root:
+            raise WireError("the root of the draft is not the last token of the text")
+        most = self._desk.sessions.limits.max_nodes
+        if len(tree) - 1 > most or max(tree.depths) > text.reach:
+            raise WireError(
+                f"the draft has {len(tree) - 1} nodes and depth {max(tree.depths)}: at most {most} and {text.reach} "
+                "are possible here"
+            )
+        return tree
+
+    async def _verified(self, session: ServedSession, number: int, tree: DraftTree) -> Accepted | Refused:
+        """Has a tree verified. The answer is kept, also if the connection ends meanwhile."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Accepted | Refused] = loop.create_future()
+        session.verifying = answer
+
+        def done(outcome: Verified | Exception) -> None:
+            loop.call_soon_threadsafe(self._keep, session, number, outcome, answer)
+
+        self._desk.batches.submit(Job(session.text, tree, done))
+        return await asyncio.shield(answer)
+
+    def _most_nodes(self, texts: int) -> int:
+        """How many nodes a draft should have where so many texts share a forward: they share its columns too."""
+        limits = self._desk.sessions.limits
+        share = limits.max_columns // max(min(texts, limits.max_batch), 1)
+        return min(max(share - 1, 1), limits.max_nodes)
+
+    def _keep(
+        self,
+        session: ServedSession,
+        number: int,
+        outcome: Verified | Exception,
+        answer: asyncio.Future[Accepted | Refused],
+    ) -> None:
+        session.verifying = None
+        if isinstance(outcome, Exception):  # nobody knows what of it was done: the device opens the text again
+            self._desk.sessions.remove(session)
+            answer.set_result(_failed(outcome))
+            return
+        session.number = number
+        session.answer = Accepted(
+            number,
+            packed_ints(outcome.tokens),
+            outcome.drafted,
+            outcome.reach,
+            self._most_nodes(outcome.batch),
+            outcome.finished,
+            outcome.taps,
+            outcome.batch,
+            outcome.seconds,
+        )
+        answer.set_result(session.answer)
+
+    async def _resume(self, message: Resume) -> Message:
+        self._forget()
+        session = self._desk.sessions.find(message.session)
+        if session is None or session.text.plain:
+            return Refused("unknown", "there is no such text: open it again with its tokens so far", 0.0)
+        self._desk.sessions.attach(session, self)
+        self._session = session
+        if session.verifying is not None:
+            await asyncio.shield(session.verifying)
+        return Resumed(session.number)
+
+    async def _close(self, message: Close) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops the text of this connection, if it has one that no other connection has taken over."""
+        if self._session is not None and self._session.holder is self:
+            self._desk.sessions.remove(self._session)
+        self._session = None
+
+    async def _rows(self, message: Rows) -> Message:
+        return RowData(self._desk.tables.rows(message.table, message.first, message.count))
+
+    async def _encode(self, message: Encode) -> Message:
+        ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
+        return Tokens(packed_ints(ids))
+
+    async def _decode(self, message: Decode) -> Message:
+        ids = unpacked_ints(message.ids)
+        return Text(await self._tokenized(lambda tokenizer: tokenizer.decode(ids, skip_special_tokens=True)))
+
+    async def _tokenized(self, work: Callable[[Any], Any]) -> Any:
+        if self._desk.tokenizer is None:
+            raise ValueError("this server has no tokenizer: send token ids")
+        async with self._desk.tokenizing:
+            return await asyncio.to_thread(work, self._desk.tokenizer)
+
+
+def _ids_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    turn = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def _failed(error: Exception) -> Refused:
+    if isinstance(error, ValueError):
+        return Refused("invalid", str(error)[:2048], 0.0)
+    return Refused("failed", f"{type(error).__name__} while the target was read; open the text again", RETRY_FAILED)

@@ -1,0 +1,172 @@
+"""What a fleet of devices needs of its servers: a plan on paper, from constants that a bench measures.
+
+N devices go round in a circle: each drafts and waits for the way there and back (Z seconds), then for the forward that
+is running, then for its own. A forward over b texts takes f(b) = fixed + per_column * b * columns. A server that always
+reads takes as many texts into a forward as have come in during the last one. So N = (b / f(b)) * (Z + f(b) / 2 + f(b)),
+which is solved for b. A batch below one text means that the server waits for devices, and one above the limit that
+devices wait for the server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerCosts:
+    """What a server's forwards cost.
+
+    Attributes:
+        fixed_seconds: of a forward, however little it reads.
+        column_seconds: of each node of each text.
+        token_bytes: keys and values of a token.
+        free_bytes: memory for keys and values.
+        most_texts: in a forward.
+    """
+
+    fixed_seconds: float
+    column_seconds: float
+    token_bytes: int
+    free_bytes: int
+    most_texts: int = 32
+
+    def forward(self, texts: float, columns: float) -> float:
+        """Seconds of a forward over so many texts with so many nodes each, the root counted."""
+        return self.fixed_seconds + self.column_seconds * texts * columns
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """What a device does in a round.
+
+    Attributes:
+        tokens: that a round emits, the target's own included.
+        columns: nodes of a draft, the root included.
+        draft_seconds: of a draft.
+        sent, received: bytes of a round.
+        round_trip_seconds: of the way there and back.
+        bytes_per_second: of the link, each way; infinite where it does not matter.
+        length: tokens that a text comes to have.
+    """
+
+    tokens: float = 1.0
+    columns: float = 1.0
+    draft_seconds: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
+    round_trip_seconds: float = 0.0
+    bytes_per_second: float = math.inf
+    length: int = 1024
+
+    @property
+    def away(self) -> float:
+        """Seconds of a round that are not spent at the server."""
+        return self.draft_seconds + self.round_trip_seconds + (self.sent + self.received) / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class FleetPoint:
+    """What so many devices get of one server.
+
+    Attributes:
+        sessions: number of devices.
+        batch: texts in a forward.
+        busy: share of the time that the server reads.
+        round_seconds: of a device's round.
+        tokens_per_second: of all devices.
+        each_tokens_per_second: of one device.
+        sent, received: bytes per second of the server's link, from and to all devices.
+        cache_bytes: keys and values of all texts.
+        fits: whether these fit into its memory.
+    """
+
+    sessions: int
+    batch: float
+    busy: float
+    round_seconds: float
+    tokens_per_second: float
+    each_tokens_per_second: float
+    sent: float
+    received: float
+    cache_bytes: int
+    fits: bool
+
+
+def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPoint:
+    """Returns what so many devices get of one server."""
+    batch = _batch(server, load, sessions)
+    seconds = server.forward(batch, load.columns)
+    if batch >= server.most_texts:  # devices wait for the server
+        rate, busy = server.most_texts / seconds, 1.0
+    elif batch > 1.0:
+        rate, busy = batch / seconds, 1.0
+    else:  # the server waits for devices; one of them meets the forward of another by chance
+        rate = sessions / (load.away + seconds)
+        for _ in range(50):
+            busy = min(rate * seconds, 1.0) * (sessions - 1) / sessions
+            rate = sessions / (load.away + seconds * (1.0 + busy / 2))
+        busy = min(rate * seconds, 1.0)
+    memory = sessions * load.length * server.token_bytes
+    return FleetPoint(
+        sessions,
+        batch,
+        busy,
+        sessions / rate,
+        rate * load.tokens,
+        rate * load.tokens / sessions,
+        rate * load.sent,
+        rate * load.received,
+        memory,
+        memory <= server.free_bytes,
+    )
+
+
+def _batch(server: ServerCosts, load: DeviceLoad, sessions: int) -> float:
+    """Texts in a forward: the b of the module's equation, from 1 to the limit."""
+    low, high = 1.0, float(server.most_texts)
+    for _ in range(60):
+        batch = (low + high) / 2
+        seconds = server.forward(batch, load.columns)
+        if batch / seconds * (load.away + 1.5 * seconds) < sessions:
+            low = batch
+        else:
+            high = batch
+    return 1.0 if low < 1.0 + 1e-9 else min(high, sessions)
+
+
+def saturates_at(server: ServerCosts, load: DeviceLoad) -> int:
+    """Returns the number of devices from which on the server cannot emit more."""
+    seconds = server.forward(server.most_texts, load.columns)
+    return math.ceil(server.most_texts / seconds * (load.away + 1.5 * seconds))
+
+
+def most_sessions(server: ServerCosts, load: DeviceLoad, least_tokens_per_second: float) -> int:
+    """Returns how many devices one server serves, each with so many tokens a second at least; 0 if not one."""
+    by_memory = server.free_bytes // max(load.length * server.token_bytes, 1)
+    low, high = 0, max(by_memory, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fleet_point(server, load, middle).each_tokens_per_second >= least_tokens_per_second:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def plain_load(load: DeviceLoad) -> DeviceLoad:
+    """Returns the same texts decoded by the server alone: a token a round, and no way to go."""
+    return DeviceLoad(length=load.length)
+
+
+def fitted_line(counts: Sequence[float]) -> tuple[float, float]:
+    """Returns the least-squares line of seconds over columns: its value at 0, and its slope; neither is negative.
+
+    Args:
+        counts: number of forwards, and the sums of columns, of their squares, of seconds, and of columns times seconds.
+    """
+    n, x, xx, t, xt = counts
+    spread = n * xx - x * x
+    slope = max((n * xt - x * t) / spread, 0.0) if n > 1 and spread > 0 else 0.0
+    return max((t - slope * x) / max(n, 1), 0.0), slope

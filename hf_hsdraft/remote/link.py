@@ -1,0 +1,183 @@
+"""A device's connection to a server that verifies."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, WebSocketException
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
+
+from .messages import MOST_ANSWER, PROTOCOL, TO_CLIENT, Hello, Refused
+from .verify_logging import silent_logger
+from .wire import Message, WireError, decode, encode
+
+_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+R = TypeVar("R", bound=Message)
+
+
+class LinkLost(OSError):
+    """The connection has ended, or could not be made. A new one may work."""
+
+
+class ServerRefused(RuntimeError):
+    """The server does not do what it was asked for.
+
+    Attributes:
+        reason: a word, see `Refused`.
+        retry_seconds: when it may do so; 0 where trying again is of no use.
+    """
+
+    def __init__(self, reason: str, message: str, retry_seconds: float = 0.0) -> None:
+        when = f"; try again in {retry_seconds:.1f} s" if retry_seconds else ""
+        super().__init__(f"{message} ({reason}){when}")
+        self.reason, self.retry_seconds = reason, retry_seconds
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is, and what it wants to see.
+
+    Attributes:
+        url: `ws://` or `wss://`.
+        token: bearer token; empty for none. It is in no text that this object makes of itself.
+        tls: for encrypted connections; `None` for the machine's own certificates.
+    """
+
+    url: str
+    token: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> Address:
+        """Checks and completes what a user gives.
+
+        Raises:
+            ValueError: the address is none, or the token would be sent unencrypted over a network.
+        """
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in _SCHEMES or not parts.hostname:
+            raise ValueError(f"{parts.scheme}://{parts.hostname} is no address: expected https://host:port, or http://")
+        if parts.username or parts.password or parts.query:
+            raise ValueError("the address holds a name, a password or a query: give the token as token=...")
+        scheme = _SCHEMES[parts.scheme]
+        if token and scheme == "ws" and parts.hostname not in _LOOPBACK:
+            raise ValueError(
+                "the token would be sent unencrypted over a network: use https://, or a tunnel to this machine"
+            )
+        return cls(urllib.parse.urlunsplit((scheme, parts.netloc, parts.path or "/", "", "")), token, tls)
+
+
+class Link:
+    """One connection.
+
+    Args:
+        address: of the server.
+        timeout: seconds that an answer may take.
+
+    Attributes:
+        hello: what the server said first.
+        sent, received: bytes of all messages, without the few that frames add.
+
+    Raises:
+        LinkLost: no connection could be made.
+        ServerRefused: the server does not take it.
+    """
+
+    def __init__(self, address: Address, timeout: float = 60.0) -> None:
+        self._timeout = timeout
+        self.sent = self.received = 0
+        headers = {"Authorization": f"Bearer {address.token}"} if address.token else None
+        self._closing = contextlib.ExitStack()
+        try:
+            self._socket = self._closing.enter_context(
+                connect(
+                    address.url,
+                    ssl=address.tls,
+                    subprotocols=[Subprotocol(PROTOCOL)],
+                    additional_headers=headers,
+                    compression=None,
+                    open_timeout=timeout,
+                    close_timeout=1.0,
+                    max_size=MOST_ANSWER,
+                    user_agent_header=None,
+                    logger=silent_logger(),
+                )
+            )
+        except InvalidStatus as error:
+            raise _refusal_of(error.response.status_code, error.response.headers) from None
+        except InvalidHandshake as error:
+            raise ServerRefused("version", f"what answers does not speak {PROTOCOL}: {error}") from None
+        except ssl.SSLCertVerificationError as error:
+            raise ServerRefused("certificate", str(error)) from None
+        except (OSError, WebSocketException) as error:
+            raise LinkLost(f"no connection to {address.url}: {error}") from None
+        if self._socket.subprotocol != PROTOCOL:
+            self.close()
+            raise ServerRefused("version", f"what answers does not speak {PROTOCOL}")
+        self.hello = self.receive(Hello)
+
+    def send(self, message: Message) -> None:
+        """Sends a message.
+
+        Raises:
+            LinkLost: the connection has ended.
+        """
+        data = encode(message)
+        try:
+            self._socket.send(data)
+        except (ConnectionClosed, OSError) as error:
+            raise LinkLost(f"the connection has ended: {error}") from None
+        self.sent += len(data)
+
+    def receive(self, *kinds: type[R]) -> R:
+        """Returns the next message.
+
+        Raises:
+            LinkLost: the connection has ended, or nothing comes.
+            ServerRefused: it is a refusal.
+            WireError: it is none of these kinds.
+        """
+        try:
+            data = self._socket.recv(self._timeout)
+        except TimeoutError:
+            self.close()
+            raise LinkLost(f"the server said nothing for {self._timeout:g} s") from None
+        except (ConnectionClosed, OSError) as error:
+            raise LinkLost(f"the connection has ended: {error}") from None
+        self.received += len(data)
+        message = decode(data, TO_CLIENT)
+        if isinstance(message, Refused):
+            raise ServerRefused(message.reason, message.message, message.retry_seconds)
+        if not isinstance(message, kinds):
+            raise WireError(f"a {type(message).__name__} came in: expected {' or '.join(k.__name__ for k in kinds)}")
+        return message
+
+    def ask(self, message: Message, kind: type[R]) -> R:
+        """Sends a message and returns the answer; raises what `send` and `receive` raise."""
+        self.send(message)
+        return self.receive(kind)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._closing.close()
+
+
+def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
+    """The error for an answer to the handshake that is no connection."""
+    if status == 401:
+        return ServerRefused("token", "the server wants a bearer token, or another one: give token=...")
+    if status == 503:
+        after = str(headers.get("Retry-After", "1"))
+        return ServerRefused(
+            "overloaded", "the server has too many connections", float(after) if after.isdigit() else 1
+        )
+    if status in (502, 504):
+        return LinkLost(f"the server is not reached: HTTP status {status}")
+    return ServerRefused("address", f"what answers is no server that verifies: HTTP status {status}")

@@ -1,0 +1,245 @@
+"""The messages between a device and a server that verifies, version 1.
+
+A connection is a WebSocket of the subprotocol `PROTOCOL`, so the version is agreed on before the first message. It
+serves one text at a time. The device says `Open` with its prompt, and gets `Opened` with the first token; then each
+`Draft` is answered by `Accepted`. `Refused` may answer anything. A text outlives its connection for some seconds:
+`Resume` goes on with it on a new one. Drafts are numbered from 1 for each text, so a draft that was sent twice is
+verified once.
+
+Tokens are int32, parents int16, and hidden states and rows bfloat16, all with the least byte first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from .wire import Message, by_code, flag, layers, packed, real, settings, whole, words
+
+PROTOCOL = "hsdraft.1"
+MOST_LENGTH = 2**20  # tokens of a text
+MOST_NODES = 2**12  # of a tree
+MOST_ANSWER = 2**24  # bytes of a message to a device
+PIECE_BYTES = 2**22  # bytes of hidden states or rows in one message
+MOST_ROWS = 2**12  # embedding rows that are asked for at once
+
+INPUT, OUTPUT = 0, 1  # tables of embedding rows
+SAMPLING_SEED = 2**63 - 1  # greatest seed
+
+
+def most_request(longest: int) -> int:
+    """Returns the greatest size in bytes of a message to a server whose texts have at most `longest` tokens."""
+    return 4 * longest + 8 * MOST_NODES + 2**17
+
+
+@dataclass(frozen=True)
+class Open(Message):
+    """Begins a text, or goes on with one that the server has lost.
+
+    Attributes:
+        ids: the tokens so far.
+        prompt_length: number of these that are the prompt.
+        seed: of the draws.
+        plain: whether the server decodes by itself; each round is answered as if a draft of nothing had come in.
+        options: of `generate()`.
+        taps: hidden states that are wanted.
+        taps_from: first position of which they are wanted.
+    """
+
+    code: ClassVar[int] = 1
+    ids: Annotated[bytes, packed(4)]
+    prompt_length: Annotated[int, whole(1, MOST_LENGTH)]
+    seed: Annotated[int, whole(0, SAMPLING_SEED)]
+    plain: Annotated[bool, flag()]
+    options: Annotated[dict[str, int | float | bool | list[int] | None], settings()]
+    taps: Annotated[list[int], layers()]
+    taps_from: Annotated[int, whole(0, MOST_LENGTH)]
+
+
+@dataclass(frozen=True)
+class Draft(Message):
+    """A draft tree: tokens and parents of its nodes. Node 0 is the root, the last token of the text."""
+
+    code: ClassVar[int] = 2
+    number: Annotated[int, whole(1, MOST_LENGTH)]
+    tokens: Annotated[bytes, packed(4)]
+    parents: Annotated[bytes, packed(2)]
+
+
+@dataclass(frozen=True)
+class Resume(Message):
+    """Goes on with a text after its connection has ended."""
+
+    code: ClassVar[int] = 3
+    session: Annotated[str, words(64)]
+
+
+@dataclass(frozen=True)
+class Close(Message):
+    """The text is not gone on with: the server may forget it."""
+
+    code: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
+class Rows(Message):
+    """Asks for rows of the input embedding or of the output layer."""
+
+    code: ClassVar[int] = 5
+    table: Annotated[int, whole(INPUT, OUTPUT)]
+    first: Annotated[int, whole()]
+    count: Annotated[int, whole(1, MOST_ROWS)]
+
+
+@dataclass(frozen=True)
+class Encode(Message):
+    """Asks for the tokens of a text; `chat` makes it a user's message by the target's template."""
+
+    code: ClassVar[int] = 6
+    text: Annotated[str, words()]
+    chat: Annotated[bool, flag()]
+
+
+@dataclass(frozen=True)
+class Decode(Message):
+    """Asks for the text of tokens."""
+
+    code: ClassVar[int] = 7
+    ids: Annotated[bytes, packed(4)]
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """The first message of a server.
+
+    Attributes:
+        target: name of the target.
+        config: its configuration, as JSON.
+        dtype: of its weights.
+        rows: number of embedding rows.
+        width: of a row; of hidden states too, for most targets.
+        tied: whether the output layer multiplies by the input embedding.
+        fingerprint: SHA-256 of the rows as they are sent, of both tables; a device may keep them under it.
+        longest: greatest number of tokens of a text.
+        most_nodes: of a tree beside the root.
+    """
+
+    code: ClassVar[int] = 16
+    target: Annotated[str, words(1024)]
+    config: Annotated[str, words()]
+    dtype: Annotated[str, words(32)]
+    rows: Annotated[int, whole(1, 2**31)]
+    width: Annotated[int, whole(1, 2**20)]
+    tied: Annotated[bool, flag()]
+    fingerprint: Annotated[str, words(64)]
+    longest: Annotated[int, whole(1, MOST_LENGTH)]
+    most_nodes: Annotated[int, whole(1, MOST_NODES)]
+
+
+@dataclass(frozen=True)
+class Taps(Message):
+    """Hidden states of a piece of the prompt. All pieces come before `Opened`."""
+
+    code: ClassVar[int] = 17
+    states: Annotated[bytes, packed(2)]
+
+
+@dataclass(frozen=True)
+class Opened(Message):
+    """The prompt has been read.
+
+    Attributes:
+        session: by which the text is resumed; a secret of this client.
+        token: the token after the prompt.
+        reach: how deep the next draft may be.
+        nodes: how many nodes it should have at most beside the root, as busy as the server is.
+        finished: whether the text has ended with this token.
+    """
+
+    code: ClassVar[int] = 18
+    session: Annotated[str, words(64)]
+    token: Annotated[int, whole(0, 2**31)]
+    reach: Annotated[int, whole(0, MOST_LENGTH)]
+    nodes: Annotated[int, whole(0, MOST_NODES)]
+    finished: Annotated[bool, flag()]
+
+
+@dataclass(frozen=True)
+class Resumed(Message):
+    """The text is still there, and this many drafts of it have been verified."""
+
+    code: ClassVar[int] = 19
+    number: Annotated[int, whole(0, MOST_LENGTH)]
+
+
+@dataclass(frozen=True)
+class Accepted(Message):
+    """What became of a draft.
+
+    Attributes:
+        number: of the draft.
+        tokens: what is emitted: accepted tokens and the target's own after them.
+        drafted: number of these that the draft held.
+        reach: how deep the next draft may be.
+        nodes: how many nodes it should have at most beside the root, as busy as the server is.
+        finished: whether the text has ended.
+        taps: hidden states of the root and of the accepted nodes.
+        batch: number of texts in the forward that verified it.
+        seconds: that this forward took.
+    """
+
+    code: ClassVar[int] = 20
+    number: Annotated[int, whole(1, MOST_LENGTH)]
+    tokens: Annotated[bytes, packed(4)]
+    drafted: Annotated[int, whole(0, MOST_NODES)]
+    reach: Annotated[int, whole(0, MOST_LENGTH)]
+    nodes: Annotated[int, whole(0, MOST_NODES)]
+    finished: Annotated[bool, flag()]
+    taps: Annotated[bytes, packed(2)]
+    batch: Annotated[int, whole(1, 2**16)]
+    seconds: Annotated[float, real()]
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """Why a message was not followed.
+
+    Attributes:
+        reason: `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"failed"` or
+            `"replaced"` (the text goes on over another connection).
+        message: for people.
+        retry_seconds: when to try again; 0 where that is of no use.
+    """
+
+    code: ClassVar[int] = 21
+    reason: Annotated[str, words(32)]
+    message: Annotated[str, words(4096)]
+    retry_seconds: Annotated[float, real()]
+
+
+@dataclass(frozen=True)
+class RowData(Message):
+    """Rows that were asked for."""
+
+    code: ClassVar[int] = 22
+    states: Annotated[bytes, packed(2)]
+
+
+@dataclass(frozen=True)
+class Tokens(Message):
+    """The tokens of a text."""
+
+    code: ClassVar[int] = 23
+    ids: Annotated[bytes, packed(4)]
+
+
+@dataclass(frozen=True)
+class Text(Message):
+    """The text of tokens."""
+
+    code: ClassVar[int] = 24
+    text: Annotated[str, words()]
+
+
+TO_SERVER: dict[int, type[Message]] = by_code(Open, Draft, Resume, Close, Rows, Encode, Decode)
+TO_CLIENT: dict[int, type[Message]] = by_code(Hello, Taps, Opened, Resumed, Accepted, Refused, RowData, Tokens, Text)

@@ -1,0 +1,312 @@
+"""A model that is elsewhere: its `generate()` drafts here and has the drafts verified there ("SLED", 2506.09397)."""
+
+from __future__ import annotations
+
+import secrets
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..acceleration.accelerator import Acceleration
+from ..common.refusals import DraftingRefused
+from ..drafters.draft_options import DraftOptions
+from ..drafters.protocol import Accepted as News
+from ..drafters.protocol import DraftCall, Drafter
+from ..engine.call_output import DraftStatistics
+from ..engine.drafting import Drafting
+from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
+from ..engine.round_loop import decode
+from ..pace.pacing import FixedPace, KindOfCall, pace_for
+from .link import Address, Link, LinkLost, ServerRefused
+from .messages import Decode, Encode, RowData, Rows, Text, Tokens
+from .packing import packed_ints, unpacked_ints
+from .remote_target import LinkStatistics, RemoteCall, RemoteTarget
+from .target_shell import TargetShell
+from .verified_text import check_options
+
+_IDLE_LINKS = 4  # connections that are kept for later calls
+
+
+@dataclass
+class RemoteOutput:
+    """What a call returns with `return_dict_in_generate`.
+
+    Attributes:
+        sequences: `[1, length]`, prompt and new tokens.
+        statistics: of the drafting; seconds of verification hold the way there and back.
+        link: bytes, batches and faults.
+        seed: of the draws: a call with the same one draws the same text.
+    """
+
+    sequences: torch.Tensor
+    statistics: DraftStatistics
+    link: LinkStatistics
+    seed: int
+
+
+@dataclass
+class _Streaming(Observer):
+    """Hands the tokens of each round to a streamer."""
+
+    streamer: Any
+
+    def ended(self, done: Round) -> None:
+        for news in done.news:
+            self.streamer.put(torch.tensor(news.tokens))
+
+
+class RemoteModel:
+    """A target elsewhere, made by [`connect`]. Threads may share it: each call has a connection of its own.
+
+    Args:
+        address: of the server.
+        patience: seconds that a lost connection or an overloaded server is waited for.
+        timeout: seconds that an answer may take.
+
+    Attributes:
+        config: the target's text configuration.
+
+    Raises:
+        LinkLost: there is no connection.
+        ServerRefused: the server does not take it.
+    """
+
+    def __init__(self, address: Address, patience: float = 60.0, timeout: float = 60.0) -> None:
+        self._address, self._patience, self._timeout = address, patience, timeout
+        self._lock, self._idle = threading.Lock(), list[Link]()
+        link = self._connected()
+        self._hello = link.hello
+        self._shell = TargetShell(link.hello)
+        self._give_back(link)
+
+    @property
+    def config(self) -> Any:
+        return self._shell.config
+
+    def generate(
+        self,
+        inputs: str | torch.Tensor | Sequence[int] | None = None,
+        assistant_model: Drafter | None = None,
+        *,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        chat: bool = False,
+        seed: int | None = None,
+        most_taps: int | None = None,
+        streamer: Any = None,
+        return_dict_in_generate: bool = False,
+        **options: Any,
+    ) -> torch.Tensor | RemoteOutput:
+        """Decodes one text: the drafter proposes here, the target verifies there. The text is the target's own.
+
+        Args:
+            inputs: a prompt as text, which the server encodes, or its tokens `[1, length]`.
+            assistant_model: the drafter; without one the server decodes by itself and sends the tokens.
+            input_ids: `[1, length]`, instead of `inputs`.
+            attention_mask: `[1, length]`, taken for the convenience of `generate(**encoding)`; nothing may be masked.
+            chat: whether a prompt as text is a user's message, to be written by the target's chat template.
+            seed: of the draws, 0 to 2**63 - 1. The text is that of a local call after `torch.manual_seed(seed)`.
+            most_taps: number of last positions of the prompt whose hidden states are fetched for the drafter; `None`
+                for all. Fewer save bytes, and may let it draft less well.
+            streamer: gets the prompt, and then the tokens of each round.
+            return_dict_in_generate: whether to return statistics too.
+            options: of `generate()`, as far as `OPTIONS` in `verified_text` names them.
+
+        Returns:
+            `[1, length]`, int64, prompt and new tokens; or a [`RemoteOutput`].
+
+        Raises:
+            DraftingRefused: the drafter does not fit the target, or cannot draft over a connection.
+            LinkLost: the connection was lost for longer than the patience.
+            ServerRefused: the server does not do it; `retry_seconds` says when it may.
+            ValueError: an argument is wrong.
+        """
+        check_options(options)
+        ids = self._ids(inputs if input_ids is None else input_ids, attention_mask, chat)
+        seed = secrets.randbits(63) if seed is None else seed
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed={seed} is invalid: expected 0 to 2**63 - 1")
+        draft, taps = self._prepared(assistant_model, options)
+        call = RemoteCall(
+            self._connected, ids, seed, options, taps, most_taps, self._patience, plain=assistant_model is None
+        )
+        target = RemoteTarget(call, draft, self._hello.width)
+        statistics = DraftStatistics()
+        keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
+        if streamer is not None:
+            streamer.put(torch.tensor([ids]))
+        try:
+            self._decode(target, assistant_model, draft, keeper, [_Streaming(streamer)] if streamer else [])
+        finally:
+            link = target.end()
+            if link is not None:
+                self._give_back(link)
+        keeper.finish()
+        statistics.new_tokens = len(target.tokens) - len(ids)
+        sequences = torch.tensor([target.tokens])
+        if streamer is not None:
+            streamer.end()
+        if return_dict_in_generate:
+            return RemoteOutput(sequences, statistics, target.statistics, seed)
+        return sequences
+
+    def _decode(
+        self,
+        target: RemoteTarget,
+        drafter: Drafter | None,
+        draft: DraftOptions | None,
+        keeper: StatisticsKeeper,
+        observers: Sequence[Observer],
+    ) -> None:
+        """Runs the prompt and all rounds."""
+        keeper.began()
+        first = target.open()
+        keeper.enter("prefill_seconds")
+        keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, 1
+        for each in observers:
+            each.ended(Round([], [], [first], 1, 0))
+        if drafter is None or draft is None:
+            while not target.finished:
+                _tell(observers, target.receive())
+            return
+        drafting = Drafting(drafter, DraftCall(self._shell, 1, draft), lambda row, tree: tree)
+        drafting.observe([first])
+        drafting.pace = FixedPace() if draft.tree_sizing == "fixed" else self._pace(drafter, draft, drafting)
+        timer = PaceTimer(drafting, Acceleration(self._shell), lambda: None)
+        decode(target, drafting, lambda: not target.finished, lambda: None, [keeper, timer, *observers])
+        drafting.session.end()
+
+    def _pace(self, drafter: Drafter, draft: DraftOptions, drafting: Drafting) -> Any:
+        """The pace of a call. The way there and back is in the cost of every round, so drafts grow deeper."""
+        session = drafting.session
+        by = (type(session).__qualname__, *session.kind, draft.beam_width, repr(sorted(draft.own.items())))
+        depth = 0 if session.free else draft.depth
+        return pace_for(self._shell, drafter, KindOfCall(by, by, depth, draft.tree_size), draft.costs)
+
+    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[DraftOptions | None, Sequence[int]]:
+        """The drafting options of a call, and the hidden states that its drafter reads."""
+        if drafter is None:
+            return None, ()
+        if not isinstance(drafter, Drafter):
+            raise ValueError(f"assistant_model is a {type(drafter).__name__}: expected a drafter of this package")
+        drafter.check(self._shell)
+        asked = {name: options[name] for name in ("do_sample", "temperature") if name in options}
+        draft = DraftOptions.of(drafter, GenerationConfig(**asked))
+        if draft.verification != "walk":
+            raise DraftingRefused(
+                f"verification={draft.verification!r} is not possible with a remote target: the server chooses each "
+                "token by the target alone, as verification='walk' does"
+            )
+        taps = tuple(sorted(drafter.taps_of(self._shell)))
+        if taps:  # such drafters borrow the target's rows
+            self._shell.load_rows(self._fetch, getattr(drafter, "device", torch.device("cpu")))
+        return draft, taps
+
+    def _ids(self, inputs: Any, mask: torch.Tensor | None, chat: bool) -> list[int]:
+        """The tokens of a prompt.
+
+        Raises:
+            ValueError: there is none, or more than one.
+        """
+        if isinstance(inputs, str):
+            return self._asking(lambda link: unpacked_ints(link.ask(Encode(inputs, chat), Tokens).ids))
+        if inputs is None:
+            raise ValueError("there is no prompt: give a text, or input_ids")
+        ids = torch.as_tensor(inputs)
+        ids = ids[None] if ids.dim() == 1 else ids
+        if ids.dim() != 2 or len(ids) != 1 or not ids.shape[1] or ids.is_floating_point():
+            raise ValueError(
+                f"input_ids {tuple(ids.shape)} is invalid: expected one text, [1, length]; call generate() for each "
+                "from a thread of its own, and the server verifies them together"
+            )
+        if mask is not None and not bool(torch.as_tensor(mask).all()):
+            raise ValueError("attention_mask masks tokens of the prompt: leave padding out")
+        return ids[0].tolist()
+
+    def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
+        """Returns the text of tokens `[length]`, without special tokens, by the server's tokenizer."""
+        packed = packed_ints(torch.as_tensor(ids).flatten().tolist())
+        return self._asking(lambda link: link.ask(Decode(packed), Text).text)
+
+    def _fetch(self, table: int, first: int, count: int) -> bytes:
+        return self._asking(lambda link: link.ask(Rows(table, first, count), RowData).states)
+
+    def _asking(self, ask: Callable[[Link], Any]) -> Any:
+        """What the server answers to something that needs no text; asked again over a new connection if one ends."""
+        link = self._connected()
+        try:
+            answer = ask(link)
+        except LinkLost:
+            link.close()
+            link = Link(self._address, self._timeout)
+            answer = ask(link)
+        except ServerRefused:
+            link.close()
+            raise
+        self._give_back(link)
+        return answer
+
+    def _connected(self) -> Link:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return Link(self._address, self._timeout)
+
+    def _give_back(self, link: Link) -> None:
+        with self._lock:
+            keep = len(self._idle) < _IDLE_LINKS
+            if keep:
+                self._idle.append(link)
+        if not keep:
+            link.close()
+
+    def close(self) -> None:
+        """Ends the connections that no call uses."""
+        with self._lock:
+            links, self._idle = self._idle, []
+        for link in links:
+            link.close()
+
+    def __enter__(self) -> RemoteModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _tell(observers: Sequence[Observer], news: News) -> None:
+    for each in observers:
+        each.ended(Round([], [], [news], 1, 0))
+
+
+def connect(
+    url: str,
+    token: str = "",
+    *,
+    tls: ssl.SSLContext | None = None,
+    patience: float = 60.0,
+    timeout: float = 60.0,
+) -> RemoteModel:
+    """Connects to a server that verifies, see `hsdraft verify-server`.
+
+    Args:
+        url: `https://host:port`, or `http://` on this machine or where no token is needed.
+        token: bearer token that the server wants.
+        tls: trusts other certificates than the machine does, and gives certificates of its own.
+        patience: seconds that a lost connection or an overloaded server is waited for; 0 raises at once.
+        timeout: seconds that an answer may take.
+
+    Returns:
+        a model whose `generate(prompt, assistant_model=drafter)` drafts here.
+
+    Raises:
+        LinkLost: there is no connection.
+        ServerRefused: the server does not take it.
+        ValueError: the address is none.
+    """
+    return RemoteModel(Address.of(url, token, tls), patience, timeout)

@@ -1,0 +1,264 @@
+"""A target that is elsewhere, as the rounds of a call know it: drafts are sent, and what is accepted comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..common.tuning import TUNING
+from ..drafters.draft_options import DraftOptions
+from ..drafters.protocol import Accepted as News
+from ..drafters.protocol import Ask
+from ..trees.draft_tree import DraftTree
+from .link import Link, LinkLost, ServerRefused
+from .messages import Accepted, Close, Open, Opened, Resume, Resumed, Taps
+from .packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
+from .wire import Message, WireError
+
+_GONE = ("unknown", "failed", "overloaded")  # refusals after which a text may be opened again
+
+
+@dataclass(frozen=True)
+class RemoteCall:
+    """What one text is decoded with.
+
+    Attributes:
+        connect: makes a connection.
+        ids: the prompt.
+        seed: of the draws.
+        options: of `generate()`.
+        taps: hidden states that the drafter reads.
+        most_taps: greatest number of positions of the prompt of which hidden states are fetched; `None` for all.
+        patience: seconds that a lost connection or an overloaded server is waited for.
+        plain: whether the server decodes by itself.
+    """
+
+    connect: Callable[[], Link]
+    ids: Sequence[int]
+    seed: int
+    options: Mapping[str, Any]
+    taps: Sequence[int] = ()
+    most_taps: int | None = None
+    patience: float = 60.0
+    plain: bool = False
+
+
+@dataclass
+class LinkStatistics:
+    """What a text took on the way.
+
+    Attributes:
+        sent, received: bytes of all messages of the text.
+        prompt_received: bytes that came until its first token.
+        batches: number of texts in the forward of each round.
+        server_seconds: of these forwards.
+        resumed: number of times that the text was gone on with over a new connection.
+        reopened: number of times that it was opened again with its tokens.
+        waited_seconds: for an overloaded server.
+    """
+
+    sent: int = 0
+    received: int = 0
+    prompt_received: int = 0
+    batches: list[int] = field(default_factory=list)
+    server_seconds: float = 0.0
+    resumed: int = 0
+    reopened: int = 0
+    waited_seconds: float = 0.0
+
+
+class RemoteTarget:
+    """A text that grows by a target elsewhere.
+
+    Args:
+        call: what it is decoded with.
+        draft: drafting options; `None` where nothing is drafted.
+        width: size of a hidden state.
+
+    Attributes:
+        tokens: of the text so far.
+        finished: whether it has ended.
+        forwards: number of forwards of the target for this text, the prompt's included.
+        statistics: what it took on the way.
+    """
+
+    def __init__(self, call: RemoteCall, draft: DraftOptions | None, width: int) -> None:
+        self._call, self._draft = call, draft
+        self._width = width * len(call.taps)
+        self.tokens, self.finished, self.forwards = list(call.ids), False, 0
+        self.statistics = LinkStatistics()
+        self._reach = self._nodes = self._number = 0
+        self._session = ""
+        self._link: Link | None = None
+        self._counted = (0, 0)  # bytes of the connection that are in the statistics
+        self._waits = False  # for an answer
+
+    def open(self) -> News:
+        """Sends the prompt; returns the news of it."""
+        news = self._persistently(lambda: self._opened(self._taps_from))
+        self.statistics.prompt_received = self.statistics.received
+        earlier = self._call.ids[-TUNING.most_known :]
+        return replace(news, earlier=list(earlier))
+
+    @property
+    def _taps_from(self) -> int:
+        most, count = self._call.most_taps, len(self._call.ids)
+        return 0 if most is None else max(count - most, 0)
+
+    def asks(self) -> list[Ask]:
+        """The draft that is wanted for the next round."""
+        if self.finished or self._draft is None:
+            return []
+        depth, size = min(self._reach, self._draft.depth), min(self._draft.tree_size, self._nodes)
+        chain = self._draft.beam_width == 1
+        return [Ask(0, self.tokens[-1], depth, size, chain=chain, reach=self._reach)]
+
+    def advance(self, drafts: Sequence[DraftTree], verified: Callable[[], None] = lambda: None) -> list[News]:
+        """Has a draft verified; returns what is accepted.
+
+        If the server has lost the text, it is opened again with its tokens: the draft counts as rejected then.
+
+        Args:
+            verified: called when the answer is there.
+        """
+        number = self._number + 1
+        message = packed_tree(number, drafts[0])
+
+        def exchange() -> News:
+            link = self._linked()
+            if not self._session:
+                return self._opened(len(self.tokens) - 1)
+            link.send(message)
+            answer = link.receive(Accepted)
+            while answer.number < number:  # late: of a draft that was sent twice
+                answer = link.receive(Accepted)
+            return self._news(answer)
+
+        news = self._persistently(exchange)
+        verified()
+        return [news]
+
+    def receive(self) -> News:
+        """Returns what the server has decoded next by itself."""
+
+        def next_round() -> News:
+            link = self._linked()
+            return self._news(link.receive(Accepted)) if self._session else self._opened(len(self.tokens) - 1)
+
+        return self._persistently(next_round)
+
+    def _opened(self, taps_from: int) -> News:
+        """Opens the text with its tokens so far; returns the news of the positions from `taps_from` on."""
+        call, link, before = self._call, self._linked(), len(self.tokens)
+        ids = packed_ints(self.tokens)
+        options = dict(call.options)
+        link.send(Open(ids, len(call.ids), call.seed, call.plain, options, list(call.taps), taps_from))
+        states = []
+        reply: Message = link.receive(Taps, Opened)
+        while isinstance(reply, Taps):
+            states.append(unpacked_states(reply.states, self._width))
+            reply = link.receive(Taps, Opened)
+        assert isinstance(reply, Opened)
+        self._session, self._number = reply.session, 0
+        self._reach, self._nodes, self.finished = reply.reach, reply.nodes, reply.finished
+        self.tokens.append(reply.token)
+        self.statistics.reopened += self.forwards > 0
+        self.forwards += 1
+        taps = torch.cat(states) if states else torch.zeros(before - taps_from, 0)
+        return self._told(taps, taps_from, [reply.token], 0)
+
+    def _news(self, answer: Accepted) -> News:
+        begin, tokens = len(self.tokens) - 1, unpacked_ints(answer.tokens)
+        self._number, self.finished = answer.number, answer.finished
+        self._reach, self._nodes = answer.reach, answer.nodes
+        self.tokens += tokens
+        self.forwards += 1
+        self.statistics.batches.append(answer.batch)
+        self.statistics.server_seconds += answer.seconds
+        return self._told(unpacked_states(answer.taps, self._width), begin, tokens, answer.drafted)
+
+    def _told(self, taps: torch.Tensor, begin: int, tokens: list[int], drafted: int) -> News:
+        """What a drafter is told of the positions from `begin` on, which the target has read."""
+        following = torch.tensor(self.tokens[begin + 1 :])
+        taps = taps if self._width else torch.zeros(len(following), 0)
+        if len(taps) != len(following):
+            raise WireError(f"hidden states of {len(taps)} positions came in: expected {len(following)}")
+        places = torch.arange(begin, begin + len(following))
+        return News(0, tokens, taps, places, following, (), drafted)
+
+    def _linked(self) -> Link:
+        """The connection; a new one goes on with the text, if the server still has it."""
+        if self._link is None:
+            self._link = self._call.connect()
+            self._counted = self._link.sent, self._link.received
+            if self._session and self._call.plain:
+                self._session = ""
+            if self._session:
+                try:
+                    self._link.ask(Resume(self._session), Resumed)
+                    self.statistics.resumed += 1
+                except ServerRefused as refusal:
+                    if refusal.reason not in _GONE:
+                        raise
+                    self._session = ""
+        return self._link
+
+    def _persistently(self, step: Callable[[], News]) -> News:
+        """Does a step, again if the connection ends or the server has no place or has lost the text."""
+        deadline, pause = time.monotonic() + self._call.patience, 0.05
+        while True:
+            try:
+                self._waits = True
+                news = step()
+                self._waits = False
+                self._count()
+                return news
+            except LinkLost:
+                self._drop()
+                wait = pause
+                if time.monotonic() + wait > deadline:
+                    raise
+            except ServerRefused as refusal:
+                wait = max(refusal.retry_seconds, pause)
+                if refusal.reason not in _GONE or time.monotonic() + wait > deadline:
+                    self._drop()
+                    raise
+                self._session = ""
+                if refusal.reason == "overloaded":
+                    self._drop()
+                    self.statistics.waited_seconds += wait
+                elif refusal.reason == "unknown":
+                    wait = 0.0
+            time.sleep(wait)
+            pause = min(2 * pause, 2.0)
+
+    def _count(self) -> None:
+        if self._link is not None:
+            sent, received = self._counted
+            self.statistics.sent += self._link.sent - sent
+            self.statistics.received += self._link.received - received
+            self._counted = self._link.sent, self._link.received
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._count()
+            self._link.close()
+            self._link = None
+
+    def end(self) -> Link | None:
+        """Tells the server that the text is done; returns the connection, which can serve another text."""
+        link, self._link = self._link, None
+        if link is None:
+            return None
+        try:
+            if self._waits or (self._call.plain and not self.finished):  # the server is still sending
+                raise LinkLost
+            link.send(Close())
+            return link
+        except LinkLost:
+            link.close()
+            return None

@@ -1,0 +1,78 @@
+"""What a drafter sees of a target that is elsewhere: its configuration, and the embedding rows that drafters borrow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from .messages import INPUT, OUTPUT, Hello
+from .weight_tables import kept_tables
+
+
+class TargetShell:
+    """A target without layers.
+
+    Args:
+        hello: of the server.
+
+    Attributes:
+        config: the target's text configuration.
+        dtype: of its weights.
+        device: of the rows.
+        generation_config: empty; options of a call are its own.
+    """
+
+    training = False
+    generation_config = None
+
+    def __init__(self, hello: Hello) -> None:
+        self._hello = hello
+        self.config = _config_of(hello)
+        self.name_or_path = hello.target
+        self.dtype = getattr(torch, hello.dtype, torch.float32)
+        self.device = torch.device("cpu")
+        with torch.device("meta"):  # of drafters that read no hidden states: they ask for sizes only
+            self._input = nn.Embedding(hello.rows, hello.width)
+            self._output = nn.Linear(hello.width, hello.rows, bias=False)
+
+    def load_rows(self, fetch: Callable[[int, int, int], bytes], device: torch.device) -> None:
+        """Gets the rows that drafters borrow, once; see `kept_tables`.
+
+        Args:
+            fetch: asks the server for rows of a table.
+            device: to keep them on.
+        """
+        if not self._input.weight.is_meta:
+            return
+        tables = {which: table.to(device, self.dtype) for which, table in kept_tables(self._hello, fetch).items()}
+        self.device = device
+        self._input.weight = nn.Parameter(tables[INPUT], requires_grad=False)
+        output = tables[INPUT] if self._hello.tied else tables[OUTPUT]
+        self._output.weight = nn.Parameter(output, requires_grad=False)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the input embedding."""
+        return self._input
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Returns the output layer."""
+        return self._output
+
+
+def _config_of(hello: Hello) -> Any:
+    """The configuration in what a server said.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        fields = json.loads(hello.config)
+        kind = fields.pop("model_type", "")
+        return AutoConfig.for_model(kind, **fields) if isinstance(kind, str) else PreTrainedConfig(**fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"the server's target has a configuration that is not known here: {error}") from None

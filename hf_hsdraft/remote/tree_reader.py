@@ -1,0 +1,188 @@
+"""One forward of the target over the drafts of several texts, each with a cache of its own."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ..acceleration.accelerator import acceleration_of
+from ..common.refusals import DraftingRefused
+from ..common.tensors import on_device
+from ..target.cache_slots import CacheSlots
+from ..target.misreading import same_but_rounding
+from ..target.target_call import Names, TargetCall
+from ..target.target_limits import (
+    check_cache,
+    check_inputs,
+    furthest_read,
+    slots_read_alike,
+    text_config,
+    why_no_trees,
+)
+from ..target.target_outputs import TargetOutput, picked_taps, target_output
+from ..target.text_rows import TextRows
+from ..target.tree_reading import read_trees
+from ..trees.draft_tree import DraftTree
+from ..trees.tree_masks import AttentionKind, attention_kinds
+from .joined_cache import empty_cache, grown, joined_cache
+
+
+@dataclass(frozen=True)
+class TreesRead:
+    """What a forward over the trees of several texts said; nothing of it is in their caches yet.
+
+    Attributes:
+        cache: the texts' caches as one.
+        logits: of each text `[nodes, V]`.
+        taps: of each text the hidden states that it wants, `[nodes, taps * D]`.
+    """
+
+    cache: Any
+    logits: Sequence[torch.Tensor]
+    taps: Sequence[torch.Tensor]
+
+    def keep(self, place: int, path: Sequence[int]) -> None:
+        """Puts the root and the path of a text's tree into its cache."""
+        device = self.logits[place].device
+        nodes = on_device([0, *path], device)
+        for layer in self.cache.layers:
+            layer.keep(place, nodes)
+
+
+class TreeReader:
+    """Reads prompts and trees by a target.
+
+    Args:
+        target: a causal language model whose layers all are attention.
+        packed_weights: whether forwards on x86 CPUs multiply by packed copies of the weights.
+
+    Attributes:
+        longest: length of text up to which the target reads every token alike.
+
+    Raises:
+        DraftingRefused: trees of several texts cannot be read in one forward of this target.
+    """
+
+    def __init__(self, target: Any, packed_weights: bool = False) -> None:
+        self.target, self._names = target, Names(target)
+        self._acceleration, self._kinds = acceleration_of(target), list[AttentionKind]()
+        self._keeps_few = "logits_to_keep" in inspect.signature(target.forward).parameters
+        check_inputs(target)
+        if target.config.is_encoder_decoder:
+            raise self._refusal("an encoder-decoder's texts cannot be joined")
+        if slots_read_alike(target, 0) < sys.maxsize:
+            raise self._refusal("its queries are scaled by cache slot, which all rows of a batch share")
+        self.longest = min(furthest_read(target, 0) + 1, sys.maxsize)
+        with torch.no_grad():
+            self._try()
+        self._acceleration.begin(packed_weights, self.longest, lambda: False)
+
+    @property
+    def packed(self) -> bool:
+        """Whether forwards multiply by packed weights."""
+        return self._acceleration.packed
+
+    def _refusal(self, reason: str) -> DraftingRefused:
+        return DraftingRefused(f"{type(self.target).__name__} cannot verify for several texts at once: {reason}")
+
+    def _try(self) -> None:
+        """Raises a DraftingRefused unless branches of two texts of different lengths are read as these texts are."""
+        device, vocabulary = self.target.device, text_config(self.target).vocab_size
+        ids = (torch.arange(1, 15, device=device) * 7 % vocabulary)[None]
+        own = getattr(self.target(ids[:, :5], use_cache=True), "past_key_values", None)
+        check_cache(self.target, own)
+        if reason := why_no_trees(self.target, own):
+            raise self._refusal(reason)
+        starts, expected = [9, 5], []
+        caches = [empty_cache() for _ in starts]
+        for start, cache in zip(starts, caches, strict=True):
+            self.read_prompt(cache, ids[:, :start], ())
+            grown(cache)
+            self._kinds = self._kinds_of(cache)
+            expected.append(self.target(ids[:, : start + 3], use_cache=False).logits[0, start:])
+        wrong = (int(ids[0, 0]) + 1) % vocabulary
+        for _ in range(2):  # the second time with what the first one left in the caches
+            trees = [_branched(ids[0, start : start + 3].tolist(), wrong) for start in starts]
+            read = self.read(caches, trees, [()] * len(starts))
+            for logits, one in zip(read.logits, expected, strict=True):
+                if not same_but_rounding(logits[[0, 2, 4]], one.to(logits.dtype)):
+                    raise self._refusal("it does not read the nodes of a tree as it reads a text")
+            for place in range(len(starts)):
+                read.keep(place, [2])
+            starts = [start + 2 for start in starts]
+            expected = [self.target(ids[:, : start + 3], use_cache=False).logits[0, start:] for start in starts]
+
+    def _kinds_of(self, cache: DynamicCache) -> list[AttentionKind]:
+        try:
+            return attention_kinds(text_config(self.target), [layer.is_initialized for layer in cache.layers])
+        except ValueError as error:
+            raise self._refusal(str(error)) from None
+
+    def read_prompt(self, cache: DynamicCache, ids: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
+        """Reads the next tokens `[1, n]` of a prompt into a cache.
+
+        Args:
+            layers: hidden states that are wanted.
+
+        Returns:
+            logits `[1, 1, V]` of the last one, and taps `[1, n, taps * D]`.
+        """
+        positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + ids.shape[1], device=ids.device)
+        inputs = {
+            "input_ids": ids,
+            "position_ids": positions[None],
+            "past_key_values": cache,
+            "use_cache": True,
+            **({"logits_to_keep": 1} if self._keeps_few else {}),
+            **self._states_asked_for(layers),
+        }
+        outputs = self._acceleration.forward(inputs, comes_again=False)
+        output = target_output(self.target, outputs, self._names.states, layers)
+        return TargetOutput(output.logits[:, -1:], output.taps)
+
+    def read(
+        self, caches: Sequence[DynamicCache], trees: Sequence[DraftTree], taps: Sequence[Sequence[int]]
+    ) -> TreesRead:
+        """Reads a tree for each text, in one forward.
+
+        Args:
+            caches: of the texts, each without its tree's root.
+            taps: hidden states that each text wants.
+        """
+        layers = sorted({layer for each in taps for layer in each})
+        joined = joined_cache(caches)
+        kept = [cache.get_seq_length() for cache in caches]
+        before = torch.full((1,), -1, device=self.target.device)  # the position before all texts
+        call = TargetCall(
+            self.target,
+            self._names,
+            {"use_cache": True, **self._states_asked_for(layers)},
+            CacheSlots(joined),
+            TextRows(kept, 0, None, before),
+            self._acceleration,
+        )
+        outputs = read_trees(call, trees, max(map(len, trees)), self._kinds)
+        output = target_output(self.target, outputs, self._names.states, layers)
+        rows = list(zip(trees, output.logits, output.taps, taps, strict=True))
+        return TreesRead(
+            joined,
+            [logits[: len(tree)] for tree, logits, _, _ in rows],
+            [picked_taps(states[: len(tree)], layers, wanted) for tree, _, states, wanted in rows],
+        )
+
+    def _states_asked_for(self, layers: Sequence[int]) -> dict[str, Any]:
+        return {"output_hidden_states": list(layers)} if layers else {}
+
+
+def _branched(path: Sequence[int], wrong: int) -> DraftTree:
+    """A tree that goes along a path of three tokens, with a wrong sibling before each node after the root."""
+    first, second, third = path
+    siblings = [wrong + (wrong == right) for right in (second, third)]
+    tokens = (first, siblings[0], second, siblings[1], third)
+    return DraftTree(tokens, (-1, 0, 0, 2, 2), (0, 1, 1, 2, 2), (0.0,) * 5)

@@ -1,0 +1,212 @@
+"""A text that the server verifies drafts for: its tokens, its rules, its random numbers, its keys and values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine.decoded_texts import DecodedTexts
+from ..trees.draft_tree import DraftTree
+from ..verifiers.foresight import Draws
+from ..verifiers.own_choice import OwnChoice
+from .joined_cache import empty_cache
+from .wire import MOST_ITEMS, is_setting
+
+# Options of `generate()` that a device may set: what chooses tokens and what ends the text. All are cheap to follow.
+OPTIONS = frozenset(
+    {
+        "begin_suppress_tokens", "do_sample", "eos_token_id", "epsilon_cutoff", "eta_cutoff", "forced_eos_token_id",
+        "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size",
+        "repetition_penalty", "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a text begins with.
+
+    Attributes:
+        ids: the tokens so far.
+        prompt_length: number of these that are the prompt.
+        seed: of the draws.
+        options: of `generate()`.
+        taps: hidden states that are wanted.
+        taps_from: first position of which they are wanted.
+        plain: whether the server decodes by itself.
+    """
+
+    ids: Sequence[int]
+    prompt_length: int
+    seed: int = 0
+    options: Mapping[str, Any] | None = None
+    taps: tuple[int, ...] = ()
+    taps_from: int = 0
+    plain: bool = False
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises a ValueError for options of `generate()` that a text over a connection cannot have."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, sorted(OPTIONS), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"{name[:64]!r} is not possible with a remote target{hint} Possible are {', '.join(sorted(OPTIONS))}"
+            )
+        if not is_setting(name, value):
+            raise ValueError(
+                f"{name}={str(value)[:64]} is invalid: expected a number, True or False, or a list of at most "
+                f"{MOST_ITEMS} token ids"
+            )
+
+
+def check_tokens(options: Mapping[str, Any], rows: int) -> None:
+    """Raises a ValueError for options that name tokens which the target does not have."""
+    for name in (name for name in options if name.endswith(("_tokens", "_token_id"))):
+        value = options[name] if isinstance(options[name], list) else [options[name]]
+        if "new" not in name and not all(one is None or (type(one) is int and 0 <= one < rows) for one in value):
+            raise ValueError(f"{name} holds ids that are no tokens: the target's vocabulary has {rows}")
+
+
+class SeededTexts(DecodedTexts):
+    """The one text of a session. Its draws are those of a local call after `torch.manual_seed` with the same seed."""
+
+    def seed(self, seed: int, vocab_size: int, drawn: int) -> None:
+        """Sets the random numbers, as they are after so many draws.
+
+        Args:
+            vocab_size: of the target's logits.
+            drawn: number of draws that were made already.
+        """
+        device = self.rows[0].ids.device
+        generator = torch.Generator(device).manual_seed(seed)
+        self._draws = [Draws(generator, vocab_size)]
+        even = torch.full((1, vocab_size), 1.0 / vocab_size, device=device)
+        for _ in range(drawn if self._config.do_sample else 0):  # the numbers of a draw are taken, whatever is drawn
+            torch.multinomial(even, num_samples=1, generator=generator)
+
+
+class VerifiedText:
+    """A text of a session.
+
+    Args:
+        target: the model that verifies.
+        opening: what it begins with.
+        longest: greatest number of tokens of a text.
+
+    Attributes:
+        cache: keys and values of all tokens but the last, once the prompt was read.
+        taps: hidden states that its device wants.
+
+    Raises:
+        ValueError: an option is not possible here, or the text is too long.
+    """
+
+    def __init__(self, target: Any, opening: Opening, longest: int) -> None:
+        self._target, self._opening, self._longest = target, opening, longest
+        check_options(opening.options or {})
+        if not 1 <= opening.prompt_length <= len(opening.ids) < longest:
+            raise ValueError(
+                f"a text of {len(opening.ids)} tokens came in, {opening.prompt_length} of them the prompt: this server "
+                f"takes 1 to {longest - 1}"
+            )
+        rows = target.get_input_embeddings().weight.shape[0]
+        if not all(0 <= token < rows for token in opening.ids):
+            raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")
+        check_tokens(opening.options or {}, rows)
+        layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        if any(layer > layers for layer in opening.taps):
+            raise ValueError(f"hidden states {list(opening.taps)} are wanted: the target has 0 to {layers}")
+        self.taps, self.cache = opening.taps, empty_cache()
+        self._ids = torch.tensor([list(opening.ids)], device=target.device)
+        self._texts: SeededTexts | None = None
+        self._prepared: tuple[Any, Any, Any] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the server decodes by itself."""
+        return self._opening.plain
+
+    @property
+    def unread(self) -> torch.Tensor:
+        """The tokens `[1, n]` of the prompt that were not read yet."""
+        return self._ids[:, self.cache.get_seq_length() :]
+
+    def wants_taps(self, begin: int, end: int) -> slice:
+        """Which of the positions `begin` to `end` the device wants hidden states of."""
+        return slice(min(max(self._opening.taps_from - begin, 0), end - begin), None)
+
+    def most_tokens(self) -> int:
+        """Returns how many tokens the text may come to have."""
+        return int(self._rules()[2].max_length)
+
+    def begin(self, logits: torch.Tensor) -> int:
+        """Emits the first token, by logits `[1, V]`, and returns it."""
+        processors, criteria, config = self._rules()
+        texts = SeededTexts(self._ids, config, processors, criteria, None, OwnChoice())
+        texts.prompt_length = self._opening.prompt_length
+        drawn = len(self._opening.ids) - self._opening.prompt_length
+        if config.do_sample:
+            texts.seed(self._opening.seed, logits.shape[-1], drawn)
+        self._texts = texts
+        self.advance(DraftTree.root(-1), logits)
+        return texts.last_token(0)
+
+    def _rules(self) -> tuple[Any, Any, Any]:
+        """What `generate()` makes of the options: processors, criteria, and the whole configuration."""
+
+        def prepared(
+            model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any
+        ) -> tuple[Any, Any, Any]:
+            return logits_processor, stopping_criteria, generation_config
+
+        if self._prepared is None:
+            prompt, options = self._ids[:, : self._opening.prompt_length], dict(self._opening.options or {})
+            mask = torch.ones_like(prompt)
+            self._prepared = self._target.generate(prompt, attention_mask=mask, custom_generate=prepared, **options)
+            assert self._prepared is not None
+            config = self._prepared[2]
+            config.max_length = min(int(config.max_length), self._longest)
+            config.return_dict_in_generate = False
+        return self._prepared
+
+    def advance(self, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], list[int], int]:
+        """Judges a tree by its nodes' logits `[nodes, V]`, and emits what is accepted.
+
+        Returns:
+            the accepted nodes, the emitted tokens, and how many of these the tree held.
+        """
+        texts = self._running
+        verdict = texts.judge(0, tree, logits)
+        texts.emit(0, tree, verdict)
+        texts.end_batch()
+        return verdict.path, list(texts.rows[0].emitted), verdict.num_drafted
+
+    @property
+    def _running(self) -> SeededTexts:
+        assert self._texts is not None
+        return self._texts
+
+    @property
+    def root(self) -> int:
+        """The last token, which the target has not read."""
+        return self._running.last_token(0)
+
+    @property
+    def finished(self) -> bool:
+        return not self._running.active
+
+    @property
+    def reach(self) -> int:
+        """How deep a draft may be: the token after it is the target's own."""
+        return max(self._running.room(0) - 1, 0) if not self.finished else 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
+        return self._ids.shape[1] if self._texts is None else self._running.length()

@@ -1,0 +1,111 @@
+"""The rows of embeddings that drafters borrow, as a server hands them out and a device keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.constants import HF_HOME
+from safetensors.torch import load_file, save_file
+
+from .messages import INPUT, MOST_ROWS, OUTPUT, PIECE_BYTES, Hello
+from .packing import packed_states, unpacked_states
+
+_NAMES = {INPUT: "input", OUTPUT: "output"}
+
+
+class ServedTables:
+    """The tables of a target.
+
+    Args:
+        target: whose rows they are.
+
+    Attributes:
+        tied: whether both are the same.
+        fingerprint: SHA-256 of all rows as they are sent.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._tables = {INPUT: target.get_input_embeddings().weight.detach()}
+        head = target.get_output_embeddings()
+        output = None if head is None else getattr(head, "weight", None)
+        if (
+            isinstance(output, torch.Tensor)
+            and output.is_floating_point()
+            and output.shape == self._tables[INPUT].shape
+        ):
+            self._tables[OUTPUT] = output.detach()
+        self.tied = OUTPUT not in self._tables or self._tables[OUTPUT].data_ptr() == self._tables[INPUT].data_ptr()
+        digest = hashlib.sha256()
+        for table in [self._tables[INPUT], *([] if self.tied else [self._tables[OUTPUT]])]:
+            for part in table.split(MOST_ROWS):
+                digest.update(packed_states(part))
+        self.fingerprint = digest.hexdigest()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and width of a row."""
+        rows, width = self._tables[INPUT].shape
+        return rows, width
+
+    def rows(self, table: int, first: int, count: int) -> bytes:
+        """Returns some rows as bytes.
+
+        Raises:
+            ValueError: there are no such rows, or too many at once.
+        """
+        rows, width = self.shape
+        if first + count > rows or 2 * width * count > PIECE_BYTES:
+            raise ValueError(f"rows {first} to {first + count} are asked for: the table has {rows}")
+        chosen = self._tables[INPUT] if self.tied else self._tables[table]
+        return packed_states(chosen[first : first + count])
+
+
+def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[int, torch.Tensor]:
+    """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
+
+    They are fetched once and kept on disk under their fingerprint.
+
+    Args:
+        hello: of the server.
+        fetch: returns rows of a table, given the first one and their number.
+
+    Raises:
+        ValueError: what was fetched is not what the server announced.
+    """
+    path = Path(HF_HOME) / "hf_hsdraft" / f"{hello.fingerprint}.safetensors"
+    wanted = [INPUT] if hello.tied else [INPUT, OUTPUT]
+    if path.is_file():
+        kept = load_file(path)
+    else:
+        kept = {_NAMES[table]: _fetched(hello, table, fetch) for table in wanted}
+        _check(hello, kept)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+        os.close(handle)
+        save_file(kept, partial)
+        os.replace(partial, path)
+    return {table: kept[_NAMES[table if table in wanted else INPUT]] for table in (INPUT, OUTPUT)}
+
+
+def _fetched(hello: Hello, table: int, fetch: Callable[[int, int, int], bytes]) -> torch.Tensor:
+    step = max(min(PIECE_BYTES // (2 * hello.width), MOST_ROWS), 1)
+    firsts = range(0, hello.rows, step)
+    parts = [unpacked_states(fetch(table, at, min(step, hello.rows - at)), hello.width) for at in firsts]
+    return torch.cat(parts)
+
+
+def _check(hello: Hello, tables: dict[str, torch.Tensor]) -> None:
+    digest = hashlib.sha256()
+    for table in tables.values():
+        if table.shape != (hello.rows, hello.width):
+            raise ValueError(f"rows {tuple(table.shape)} came in: the server announced {(hello.rows, hello.width)}")
+        for part in table.split(MOST_ROWS):
+            digest.update(packed_states(part))
+    if digest.hexdigest() != hello.fingerprint:
+        raise ValueError("the embedding rows that came in are not those that the server announced: try again")

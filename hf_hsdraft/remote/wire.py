@@ -1,0 +1,131 @@
+"""The binary form of messages: msgpack, with the size of every part bounded before it is allocated.
+
+A message is a dataclass. It is sent as a list: its code, then its fields in order. Nothing but numbers, text, bytes and
+flat containers of them is ever made of what comes in, so a message can hold no code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, TypeVar, cast, get_type_hints
+
+import msgpack
+
+MOST_TEXT = 2**17  # bytes of a text
+MOST_ITEMS = 2**12  # items of a list
+MOST_NAMES = 64  # items of a map, and characters of a name
+MOST_INT = 2**63 - 1
+
+
+class WireError(ValueError):
+    """What came in is no message that is expected here."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. Each class has a code of its own, and a check for each field."""
+
+    code: ClassVar[int]
+
+
+M = TypeVar("M", bound=Message)
+Check = Callable[[Any], bool]  # stands beside the type of a field: Annotated[int, whole(0, 9)]
+
+
+def whole(least: int = 0, most: int = MOST_INT) -> Check:
+    """A field of integers in a range."""
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def real(least: float = 0.0, most: float = 1e9) -> Check:
+    """A field of finite numbers in a range."""
+    return lambda value: type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+
+
+def flag() -> Check:
+    """A field that is True or False."""
+    return lambda value: type(value) is bool
+
+
+def words(most: int = MOST_TEXT) -> Check:
+    """A field of text of at most so many characters."""
+    return lambda value: type(value) is str and len(value) <= most
+
+
+def packed(width: int) -> Check:
+    """A field of bytes: items of `width` bytes each. The size of the whole message bounds their number."""
+    return lambda value: type(value) is bytes and len(value) % width == 0
+
+
+def settings() -> Check:
+    """A field that maps names to numbers, truth values, `None` and short lists of integers."""
+    return lambda value: type(value) is dict and all(is_setting(*each) for each in value.items())
+
+
+def layers() -> Check:
+    """A field of a few layer indices."""
+    return lambda value: type(value) is list and all(type(one) is int and 0 <= one < 2**16 for one in value)
+
+
+def is_setting(name: Any, value: Any) -> bool:
+    """Whether a value can be sent under a name: a number, a truth value, `None`, or a list of integers."""
+    if type(name) is not str or len(name) > MOST_NAMES:
+        return False
+    if type(value) is list:
+        return len(value) <= MOST_ITEMS and all(type(one) is int and abs(one) <= MOST_INT for one in value)
+    return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
+
+
+@cache
+def _checks(kind: Any) -> dict[str, Check]:
+    """The check of each field of a class of messages, in their order."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {each.name: hints[each.name].__metadata__[0] for each in fields(kind)}
+
+
+def encode(message: Message) -> bytes:
+    """Returns the bytes of a message."""
+    return msgpack.packb([message.code, *(getattr(message, each.name) for each in fields(message))])
+
+
+def decode(data: Any, expected: Mapping[int, type[M]]) -> M:
+    """Returns the message in some bytes.
+
+    Args:
+        data: what came in; the connection has bounded its size.
+        expected: the classes that may come, by code.
+
+    Raises:
+        WireError: it is no message of these classes; the text says what is wrong, and holds nothing of the data.
+    """
+    if not isinstance(data, bytes):
+        raise WireError("a message of text came in: expected bytes")
+    try:
+        values = msgpack.unpackb(
+            data,
+            max_str_len=MOST_TEXT,
+            max_bin_len=len(data),
+            max_array_len=MOST_ITEMS,
+            max_map_len=MOST_NAMES,
+            max_ext_len=0,
+        )
+    except Exception:  # of many kinds, and their texts may hold the data
+        raise WireError("the bytes are no msgpack, or hold more items than a message has") from None
+    kind = expected.get(values[0]) if type(values) is list and values and type(values[0]) is int else None
+    if kind is None:
+        raise WireError("there is no message with this code here")
+    checks = _checks(cast(Any, kind))
+    if len(values) != len(checks) + 1:
+        raise WireError(f"{kind.__name__} has {len(checks)} fields: {len(values) - 1} came in")
+    for (name, check), value in zip(checks.items(), values[1:], strict=True):
+        if not check(value):
+            raise WireError(f"{kind.__name__}.{name} is of another type, or out of range")
+    return kind(*values[1:])
+
+
+def by_code(*kinds: type[M]) -> dict[int, type[M]]:
+    """Returns classes of messages by their codes."""
+    return {kind.code: kind for kind in kinds}
