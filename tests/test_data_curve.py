@@ -30,11 +30,23 @@ def test_each_variant_has_its_points_in_order_and_its_slope():
 
 
 @pytest.mark.parametrize(
-    ("learned", "said"), [({"other": 1.0, **LEARNED}, "no drafter other"), ({"small": 1e4}, "two drafters at least")]
+    ("learned", "said"),
+    [
+        ({"other": 1.0, **LEARNED}, "no drafter other"),
+        ({"small": 1e4}, "two different numbers"),
+        ({"small": 1e4, "large": 1e4}, "two different numbers"),
+    ],
 )
 def test_drafters_that_are_not_there_are_named(learned, said):
     with pytest.raises(ValueError, match=said):
         curves_of(REPORT, learned)
+
+
+def test_a_name_that_fits_two_drafters_is_refused():
+    both = {"summary": {**REPORT["summary"], "others/small: chain": {"tau": 1.1}}}
+    with pytest.raises(ValueError, match="several drafters small"):
+        curves_of(both, LEARNED)
+    assert curves_of(both, {"runs/small": 1.0, "others/small": 10.0, "large": 100.0})[0].points[1] == (10.0, 1.1)
 
 
 def test_the_command_prints_the_points_and_draws(tmp_path):

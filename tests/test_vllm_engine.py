@@ -101,6 +101,20 @@ def test_an_environment_without_vllm_is_named_with_what_to_do():
         check_environment("no/such/python")
 
 
+def test_the_command_becomes_vllms_server(drafter, tmp_path, monkeypatch):
+    make_target().config.save_pretrained(tmp_path / "target")
+    started = []
+    monkeypatch.setattr("hf_hsdraft.serving.vllm_engine._FOUND", "pass")
+    monkeypatch.setattr("os.execvp", lambda file, command: started.append((file, command)) or sys.exit(0))
+    options = ["--target", str(tmp_path / "target"), "--drafter", str(drafter), "--vllm-python", sys.executable]
+    result = CliRunner().invoke(app, ["serve", "--engine", "vllm", *options, "--", "--max-model-len", "64"])
+    assert result.exit_code == 0, result.output
+    ((file, command),) = started
+    assert file == command[0] == sys.executable
+    assert json.loads(command[command.index("--speculative-config") + 1])["model"] == str(drafter)
+    assert command[-2:] == ["--max-model-len", "64"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -49,20 +49,24 @@ def curves_of(report: Mapping[str, Any], learned: Mapping[str, float]) -> list[C
         learned: tokens that each drafter learned from, by the drafter's name in the report or the last part of it.
 
     Raises:
-        ValueError: fewer than two drafters of the report are in `learned`, or one of `learned` is not in the report.
+        ValueError: one of `learned` is not in the report, or stands for several of its drafters; or a variant lacks two
+            different numbers of tokens.
     """
     found: dict[str, list[tuple[float, float]]] = {}
-    seen = set()
+    seen: dict[str, set[str]] = {}
     for system, row in report["summary"].items():
         drafter, _, variant = system.rpartition(": ")
         name = drafter if drafter in learned else Path(drafter).name
         if name in learned:
-            seen.add(name)
+            seen.setdefault(name, set()).add(drafter)
             found.setdefault(variant, []).append((learned[name], row["tau"]))
-    if missing := sorted(set(learned) - seen):
+    if missing := sorted(set(learned) - seen.keys()):
         raise ValueError(f"the report has no drafter {', '.join(missing)}: name them as `--drafter` did")
-    if len(seen) < 2:
-        raise ValueError("a curve needs two drafters at least: repeat --learned")
+    if twice := [name for name, drafters in seen.items() if len(drafters) > 1]:
+        raise ValueError(f"the report has several drafters {twice[0]}: name them in full, as `--drafter` did")
+    for variant, points in found.items():
+        if len({tokens for tokens, _ in points}) < 2:
+            raise ValueError(f"the curve of {variant} needs two different numbers of tokens: repeat --learned")
     return [Curve(variant, sorted(points)) for variant, points in found.items()]
 
 

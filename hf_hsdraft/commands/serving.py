@@ -115,7 +115,7 @@ def _serve_by_vllm(
         further=further,
     )
     console.print(shlex.join(command), highlight=False, soft_wrap=True)
-    os.execv(command[0], command)
+    os.execvp(command[0], command)
 
 
 @app.command(short_help="Chat in the terminal, drafted tokens coloured.")
