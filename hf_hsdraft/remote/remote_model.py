@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import ssl
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ class _Streaming(Observer):
 
 
 class RemoteModel:
-    """A target elsewhere, made by [`connect`]. Threads may share it: each call has a connection of its own.
+    """A target elsewhere, made by `connect`. Threads may share it: each call has a connection of its own.
 
     Args:
         address: of the server.
@@ -282,31 +281,3 @@ class RemoteModel:
 def _tell(observers: Sequence[Observer], news: News) -> None:
     for each in observers:
         each.ended(Round([], [], [news], 1, 0))
-
-
-def connect(
-    url: str,
-    token: str = "",
-    *,
-    tls: ssl.SSLContext | None = None,
-    patience: float = 60.0,
-    timeout: float = 60.0,
-) -> RemoteModel:
-    """Connects to a server that verifies, see `hsdraft verify-server`.
-
-    Args:
-        url: `https://host:port`, or `http://` on this machine or where no token is needed.
-        token: bearer token that the server wants.
-        tls: trusts other certificates than the machine does, and gives certificates of its own.
-        patience: seconds that a lost connection or an overloaded server is waited for; 0 raises at once.
-        timeout: seconds that an answer may take.
-
-    Returns:
-        a model whose `generate(prompt, assistant_model=drafter)` drafts here.
-
-    Raises:
-        LinkLost: there is no connection.
-        ServerRefused: the server does not take it.
-        ValueError: the address is none.
-    """
-    return RemoteModel(Address.of(url, token, tls), patience, timeout)
