@@ -15,12 +15,13 @@ from ..acceleration.accelerator import Acceleration
 from ..common.refusals import DraftingRefused
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Accepted as News
-from ..drafters.protocol import DraftCall, Drafter
+from ..drafters.protocol import Ask, DraftCall, Drafter
 from ..engine.call_output import DraftStatistics
 from ..engine.drafting import Drafting
 from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
 from ..engine.round_loop import decode
 from ..pace.pacing import FixedPace, KindOfCall, pace_for
+from ..trees.draft_tree import DraftTree
 from .link import Address, Link, LinkLost, ServerRefused
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens
 from .packing import packed_ints, unpacked_ints
@@ -57,6 +58,23 @@ class _Streaming(Observer):
     def ended(self, done: Round) -> None:
         for news in done.news:
             self.streamer.put(torch.tensor(news.tokens))
+
+
+class _SharedDrafting(Drafting):
+    """Drafts no more nodes than the server has room for, where many texts share a forward.
+
+    Args:
+        drafter, call: see `Drafting`.
+        target: says how many.
+    """
+
+    def __init__(self, drafter: Drafter, call: DraftCall, target: RemoteTarget) -> None:
+        super().__init__(drafter, call, lambda row, tree: tree)
+        self._target = target
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        """The best nodes of what is drafted. Any part of a tree is verified exactly by the target's own choice."""
+        return [tree.first(self._target.most_nodes) for tree in super().draft(asks)]
 
 
 class RemoteModel:
@@ -173,7 +191,7 @@ class RemoteModel:
             while not target.finished:
                 _tell(observers, target.receive())
             return
-        drafting = Drafting(drafter, DraftCall(self._shell, 1, draft), lambda row, tree: tree)
+        drafting = _SharedDrafting(drafter, DraftCall(self._shell, 1, draft), target)
         drafting.observe([first])
         drafting.pace = FixedPace() if draft.tree_sizing == "fixed" else self._pace(drafter, draft, drafting)
         timer = PaceTimer(drafting, Acceleration(self._shell), lambda: None)
