@@ -344,7 +344,7 @@ def learn_answers(run: Run, rank: int, found: Any, words_share: float) -> None:
     trained = [value for value in run.model.parameters() if value.requires_grad]
     run.optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, betas=(0.9, 0.98))
     restore(run, found)
-    clock, start = run.clock, words_share * run.clock.limit
+    clock, start, each = run.clock, words_share * run.clock.limit, PICTURES * QUESTIONS
     while clock.spent < clock.limit:
         set_rate(run.optimizer, 1e-3, (clock.spent - start) / (clock.limit - start))
         loss, right = answers_loss(run, PICTURES, QUESTIONS)
@@ -352,7 +352,7 @@ def learn_answers(run: Run, rank: int, found: Any, words_share: float) -> None:
         if clock.due("said", 20.0):
             say(
                 run,
-                f"answers: step {run.step}, {PICTURES * QUESTIONS * run.step:,} answers, loss {loss.item():.3f}, tokens {right:.0%}",
+                f"answers: step {run.step}, {each * run.step:,} answers, loss {loss.item():.3f}, tokens {right:.0%}",
             )
     adapted.merge_and_unload()
     run.model.model.language_model = adapted.base_model.model
