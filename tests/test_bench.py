@@ -176,6 +176,18 @@ def test_sampled_texts_are_compared_where_the_draws_are_alike(target, drafter, i
     assert texts[0] == texts[1] != texts[2]  # a seed decides, and something is drawn at all
 
 
+def test_sampling_takes_as_many_tokens_as_it_is_told(target, inputs):
+    for top_k in (None, 0, 1, 3):
+        torch.manual_seed(5)
+        told = {} if top_k is None else {"top_k": top_k}
+        expected = target.generate(**inputs[0], max_new_tokens=8, do_sample=True, temperature=1.5, **told)
+        found = time_call(target, inputs[0], System(PLAIN), Settings(8, 1.5, 5, top_k))[0]
+        prompt = inputs[0]["input_ids"].shape[1]
+        assert found == expected[:, prompt:].tolist(), top_k
+    with pytest.raises(ValueError, match="--top-k 0 is invalid"):
+        BenchPlan((), "lookup", top_k=0)
+
+
 def test_who_cannot_decode_is_left_out_but_none_of_ours(monkeypatch, target, drafter, inputs):
     def broken(*_):
         raise RuntimeError("no kernel\nfor this")

@@ -24,15 +24,17 @@ class Settings:
 
     Attributes:
         max_new_tokens: greatest number of new tokens of a prompt.
-        temperature: 0 decodes greedily. Above 0, `generate()` draws tokens at this temperature, with transformers' own
-            default of top-k 50.
+        temperature: 0 decodes greedily. Above 0, `generate()` draws tokens at this temperature, see `top_k`.
         seed: seed set before every call.
+        top_k: tokens that are drawn from, 0 for all; `None` for what the target's generation configuration says, or
+            transformers' own default of 50.
         max_cache_len: number of tokens that caches of a fixed length hold, so that all calls share one cache.
     """
 
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    top_k: int | None = None
     max_cache_len: int | None = None
 
     def generate_kwargs(self) -> dict[str, Any]:
@@ -40,7 +42,8 @@ class Settings:
         common: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "return_dict_in_generate": True}
         if self.temperature == 0:
             return {**common, "do_sample": False}
-        return {**common, "do_sample": True, "temperature": self.temperature}
+        drawn = {} if self.top_k is None else {"top_k": self.top_k}
+        return {**common, "do_sample": True, "temperature": self.temperature, **drawn}
 
 
 @dataclass

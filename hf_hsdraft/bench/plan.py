@@ -40,6 +40,7 @@ class BenchPlan:
         max_new_tokens: greatest number of new tokens of a prompt.
         temperature: 0 is greedy.
         seed: seed of the first prompt, for a temperature above 0.
+        top_k: tokens that are drawn from, see `Settings`.
         repeats: how often every system decodes all prompts.
         context_lengths: numbers of prompt tokens to measure at; empty for no such sweep.
         batch_sizes: numbers of prompts a call to measure at; empty for no such sweep.
@@ -64,6 +65,7 @@ class BenchPlan:
     json_out: Path | None = None
     pictures: Path | None = None
     new_tokens: Sequence[int] = ()
+    top_k: int | None = None
     parsed: list[Variant] = field(init=False)
     questions: list[Prompt] = field(init=False)
 
@@ -79,6 +81,10 @@ class BenchPlan:
             raise ValueError(f"no such folder for --json: {self.json_out.parent}")
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature {self.temperature} is invalid: expected 0 (greedy) or more")
+        if self.top_k is not None and (self.top_k < 0 or not self.temperature):
+            raise ValueError(
+                f"--top-k {self.top_k} is invalid: expected 0 (all tokens) or more, with a --temperature above 0"
+            )
         if self.profile and not self.takes_drafter:
             raise ValueError("--profile times the rounds of our decoding: name a variant such as tree or default too")
         for axis, values in self.points.items():
@@ -109,7 +115,7 @@ class BenchPlan:
         return {CONTEXT: self.context_lengths, BATCH: self.batch_sizes, NEW: self.new_tokens}
 
     def settings(self) -> Settings:
-        return Settings(self.max_new_tokens, self.temperature, self.seed)
+        return Settings(self.max_new_tokens, self.temperature, self.seed, self.top_k)
 
     def command(self, dtype: str) -> str:
         """Returns the command line of this plan, without folders of this machine."""
@@ -118,6 +124,7 @@ class BenchPlan:
         parts += [f"--max-new-tokens {self.max_new_tokens}", f"--dtype {dtype}"]
         parts += [f"--variants {','.join(variant.public_text for variant in self.parsed)}"]
         parts += [f"--temperature {self.temperature} --seed {self.seed}"] if self.temperature else []
+        parts += [] if self.top_k is None else [f"--top-k {self.top_k}"]
         parts += [f"--repeats {self.repeats}"] if self.repeats > 1 else []
         for axis, values in self.points.items():
             parts += [f"--{axis.replace('_', '-')} {','.join(map(str, values))}"] if values else []
@@ -241,6 +248,7 @@ def _settings(plan: BenchPlan, target: Any, systems: Sequence[System]) -> dict[s
         "do_sample": plan.temperature > 0,
         "temperature": plan.temperature,
         "seed": plan.seed,
+        "top_k": plan.top_k,
         "repeats": plan.repeats,
         "systems": [PLAIN, *(system.name for system in systems)],
         "variants": {system.name: system.shown_options() for system in systems},

@@ -45,6 +45,9 @@ def bench(
     ] = "default,chain,lookup",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For sampling: set before each call, one further each prompt.")] = 0,
+    top_k: Annotated[
+        int | None, typer.Option(help="For sampling: tokens drawn from, 0 for all; default: the target's own, or 50.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="How often all prompts are decoded by every system.")] = 1,
     context_lengths: Annotated[
         str | None, typer.Option(help="Also with prompts padded to so many tokens, as 256,1024,4096.")
@@ -95,6 +98,7 @@ def bench(
             json_out,
             pictures,
             whole_numbers(new_tokens, "--new-tokens"),
+            top_k,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

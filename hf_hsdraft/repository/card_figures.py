@@ -116,7 +116,9 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
 def _drawn(settings: Mapping[str, Any]) -> str:
     if not settings.get("do_sample"):
         return "greedy decoding (which draws nothing, so there is no seed)"
-    return f"sampling at temperature {cell(settings.get('temperature'))}, seed {cell(settings.get('seed'))}"
+    top_k = settings.get("top_k")
+    among = "" if top_k is None else " from all tokens" if top_k == 0 else f" from the {cell(top_k)} likeliest tokens"
+    return f"sampling at temperature {cell(settings.get('temperature'))}{among}, seed {cell(settings.get('seed'))}"
 
 
 def _shape(variant: str, settings: Mapping[str, Any]) -> str:
