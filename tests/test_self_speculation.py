@@ -360,7 +360,7 @@ def test_the_loss_is_a_cosine_a_divergence_and_a_cross_entropy():
     assert float(found.loss) == pytest.approx(total, rel=1e-4)
 
 
-def test_rolled_chains_weigh_no_more_than_others():
+def test_rolled_chains_weigh_no_more_than_others(tmp_path):
     """By default each prediction weighs by its depth: the loss is their sum by the number of them."""
     target = target_of("llama")
     drafter = make_self(target, right=False)
@@ -368,10 +368,12 @@ def test_rolled_chains_weigh_no_more_than_others():
     chat = TokenizedConversation(ids, torch.ones(14, dtype=torch.bool))
     pack = Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
     chains = Chains(torch.tensor([6, 1, 3, 5, 8]), 1, torch.ones(5, dtype=torch.bool))  # one of five is followed
-    args = DrafterTrainingArguments(use_cpu=True, **{**TRAINABLE["self"].arguments, "cosine_weight": 0.0})
+    fields = {"output_dir": str(tmp_path), "use_cpu": True, "eval_strategy": "no", "load_best_model_at_end": False}
+    fields |= {**TRAINABLE["self"].arguments, "cosine_weight": 0.0}
     found = {}
     for kind in ("by-prediction", "fixed"):
-        trainer = DrafterTrainer(drafter, replace(args, depth_weighting=kind), target=target)
+        args = DrafterTrainingArguments(**{**fields, "depth_weighting": kind})
+        trainer = DrafterTrainer(drafter, args, target=target)
         labels = true_labels(pack, chains, 4)
         predictions = family_of(drafter).predictions(drafter, trainer.weights)
         found[kind] = float(unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss.loss)
@@ -385,7 +387,7 @@ def test_rolled_chains_weigh_no_more_than_others():
         total += 0.8**depth * value / 8
         by_depth[depth].append(value)
     means = sum(0.8**depth * sum(each) / len(each) for depth, each in enumerate(by_depth))
-    assert args.depth_weighting == "by-prediction" and found["by-prediction"] == pytest.approx(total, rel=1e-4)
+    assert fields["depth_weighting"] == "by-prediction" and found["by-prediction"] == pytest.approx(total, rel=1e-4)
     assert found["fixed"] == pytest.approx(means / sum(0.8**depth for depth in range(4)), rel=1e-4)
 
 
