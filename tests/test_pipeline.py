@@ -565,7 +565,7 @@ def test_hidden_state_regression_fades(chatty, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("name", ["regression_weight", "cosine_weight"])
 def test_states_of_another_width_are_refused_before_anything_is_written(chatty, tokenizer, tmp_path, name):
-    narrow = plan(tmp_path, drafter={**SIZES, "hidden_size": 16})
+    narrow = plan(tmp_path, drafter={**SIZES, "head": "trained", "hidden_size": 16, "num_attention_heads": 2})
     with pytest.raises(ValueError, match=f"{name}=1.0 is invalid: drafted states have a width of 16, those .* 32"):
         run(chatty, tokenizer, narrow, **{name: 1.0})
     assert not (tmp_path / "out").exists()
