@@ -376,7 +376,7 @@ def test_rolled_chains_weigh_no_more_than_others(tmp_path):
         trainer = DrafterTrainer(drafter, args, target=target)
         labels = true_labels(pack, chains, 4)
         predictions = family_of(drafter).predictions(drafter, trainer.weights)
-        found[kind] = float(unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss.loss)
+        found[kind] = float(unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss.loss.detach())
     states = target(ids[None], output_hidden_states=True).hidden_states
     head, total, by_depth = target.get_output_embeddings().weight, 0.0, [[], [], [], []]
     for start, depth in [*((start, 0) for start in (6, 1, 3, 5, 8)), (6, 1), (6, 2), (6, 3)]:
