@@ -276,6 +276,7 @@ def test_the_command_trains_frames(chatty, tokenizer, tmp_path):
         ("specformer", {"ce_share": 0.5}, "ce_share=0.5 is invalid with objective='ctc'"),
         ("specformer", {"rolled_fraction": 0.5}, "rolled_fraction=0.5 is invalid with objective='ctc'"),
         ("specformer", {"regression_weight": 1.0}, "regression_weight=1.0 is invalid with objective='ctc'"),
+        ("specformer", {"cosine_weight": 1.0}, "cosine_weight=1.0 is invalid with objective='ctc'"),
         ("specformer", {"ctc_labels": 5}, "ctc_labels=5 is invalid: expected at most num_draft_steps=4"),
         ("specformer", {"ctc_labels": 0}, "ctc_labels=0 is invalid: expected 1 or more"),
         ("specformer", {"ctc_labels": 2, "objective": "forward_kl"}, "ctc_labels=2 is invalid.*and objective='ctc'"),

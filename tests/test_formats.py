@@ -78,8 +78,8 @@ def test_every_format_describes_what_it_recognises(folders):
 def test_commands_decode_with_drafters_of_any_format(kind, folders):
     pair = "--target", folders["target"], "--drafter", folders[kind]
     said = run("check", folders[kind], folders["target"], "--max-new-tokens", "8")
-    wanted = "same texts: 3 of 3" if kind == "language model" else "right in training  right in decoding"
-    assert " ".join(wanted.split()) in " ".join(said.split())  # what can be trained is compared with training
+    wanted = "right in training right in decoding"  # all of them can be trained
+    assert wanted in " ".join(said.split())
     run("bench", "--variants", "default,chain,tree24x6", "--max-new-tokens", "4", "--limit", "1", *pair)
     assert "same text yes" in run("demo", "w1 w2 w3", "--max-new-tokens", "4", *pair)
 

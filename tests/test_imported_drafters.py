@@ -21,7 +21,7 @@ from hf_hsdraft.drafters.eagle.eagle_texts import DraftedRows
 from hf_hsdraft.drafters.protocol import DraftCall
 from hf_hsdraft.drafters.row_context import RowContext
 from hf_hsdraft.hub.describe import cached_drafters
-from hf_hsdraft.training.trainable import can_be_trained
+from hf_hsdraft.training.trainable import as_trained
 
 
 def block(target, **fields) -> BlockDrafter:
@@ -65,8 +65,9 @@ def test_costs_of_one_kind_are_no_costs_of_another():
 
 def test_drafters_that_can_only_draft_are_known():
     target = make_target()
-    assert can_be_trained(make_drafter(target)) and can_be_trained(block(target)) and can_be_trained(eagle(target))
-    assert not can_be_trained(block(target, markov_head_type="rnn", sample_from_anchor=False))
+    for drafter in (make_drafter(target), block(target), eagle(target)):
+        assert as_trained(drafter) is drafter
+    assert as_trained(block(target, markov_head_type="rnn", sample_from_anchor=False)) is None
 
 
 def test_a_memory_does_not_fit_a_drafter_of_another_dtype():

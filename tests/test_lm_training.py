@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
-from lm_helpers import GREEDY, layered_target, padded
-from transformers import AutoModelForCausalLM
+from lm_helpers import GREEDY, drafts_of, layered_target, padded, steered, tiny, with_fixed
+from tokenizers import models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, CausalLMDrafter, SteeredLMDrafter
+from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
 from hf_hsdraft.cli import app
-from hf_hsdraft.drafters.causal_lm.layer_subset import layers_of
+from hf_hsdraft.drafters.causal_lm.layer_subset import layers_of, with_layers
 from hf_hsdraft.training.conversations import TokenizedConversation
 from hf_hsdraft.training.families.trained_lm import LMPredictions
 from hf_hsdraft.training.features import read_features
 from hf_hsdraft.training.loss import Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.parity import parity
 from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.prepared import prepared
 from hf_hsdraft.training.pruning import prune
 from hf_hsdraft.training.run import train
-from hf_hsdraft.training.trainable import TRAINABLE
+from hf_hsdraft.training.start import drafter_to_start_from
+from hf_hsdraft.training.trainable import TRAINABLE, as_trained, family_of
 from hf_hsdraft.training.trainer import DrafterTrainer
 
 
@@ -147,6 +152,57 @@ def test_chains_of_the_text_are_what_the_text_says(target):
 
 
 @pytest.mark.parametrize("family", ["lm", "steered-lm"])
+def test_a_start_with_other_tokens_is_refused_before_anything_is_written(tied, tokenizer, tmp_path, family):
+    """Tokens that stand for others, and tokens that the drafter has no embedding of."""
+    vocabulary = dict(tokenizer.get_vocab())
+    swapped = copy.deepcopy(tokenizer.backend_tokenizer)
+    vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
+    swapped.model = models.WordLevel(vocabulary, unk_token=tokenizer.unk_token)
+    other = PreTrainedTokenizerFast(tokenizer_object=swapped, chat_template=tokenizer.chat_template)
+    start = pruned_folder(tied, other, tmp_path / "other")
+    with pytest.raises(ValueError, match="tokenizer is not the target's: 2 of"):
+        run(tied, tokenizer, planned(tmp_path, family, init_from=start))
+    start = pruned_folder(tied, tokenizer, tmp_path / "small")
+    small = AutoModelForCausalLM.from_pretrained(start)
+    small.resize_token_embeddings(VOCAB - 10)
+    small.save_pretrained(start)
+    with pytest.raises(ValueError, match=f"has embeddings of {VOCAB - 10} tokens, the target's tokenizer has ids up"):
+        run(tied, tokenizer, planned(tmp_path, family, init_from=start))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_new_steering_is_drafted_as_deep_as_it_is_trained(tied, tokenizer, tmp_path):
+    start = pruned_folder(tied, tokenizer, tmp_path / "small")
+    assert CausalLMDrafter.from_pretrained(start).generation_config.num_assistant_tokens == 5
+    for given, steps in (({}, 8), ({"num_draft_steps": 4}, 4)):
+        drafter = drafter_to_start_from(
+            TRAINABLE["steered-lm"], tied, tokenizer, planned(tmp_path, "steered-lm", init_from=start, drafter=given)
+        )
+        assert drafter.num_draft_steps == drafter.generation_config.num_assistant_tokens == steps
+
+
+def test_a_steering_without_a_language_model_is_refused(tied, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"name the model by --init-from.*--family lm` makes one"):
+        prepared(planned(tmp_path, "steered-lm"), {}, "cpu")
+    with pytest.raises(ValueError, match="name the model by --init-from"):
+        run(tied, tokenizer, planned(tmp_path, "steered-lm"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_drafters_are_taken_as_they_are_trained(target):
+    """Their depths, options and drafts stay; a language model whose logits are more than a product can only draft."""
+    for drafter in (steered(target), with_fixed(CausalLMDrafter(with_layers(target, [0, 5])))):
+        taken = as_trained(drafter)
+        assert family_of(taken).drafts_as is type(drafter)
+        assert drafts_of(target, taken, padded(1)) == drafts_of(target, drafter, padded(1))
+        report = parity(taken, target, [padded(1)["input_ids"]], max_new_tokens=16)
+        assert report.passed and len(report.depths) == 5
+    assert as_trained(LayerSkipDrafter.for_target(target, [1, 3])) is None
+    capped = tiny("gemma2", final_logit_softcapping=0.5)
+    assert as_trained(CausalLMDrafter(capped)) is None
+
+
+@pytest.mark.parametrize("family", ["lm", "steered-lm"])
 def test_commands_train_and_check(tied, tokenizer, tmp_path, family):
     for part in (tied, tokenizer):
         part.save_pretrained(tmp_path / "target")
@@ -158,6 +214,6 @@ def test_commands_train_and_check(tied, tokenizer, tmp_path, family):
     found = CliRunner().invoke(app, ["train", *arguments])
     assert found.exit_code == 0, (found.output, found.exception)
     checked = CliRunner().invoke(app, ["check", out, target, "--max-new-tokens", "8", "--limit", "2"])
-    assert checked.exit_code == 0 and "same texts: 2 of 2" in checked.output, checked.output
+    assert checked.exit_code == 0 and "right in training" in checked.output, checked.output
     refused = CliRunner().invoke(app, ["train", *arguments, "--draft-vocab-size", "5"])
     assert "draft_vocab_size=5 is invalid with family" in str(refused.exception)

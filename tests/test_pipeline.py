@@ -559,6 +559,16 @@ def test_hidden_state_regression_fades(chatty, tokenizer, tmp_path):
     run(chatty, tokenizer, plan(tmp_path), regression_weight=1.0, regression_steps=3)
     history = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["history"]
     assert ["regression" in entry for entry in history if "loss" in entry] == [True, True, True, False]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "forward_kl + 1 x regression of states (0 after 3 steps) on teacher data" in card
+
+
+@pytest.mark.parametrize("name", ["regression_weight", "cosine_weight"])
+def test_states_of_another_width_are_refused_before_anything_is_written(chatty, tokenizer, tmp_path, name):
+    narrow = plan(tmp_path, drafter={**SIZES, "head": "trained", "hidden_size": 16, "num_attention_heads": 2})
+    with pytest.raises(ValueError, match=f"{name}=1.0 is invalid: drafted states have a width of 16, those .* 32"):
+        run(chatty, tokenizer, narrow, **{name: 1.0})
+    assert not (tmp_path / "out").exists()
 
 
 def test_lora_is_a_peft_adapter_that_switches_per_call(chatty, tokenizer, tmp_path):

@@ -20,11 +20,13 @@ from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli import app
 from hf_hsdraft.target.first_layers import FirstLayers
 from hf_hsdraft.target.tree_reading import read_trees
+from hf_hsdraft.training.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.conversations import TokenizedConversation
 from hf_hsdraft.training.features import read_features
 from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.objectives import objective_of
 from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.prepared import prepared
 from hf_hsdraft.training.run import train
 from hf_hsdraft.training.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.trainer import DrafterTrainer
@@ -358,6 +360,37 @@ def test_the_loss_is_a_cosine_a_divergence_and_a_cross_entropy():
     assert float(found.loss) == pytest.approx(total, rel=1e-4)
 
 
+def test_rolled_chains_weigh_no_more_than_others(tmp_path):
+    """By default each prediction weighs by its depth: the loss is their sum by the number of them."""
+    target = target_of("llama")
+    drafter = make_self(target, right=False)
+    ids = torch.randint(2, VOCAB, (14,), generator=torch.Generator().manual_seed(0))
+    chat = TokenizedConversation(ids, torch.ones(14, dtype=torch.bool))
+    pack = Pack.of(read_features(target, (2,), [chat], dtype=torch.float32))
+    chains = Chains(torch.tensor([6, 1, 3, 5, 8]), 1, torch.ones(5, dtype=torch.bool))  # one of five is followed
+    fields = {"output_dir": str(tmp_path), "use_cpu": True, "eval_strategy": "no", "load_best_model_at_end": False}
+    fields |= {**TRAINABLE["self"].arguments, "cosine_weight": 0.0}
+    found = {}
+    for kind in ("by-prediction", "fixed"):
+        args = DrafterTrainingArguments(**{**fields, "depth_weighting": kind})
+        trainer = DrafterTrainer(drafter, args, target=target)
+        labels = true_labels(pack, chains, 4)
+        predictions = family_of(drafter).predictions(drafter, trainer.weights)
+        found[kind] = float(unroll(drafter, predictions, pack, chains, labels.tokens, labels).loss.loss.detach())
+    states = target(ids[None], output_hidden_states=True).hidden_states
+    head, total, by_depth = target.get_output_embeddings().weight, 0.0, [[], [], [], []]
+    for start, depth in [*((start, 0) for start in (6, 1, 3, 5, 8)), (6, 1), (6, 2), (6, 3)]:
+        place = start + 1 + depth
+        p = (states[LAYERS][0][place] @ head.T).log_softmax(-1)
+        q = (drafter.norm(drafter.imitated(states[2][0][place])) @ head.T).log_softmax(-1)
+        value = float(0.5 * (p.exp() * (p - q)).sum() - 0.5 * q[p.argmax()])
+        total += 0.8**depth * value / 8
+        by_depth[depth].append(value)
+    means = sum(0.8**depth * sum(each) / len(each) for depth, each in enumerate(by_depth))
+    assert fields["depth_weighting"] == "by-prediction" and found["by-prediction"] == pytest.approx(total, rel=1e-4)
+    assert found["fixed"] == pytest.approx(means / sum(0.8**depth for depth in range(4)), rel=1e-4)
+
+
 def planned(folder, **overrides) -> TrainingPlan:
     sizes = {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6, "draft_layers": 2}
     fields = {
@@ -388,8 +421,18 @@ def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, 
     assert chatty.generate(**inputs, **call, assistant_model=loaded.float()).tolist() == plain.tolist()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| family | self |" in card and "first 2 of 3 layers" in card
+    assert "kl_ce (ce_share 0.5) + 1 x cosine distance of states on teacher data" in card
+    assert "weights of predictions by depth 1.00, 0.80, 0.64" in card
     told = CliRunner().invoke(app, ["info", str(tmp_path / "out")], catch_exceptions=False).output
     assert "self_speculation" in told
+
+
+def test_what_would_fail_when_training_begins_is_refused_at_once(chatty, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
+        prepared(planned(tmp_path), {"data_policy": "mixed"}, "cpu")  # no target was needed
+    with pytest.raises(ValueError, match="data_policy='mixed' is invalid with family='self'"):
+        run(chatty, tokenizer, planned(tmp_path), data_policy="mixed")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):

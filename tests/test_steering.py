@@ -128,8 +128,10 @@ def test_a_steered_drafter_is_saved_beside_an_ordinary_model(target, tmp_path):
     assert type(loaded) is SteeredLMDrafter and loaded.taps == drafter.taps
     assert drafts_of(target, loaded, padded(1)) == drafts_of(target, drafter, padded(1))
     assert AutoDrafter.from_pretrained(tmp_path, steering=False).generation_config.steering is False
-    plain = CausalLMDrafter.from_pretrained(tmp_path)
-    assert type(plain) is CausalLMDrafter and not hasattr(plain.generation_config, "steering_")
+    plain = with_fixed(CausalLMDrafter.from_pretrained(tmp_path))
+    unsteered = with_fixed(CausalLMDrafter(with_layers(target, [0, 2, 5])))
+    assert drafts_of(target, plain, padded(1)) == drafts_of(target, unsteered, padded(1))
+    assert drafts_of(target, plain, padded(1)) != drafts_of(target, drafter, padded(1))
     (tmp_path / "steering.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"steering\.safetensors is damaged"):
         AutoDrafter.from_pretrained(tmp_path)
@@ -168,8 +170,14 @@ def test_a_chat_goes_on_from_what_a_steered_drafter_had_read(target):
         first = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
         drafter.generation_config.steering = after
-        cache = first.past_key_values
+        cache, read = first.past_key_values, []
+        hook = drafter.model.get_input_embeddings().register_forward_hook(
+            lambda table, inputs, output, read=read: read.append(inputs[0].shape[1])
+        )
         drafts, output = drafted_call(target, drafter, {"input_ids": ids}, past_key_values=cache)
+        hook.remove()
+        # What it had read in the same way is not read again: all but the text's last tokens.
+        assert read[0] < 15 if before == after else read[0] >= ids.shape[1] == 38
         assert output.sequences.tolist() == target.generate(ids, **GREEDY).tolist()
         if not after:  # what the steered drafter had read is not gone on from
             expected = drafts_of(target, unsteered, {"input_ids": ids})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import fields as fields_of
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from conftest import VOCAB, make_target, write_prompts
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
@@ -19,6 +21,7 @@ from hf_hsdraft.bench.block_parity import SLOTS, speculators_slots
 from hf_hsdraft.cli import app
 from hf_hsdraft.repository import care
 from hf_hsdraft.training import publish
+from hf_hsdraft.training.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.conversations import TokenizedConversation
 from hf_hsdraft.training.features import read_features
 from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
@@ -28,6 +31,7 @@ from hf_hsdraft.training.parity import parity
 from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.run import train
 from hf_hsdraft.training.trainable import TRAINABLE, family_of
+from hf_hsdraft.training.trainer import DrafterTrainer
 
 IDS = list(range(20, 60))
 BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
@@ -232,6 +236,33 @@ def plan(folder, family: str, **overrides) -> TrainingPlan:
 def run(target, tokenizer, planned: TrainingPlan, **arguments):
     fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
     return train(target, tokenizer, planned, {**fields, **arguments}, report=lambda _: None)
+
+
+class Describes(TrainerCallback):
+    """Asks a model's configuration for what reports of training do: TensorBoard for JSON, others for fields."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if getattr(model, "config", None) is not None:
+            self.told.append((json.loads(model.config.to_json_string()), model.config.to_dict()))
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle3", "lm", "steered-lm"])
+def test_reports_can_describe_a_drafter(chatty, tmp_path, kind):
+    family, fields = KINDS[kind]
+    drafter = TRAINABLE[family].fresh(chatty, fields, 64, list)
+    ids = torch.randint(2, VOCAB, (12,), generator=torch.Generator().manual_seed(0))
+    args = DrafterTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=1, eval_strategy="no", load_best_model_at_end=False,
+        rolled_fraction=1.0, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    chats, describes = [TokenizedConversation(ids, torch.ones(12, dtype=torch.bool))] * 2, Describes()
+    DrafterTrainer(drafter, args, target=chatty, train_dataset=chats, callbacks=[describes]).train()
+    [(as_json, by_name)] = describes.told
+    assert as_json["draft_vocab_size"] == by_name["draft_vocab_size"] == drafter.config.draft_vocab_size
+    assert as_json.keys() == by_name.keys() == {field.name for field in fields_of(drafter.config)}
 
 
 def decodes_as_plain(target, drafter) -> bool:

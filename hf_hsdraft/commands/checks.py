@@ -95,15 +95,16 @@ def check(
     from ..target.target_loading import load_target
     from ..training.conversations import read_prompts
     from ..training.parity import PROMPTS
-    from ..training.trainable import can_be_trained
+    from ..training.trainable import as_trained
 
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
     loaded = load_drafter(drafter, dtype.torch, device)
     model, tokenizer = load_target(target, dtype.torch, device)
     check_fit(loaded, model, tokenizer)
     inputs = [encode_prompt(tokenizer, text, device) for text in texts[:limit]]
-    if can_be_trained(loaded):
-        _check_training(loaded, model, inputs, max_new_tokens, tolerance)
+    trained = as_trained(loaded)
+    if trained is not None:
+        _check_training(trained, model, inputs, max_new_tokens, tolerance)
     else:
         _check_decoding(loaded, model, inputs, max_new_tokens)
 

@@ -35,8 +35,9 @@ class DrafterTrainingArguments(TrainingArguments):
             draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4); `"draft-opd"` for the
             rounds that drafting along the text comes to, see `draft_opd`.
         rejected_drafts: greatest number of rejected drafts of a round that `"draft-opd"` learns from; `None` for 1.
-        depth_weighting: `"fixed"` for weights of the depths that are the same in all chains, `"d-pace"` for weights by
-            the drafter's own estimate of how far each chain is accepted, see `depth_weights.d_pace`.
+        depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
+            for a mean over all predictions, each of which has the weight of its depth; `"d-pace"` for weights by the
+            drafter's own estimate of how far each chain is accepted, see `depth_weights.d_pace`.
         depth_decay: depth d weighs `depth_decay ** d`.
         depth_weights: weight of each depth, instead of `depth_decay`.
         regression_weight: weight of the hidden-state regression at the first step.

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from ..target.text_configs import text_config
 from .conversations import Conversation, tokenize_conversation
+from .ctc_loss import check_objective
 from .family import TrainableFamily
 from .files import write_json
 
@@ -29,6 +31,26 @@ def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily)
     ids = tokenize_conversation(tokenizer, chat, 256).input_ids
     _check_drafting(target, family, ids[None])
     _check_teacher(target, ids[None])
+
+
+def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any) -> None:
+    """Raises a ValueError where a drafter cannot be trained in the way that is asked for.
+
+    Args:
+        family: the drafter's family.
+        config: the drafter's configuration.
+        target: the target.
+        args: arguments of the training.
+    """
+    check_objective(config, args)
+    family.check_policy(args.data_policy)
+    width, wanted = family.width(config), text_config(target).hidden_size
+    for name in ("regression_weight", "cosine_weight"):
+        if getattr(args, name) > 0 and width != wanted:
+            raise ValueError(
+                f"{name}={getattr(args, name)} is invalid: drafted states have a width of {width}, those of the "
+                f"target {wanted}. Leave it out, or train a drafter of the target's width"
+            )
 
 
 def check_device(target: Any) -> None:

@@ -123,6 +123,7 @@ def check_objective(config: Any, args: Any) -> None:
         )
     only_values = {
         "data_policy": "teacher", "depth_weighting": "fixed", "rolled_fraction": 1.0, "regression_weight": 0.0,
+        "cosine_weight": 0.0,
     }  # fmt: skip
     for name, only in only_values.items():
         value = getattr(args, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-DEPTH_WEIGHTINGS = ("fixed", "d-pace")
+DEPTH_WEIGHTINGS = ("fixed", "by-prediction", "d-pace")
 _FLOOR = 0.5
 
 

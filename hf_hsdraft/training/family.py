@@ -37,6 +37,7 @@ class TrainableFamily:
         arguments: training arguments whose defaults differ for this family.
         takes_adapters: whether its drafters load adapters (LoRA).
         follows_drafts: whether its chains can follow other tokens than the text's, as most data policies want.
+        starts_afresh: whether a drafter can be trained from nothing.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TrainableFamily:
     arguments: Mapping[str, Any] = {}
     takes_adapters = False
     follows_drafts = True
+    starts_afresh = True
 
     @property
     def fields(self) -> set[str]:
@@ -96,6 +98,25 @@ class TrainableFamily:
         """
         return self.drafter.from_pretrained(name, dtype=torch.float32)
 
+    def check_start(self, drafter: Any, target: Any, tokenizer: Any) -> None:
+        """Raises a ValueError if a drafter to start from was made for another target, or for another tokenizer.
+
+        Args:
+            drafter: the drafter.
+            target: the target.
+            tokenizer: the target's tokenizer.
+        """
+        drafter.check(target)
+        drafter.warn_of_misfit(target, tokenizer, all_processes=False)
+
+    def taken(self, drafter: Any) -> Any | None:
+        """Returns a drafter that was loaded for drafting as training takes it; `None` if it is of another family.
+
+        Raises:
+            ValueError: it is of this family, but cannot be trained.
+        """
+        return drafter if isinstance(drafter, self.drafter) else None
+
     def snapshot(self, drafter: Any) -> Any:
         """Returns a drafter of the same weights, without what training has put around its forward."""
         copied = type(drafter)(drafter.config)
@@ -140,6 +161,15 @@ class TrainableFamily:
         Args:
             config: its configuration.
         """
+
+    def width(self, config: Any) -> int:
+        """Returns the width of what stands for the target's final hidden states, see `Predictions.final`.
+
+        Args:
+            config: configuration of the drafter.
+        """
+        width: int = config.hidden_size
+        return width
 
     def check_policy(self, data_policy: str) -> None:
         """Raises a ValueError for a data policy by which chains of this family cannot be trained."""

@@ -259,14 +259,16 @@ class ChainLoss:
         weights: weights that the drafter borrows from its target.
         teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
         objective: see `objectives`.
-        depth_weights: `[K]`, weight of each depth. They are divided by their sum, unless predictions of a depth weigh
-            differently or drafts were rejected.
+        depth_weights: `[K]`, weight of each depth. They are divided by their sum, unless the loss is a mean over
+            predictions.
         chunk_logits: number of logits that are computed at a time, for drafter and target each; at most twice as many
             of the target are held.
         scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
         d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more, which
             takes another product by the drafter's head and one by the target's for each prediction, without gradients.
         cosine_weight: weight of 1 minus the cosine of drafted and final hidden states (FastVLM).
+        by_prediction: whether the loss is a mean over predictions, not over depths. It always is with `d_pace`, and
+            where drafts were rejected.
     """
 
     weights: TargetWeights
@@ -277,6 +279,7 @@ class ChainLoss:
     scored_logits: int = 2**18
     d_pace: bool = False
     cosine_weight: float = 0.0
+    by_prediction: bool = False
 
     @property
     def rows_per_chunk(self) -> int:
@@ -297,7 +300,8 @@ class ChainLoss:
         assert len(weights) == steps, "one weight a depth"
         if self.d_pace and torch.is_grad_enabled():  # nobody reads the loss of an evaluation
             weights = weights * d_pace(_label_probabilities(total, place, labels), labels.valid)
-        mean = mean_of_predictions if self.d_pace or rejected is not None else mean_of_depths
+        by_prediction = self.by_prediction or self.d_pace or rejected is not None
+        mean = mean_of_predictions if by_prediction else mean_of_depths
         coefficients = mean(weights, labels.valid, labels.count).flatten()
         if rejected is not None:
             columns = rejected.columns.flatten()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-CE_SHARE = 0.1  # share of the cross-entropy in `ce_tv`
+CE_SHARES = {"ce_tv": 0.1, "kl_ce": 0.5}  # share of the cross-entropy where nobody says otherwise
 _LK_DECAY = 3.0
 
 
@@ -50,7 +50,7 @@ def hard_labels(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, teacher.max(dim=-1).indices, reduction="none")
 
 
-def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARE) -> torch.Tensor:
+def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARES["ce_tv"]) -> torch.Tensor:
     """`ce_share` of `hard_labels` and the rest of `total_variation` (the loss of DSpark).
 
     The parts are those of the package speculators: the cross-entropy is with the target's first choice, and the total
@@ -65,7 +65,7 @@ def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHAR
     return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * total_variation(logits, teacher)
 
 
-def kl_ce(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = 0.5) -> torch.Tensor:
+def kl_ce(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARES["kl_ce"]) -> torch.Tensor:
     """`ce_share` of `hard_labels` and the rest of `forward_kl`: two of the three parts of FastVLM's loss.
 
     Args:

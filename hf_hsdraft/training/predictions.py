@@ -21,13 +21,11 @@ class Predictions:
 
     Attributes:
         weights: what the drafter borrows of its target.
-        width: size of the states that `final` returns.
         reads_tokens: whether drafted states depend on the path's tokens. If they do, each further token of a path takes
             another forward.
     """
 
     weights: TargetWeights
-    width: int
     reads_tokens: bool = False
 
     @property
@@ -57,7 +55,10 @@ class Predictions:
         raise NotImplementedError
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what stands for the target's final hidden states, `[N, width]`, of drafted states `[N, D]`."""
+        """Returns what stands for the target's final hidden states, `[N, width]`, of drafted states `[N, D]`.
+
+        The width is the one that the family names.
+        """
         raise NotImplementedError
 
 

@@ -31,6 +31,7 @@ def prepared(
     plan.check_invents()
     chosen_kinds(plan.kinds)
     args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
+    family_for(plan).check_policy(args.data_policy)
     if args.objective == CTC:
         plan = replace(plan, drafter={**plan.drafter, "ctc": True})
         family_for(plan)  # raises where such a drafter has no frames

@@ -16,9 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
-from transformers import __version__ as transformers_version
 
-from .._version import __version__
 from ..bench.measure import encode_prompt
 from ..common.checks import public_name
 from ..repository.model_card import FIGURES, RECIPE, write_card
@@ -27,6 +25,7 @@ from .adapters import with_lora
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .checks import (
+    check_learning,
     check_target_can_teach,
     check_template_keeps_turns,
     claim,
@@ -36,8 +35,7 @@ from .checks import (
     last_checkpoint,
     read_state,
 )
-from .conversations import Conversation, tokenize_conversation
-from .ctc_loss import check_objective
+from .conversations import Conversation, TokenizedConversation, tokenize_conversation
 from .family import TrainableFamily
 from .features import cache_features, feature_bytes, read_features
 from .files import disk_full, is_disk_full, write_json
@@ -48,6 +46,7 @@ from .prepared import prepared
 from .progress import Reporter, TrainingProgress
 from .publish import name_data_set, prepare_repository, publish
 from .published_chats import PublishedChats
+from .recipe import training_recipe, what_is_computed
 from .start import draft_vocabulary, drafter_to_start_from, fresh_drafter
 from .trainable import family_for
 from .trainer import DrafterTrainer
@@ -112,9 +111,9 @@ def train(
         report(f"target sharded over {state.num_processes} processes")
     check_target_can_teach(target, tokenizer, family)
     identity = fingerprint(target)
-    start = drafter_to_start_from(family, target, plan)
+    start = drafter_to_start_from(family, target, tokenizer, plan)
     config = start.config if start else family.config_for(target, plan.drafter)
-    check_objective(config, args)
+    check_learning(family, config, target, args)
     steps = config.num_draft_steps
     args.weights_of_depths(steps)
     args.check_metric(steps, generates=plan.eval_prompts > 0)
@@ -182,8 +181,63 @@ def _train_on(
     conversations: Sequence[Conversation],
     report: Reporter,
 ) -> None:
+    """Trains a drafter on some conversations and saves it."""
     out, state = Path(plan.out), PartialState()
-    conversations = in_order(conversations, args.seed)
+    pairs = _tokenized(tokenizer, plan, in_order(conversations, args.seed), report)
+    tokenized = [pair[1] for pair in pairs]
+    tokens, answers = (sum(int(part.sum()) for part in parts) for parts in _token_counts(tokenized))
+    report(f"{len(pairs):,} conversations, {tokens:,} tokens, {answers:,} of them answers")
+    drafter = _drafter_to_train(target, tokenizer, plan, args, family, start, tokenized, report)
+    dataset: Any = tokenized
+    if plan.cache_taps:
+        dataset = _cached_taps(target, family.taps(drafter, target), tokenized, tokens, out, identity, report)
+    drafter = drafter.to(args.device)
+    if not start:
+        sample = read_features(target, family.taps(drafter, target), tokenized[: min(16, len(tokenized))])
+        family.start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
+    model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    report(
+        f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters, {trained / 1e6:.1f}M trained"
+    )
+    last = last_checkpoint(out)
+    trainer = DrafterTrainer(
+        model,
+        args,
+        target=target,
+        tau_prompts=_tau_prompts(target, tokenizer, [chat for chat, _ in pairs[: plan.eval_conversations]], plan, args),
+        train_dataset=Subset(dataset, range(plan.eval_conversations, len(pairs))),
+        eval_dataset=Subset(dataset, range(plan.eval_conversations)),
+        budget=_budget(args, last),
+        report=report,
+        callbacks=_callbacks(args),
+    )
+    report(what_is_computed(trainer))
+    begin = time.perf_counter()
+    _learn(trainer, last, report)
+    if plan.lora is None:
+        try:
+            family.record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
+        except Exception as error:  # the drafter is saved all the same
+            report(f"what the target writes could not be recorded: {error}")
+    if state.is_main_process:
+        amount = f"{len(pairs):,} conversations, {answers:,} answer tokens, by the target itself"
+        _save(trainer, plan, family, out, {"data": amount, "prompts": plan.describe_prompts()}, report)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+        minutes = (time.perf_counter() - begin) / 60
+        report(f"{minutes:.1f} minutes from the first step of this run to the saved drafter, peak memory {peak:.1f} GB")
+        finish(out, trainer.state.global_step, _limits(args))
+    state.wait_for_everyone()
+
+
+def _tokenized(
+    tokenizer: Any, plan: TrainingPlan, conversations: Sequence[Conversation], report: Reporter
+) -> list[tuple[Conversation, TokenizedConversation]]:
+    """Returns the conversations that hold something to learn, each with its tokens.
+
+    Raises:
+        ValueError: too few are left.
+    """
     pairs = []
     with report.stage("tokenizing", "conversations", len(conversations)) as stage:
         for chat in conversations:
@@ -202,53 +256,62 @@ def _train_on(
         raise ValueError(
             f"{len(pairs)} conversations are left, {plan.eval_conversations} are to be held out: give more"
         )
-    tokenized = [pair[1] for pair in pairs]
-    tokens, answers = (sum(int(part.sum()) for part in parts) for parts in _token_counts(tokenized))
-    report(f"{len(pairs):,} conversations, {tokens:,} tokens, {answers:,} of them answers")
+    return pairs
+
+
+def _drafter_to_train(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    args: DrafterTrainingArguments,
+    family: TrainableFamily,
+    start: Any,
+    tokenized: Sequence[TokenizedConversation],
+    report: Reporter,
+) -> Any:
+    """Returns the drafter to start from, with the draft vocabulary that the plan asks for, or a fresh one."""
     if start and plan.drafter.get("draft_vocab_size", start.config.draft_vocab_size) != start.config.draft_vocab_size:
         ids = draft_vocabulary(target, tokenizer, tokenized, plan.drafter["draft_vocab_size"], report)
         start = family.with_draft_vocabulary(start, ids, target.get_output_embeddings().weight)
     torch.manual_seed(args.seed)  # the answers have used random numbers, other ones in each process
-    drafter = start or fresh_drafter(family, target, tokenizer, tokenized, plan, report)
-    dataset: Any = tokenized
-    if plan.cache_taps:
-        width = target.config.get_text_config().hidden_size
-        size = feature_bytes(tokens, len(family.taps(drafter, target)), width)
-        report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
-        with report.stage("taps", "files") as stage:
-            dataset = cache_features(
-                target,
-                family.taps(drafter, target),
-                tokenized,
-                out / "features",
-                identity,
-                stage=stage,
-                share=(state.process_index, state.num_processes),
-                wait=state.wait_for_everyone,
-            )
-    drafter = drafter.to(args.device)
-    if not start:
-        sample = read_features(target, family.taps(drafter, target), tokenized[: min(16, len(tokenized))])
-        family.start_from_target(drafter, target, torch.cat([features.final for features in sample]).float())
-    model = drafter if plan.lora is None else with_lora(drafter, plan.lora)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    report(
-        f"drafter of {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f}M parameters, {trained / 1e6:.1f}M trained"
-    )
-    last = last_checkpoint(out)
-    trainer = DrafterTrainer(
-        model,
-        args,
-        target=target,
-        tau_prompts=_tau_prompts(target, tokenizer, [chat for chat, _ in pairs[: plan.eval_conversations]], plan, args),
-        train_dataset=Subset(dataset, range(plan.eval_conversations, len(pairs))),
-        eval_dataset=Subset(dataset, range(plan.eval_conversations)),
-        budget=(budget := _budget(args, last)),
-        report=report,
-        callbacks=_callbacks(args),
-    )
-    report(_what_is_computed(trainer))
-    begin = time.perf_counter()
+    return start or fresh_drafter(family, target, tokenizer, tokenized, plan, report)
+
+
+def _cached_taps(
+    target: Any,
+    taps: Sequence[int],
+    tokenized: Sequence[TokenizedConversation],
+    tokens: int,
+    out: Path,
+    identity: str,
+    report: Reporter,
+) -> Any:
+    """Returns the features of conversations of so many tokens, which this process has written its share of."""
+    state = PartialState()
+    size = feature_bytes(tokens, len(taps), target.config.get_text_config().hidden_size)
+    report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
+    with report.stage("taps", "files") as stage:
+        return cache_features(
+            target,
+            taps,
+            tokenized,
+            out / "features",
+            identity,
+            stage=stage,
+            share=(state.process_index, state.num_processes),
+            wait=state.wait_for_everyone,
+        )
+
+
+def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
+    """Takes the steps that are left, and loads the best drafter.
+
+    Args:
+        trainer: the trainer.
+        last: the checkpoint that it goes on from; `None` for none.
+        report: told of the progress.
+    """
+    args, budget = trainer.args, trainer.budget
     if last is not None and _had_ended(last, args):  # the Trainer would take one more step
         trainer.restore(last)
     else:
@@ -264,19 +327,6 @@ def _train_on(
     if trainer.calibration is None or (best and int(best.rsplit("-", 1)[1]) != trainer.state.global_step):
         # The last figures are to be those of the saved drafter.
         trainer.show(int(best.rsplit("-", 1)[1]) if best else trainer.state.global_step)
-    if plan.lora is None:
-        try:
-            family.record_target(trainer.drafter, target, tokenizer, plan.drafter.get("target_name"))
-        except Exception as error:  # the drafter is saved all the same
-            report(f"what the target writes could not be recorded: {error}")
-    if state.is_main_process:
-        amount = f"{len(pairs):,} conversations, {answers:,} answer tokens, by the target itself"
-        _save(trainer, plan, family, out, {"data": amount, "prompts": plan.describe_prompts()}, report)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
-        minutes = (time.perf_counter() - begin) / 60
-        report(f"{minutes:.1f} minutes from the first step of this run to the saved drafter, peak memory {peak:.1f} GB")
-        finish(out, trainer.state.global_step, _limits(args))
-    state.wait_for_everyone()
 
 
 def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
@@ -354,7 +404,7 @@ def _save(
     write_json(out / FIGURES, {"training": {"history": figures, "calibration": calibration, "held_out": held_out}})
     with report.stage("drawing", "pictures") as stage:
         draw_pictures(history, calibration, out, stage)
-    recipe: dict[str, Any] = {"training": {**data, **_training_recipe(trainer, plan, family)}}
+    recipe: dict[str, Any] = {"training": {**data, **training_recipe(trainer, plan, family)}}
     recipe["target"] = trainer.drafter.config.target_name  # the config.json of a language model does not name it
     if plan.dataset is not None:
         recipe["datasets"] = [public_name(plan.dataset)]
@@ -362,29 +412,6 @@ def _save(
         recipe["adapts"] = public_name(str(plan.init_from))
     write_json(out / RECIPE, recipe)
     write_card(out, out.resolve().name)
-
-
-def _training_recipe(trainer: DrafterTrainer, plan: TrainingPlan, family: TrainableFamily) -> dict[str, Any]:
-    """Returns the lines of the card that say how the drafter was trained."""
-    args, drafter = trainer.args, trainer.drafter
-    size = sum(parameter.numel() for parameter in drafter.parameters())
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes
-    start = plan.init_from and public_name(plan.init_from)
-    recipe = {
-        "target": f"{drafter.config.target_name} ({trainer.target.dtype})",
-        "family": family.name,
-        "drafter": f"{size / 1e6:.1f}M parameters, taps {list(family.taps(drafter, trainer.target))}, "
-        f"{drafter.num_draft_steps} draft steps, {family.describe(drafter)}, draft vocabulary "
-        f"{len(trainer.weights.vocab_ids):,}",
-        "started from": start if plan.lora is None else f"{start}, with LoRA of rank {plan.lora}",
-        "loss": _what_is_computed(trainer),
-        "steps": f"{trainer.state.global_step:,} of {batch} conversations, learning rate {args.learning_rate:g}, "
-        f"{getattr(args.optim, 'value', args.optim)}, seed {args.seed}, "
-        f"{'bfloat16 autocast' if args.bf16 else 'float32'}",
-        "weights": "saved in bfloat16, trained in float32",
-        "software": f"hf_hsdraft {__version__}, transformers {transformers_version}, torch {torch.__version__}",
-    }
-    return {title: value for title, value in recipe.items() if value is not None}
 
 
 def _load(out: Path, plan: TrainingPlan, family: TrainableFamily) -> Any:
@@ -427,19 +454,6 @@ def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | N
     if args.max_minutes is None:
         return None
     return TimeBudget.resumed(args.max_minutes, {} if last is None else _clock(last))
-
-
-def _what_is_computed(trainer: DrafterTrainer) -> str:
-    args, loss = trainer.args, trainer.loss
-    share = "" if args.ce_share is None else f" (ce_share {args.ce_share:g})"
-    rejected = "" if args.rejected_drafts is None else f" (rejected_drafts {args.rejected_drafts})"
-    numbers = ", ".join(f"{weight:.2f}" for weight in loss.depth_weights)
-    weights = "by D-PACE" if args.depth_weighting == "d-pace" else numbers
-    return (
-        f"{args.objective}{share} on {args.data_policy} data{rejected}; at most {args.chains_per_conversation} chains "
-        f"a conversation, {args.rolled_fraction:.0%} of them {trainer.drafter.num_draft_steps} deep, depth weights "
-        f"{weights}; logits of {loss.rows_per_chunk} predictions x {len(trainer.weights.vocab_ids):,} tokens at a time"
-    )
 
 
 def _first_user_message(chat: Conversation) -> str | None:

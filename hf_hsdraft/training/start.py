@@ -11,24 +11,25 @@ from .plan import Report, TrainingPlan
 from .vocabulary import choose_draft_vocabulary
 
 
-def drafter_to_start_from(family: TrainableFamily, target: Any, plan: TrainingPlan) -> Any:
+def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, plan: TrainingPlan) -> Any:
     """Loads the drafter to start from; returns `None` if the plan names none.
 
     Args:
         family: the family that the plan names.
         target: the target.
+        tokenizer: the target's tokenizer.
         plan: the plan of the run.
 
     Raises:
-        ValueError: it was made for another target or is of another family, or it does not have the sizes that the plan
-            asks for.
+        ValueError: it was made for another target or tokenizer, is of another family, or does not have the sizes that
+            the plan asks for.
     """
     if plan.init_from is None:
         return None
     if (Path(plan.init_from) / "adapter_config.json").is_file():
         raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
     drafter = family.loaded(plan.init_from, target, plan.drafter)
-    drafter.check(target)
+    family.check_start(drafter, target, tokenizer)
     fixed = sorted(plan.drafter.keys() - {"target_name"})
     if plan.lora is not None and fixed:
         raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")

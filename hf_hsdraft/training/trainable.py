@@ -63,19 +63,25 @@ def family_for(plan: TrainingPlan) -> TrainableFamily:
             f"lora={plan.lora} is invalid with family={family.name!r}, whose drafters load no adapters: leave it out, "
             "and all weights are trained"
         )
+    if plan.init_from is None and not family.starts_afresh:
+        raise ValueError(
+            f"family={family.name!r} trains what is added to a finished language model: name the model by --init-from. "
+            "`hsdraft train --family lm` makes one"
+        )
     return family
 
 
-def can_be_trained(drafter: Any) -> bool:
-    """Whether a drafter is of a family that can be trained, and of no form of it that can only draft."""
+def as_trained(drafter: Any) -> Any | None:
+    """Returns a drafter as training takes it; `None` if it can only draft, by its family or by its form."""
     for family in TRAINABLE.values():
-        if isinstance(drafter, family.drafter):
-            try:
-                family.check_trainable(drafter.config)
-            except ValueError:
-                return False
-            return True
-    return False
+        try:
+            taken = family.taken(drafter)
+            if taken is not None:
+                family.check_trainable(taken.config)
+                return taken
+        except ValueError:
+            return None
+    return None
 
 
 def family_of(drafter: Any) -> TrainableFamily:

@@ -28,8 +28,9 @@ from ..target.target_loading import is_sharded
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
 from .calibration import Calibration
+from .checks import check_learning
 from .conversations import TokenizedConversation
-from .ctc_loss import CTC, CTCLoss, check_objective, labels_for
+from .ctc_loss import CTC, CTCLoss, labels_for
 from .draft_opd import replay, two_streams
 from .features import Features, read_features
 from .loss import (
@@ -92,17 +93,9 @@ class DrafterTrainer(Trainer):
         self.tau_prompts = tau_prompts
         self.budget = budget
         drafter = _base(model)
-        check_objective(drafter.config, args)
-        family_of(drafter).check_policy(args.data_policy)
+        check_learning(family_of(drafter), drafter.config, target, args)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         rows = target.get_output_embeddings().weight.detach()
-        width = family_of(drafter).predictions(drafter, weights).width
-        for name in ("regression_weight", "cosine_weight"):
-            if getattr(args, name) > 0 and width != rows.shape[1]:
-                raise ValueError(
-                    f"{name}={getattr(args, name)} is invalid: drafted states have a width of {width}, those of the "
-                    f"target {rows.shape[1]}. Leave it out, or train a drafter of the target's width"
-                )
         # The frozen head has the dtype of the products: casting it in every step would take as long as they do.
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
@@ -361,6 +354,7 @@ def _loss(
         args.weights_of_depths(drafter.num_draft_steps),
         d_pace=args.depth_weighting == "d-pace",
         cosine_weight=args.cosine_weight,
+        by_prediction=args.depth_weighting == "by-prediction",
         **chunks,
     )
 

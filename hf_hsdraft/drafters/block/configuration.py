@@ -9,6 +9,7 @@ from typing import Any
 
 from ...common.checks import is_integer, is_number, public_name, short
 from ...common.decoder_layer import LayerSizes
+from ...common.plain_config import PlainConfig
 from ...target.target_limits import decoder_layers
 from ..layer_fields import LAYER_LIMITS, MOST_LAYERS
 from ..special_tokens import ANY, AnySpecialTokens
@@ -41,7 +42,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(PlainConfig):
     """Configuration of a [`BlockDrafter`]. Every field is checked when it is built.
 
     A block has `block_size` slots: the anchor, which is the last accepted token, and masks. In the *anchor-first*

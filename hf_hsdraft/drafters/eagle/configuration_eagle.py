@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ...common.checks import is_integer, public_name, short
 from ...common.decoder_layer import LayerSizes
+from ...common.plain_config import PlainConfig
 from ...target.target_limits import decoder_layers, text_config
 from ..layer_fields import LAYER_LIMITS, MOST_LAYERS
 from ..special_tokens import AnySpecialTokens
@@ -22,7 +23,7 @@ DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the de
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(PlainConfig):
     """Configuration of an [`EagleDrafter`] (EAGLE-3, "Scaling up Inference Acceleration via Training-Time Test").
 
     Every field is checked when the configuration is built.

@@ -40,10 +40,6 @@ class BlockPredictions(Predictions):
     weights: TargetWeights
 
     @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.drafter.config.sizes.hidden_size
-
-    @property
     def parameters(self) -> list[nn.Parameter]:
         return trained(self.drafter.token_head, self.drafter.lm_head)
 
@@ -131,6 +127,9 @@ class BlockFamily(PublishedFamily):
         rows = rows[drafter.draft_vocab_ids().to(rows.device)]
         head = drafter.token_head
         start_timidly(drafter.norm.weight, rows, finals, up=None if head is None else head.rows)
+
+    def width(self, config: BlockConfig) -> int:
+        return config.sizes.hidden_size
 
     def predictions(self, drafter: BlockDrafter, weights: TargetWeights) -> BlockPredictions:
         return BlockPredictions(drafter, weights)

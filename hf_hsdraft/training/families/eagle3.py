@@ -36,10 +36,6 @@ class EaglePredictions(Predictions):
     weights: TargetWeights
 
     @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.drafter.config.layer.hidden_size
-
-    @property
     def reads_tokens(self) -> bool:  # type: ignore[override]
         return self.drafter.config.mask_token_id is None
 
@@ -92,6 +88,9 @@ class EagleFamily(PublishedFamily):
             rows = target.get_output_embeddings().weight.detach()
             rows = rows[drafter.draft_vocab_ids().to(rows.device)]
             start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
+
+    def width(self, config: EagleConfig) -> int:
+        return config.layer.hidden_size
 
     def predictions(self, drafter: EagleDrafter, weights: TargetWeights) -> EaglePredictions:
         return EaglePredictions(drafter, weights)

@@ -41,10 +41,6 @@ class InjectedPredictions(Predictions):
     weights: TargetWeights
 
     @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.drafter.config.hidden_size
-
-    @property
     def parameters(self) -> list[nn.Parameter]:
         return trained(self.drafter.norm, self.drafter.injector, self.drafter.lm_head)
 

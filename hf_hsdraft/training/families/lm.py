@@ -38,6 +38,7 @@ class LMFamily(TrainableFamily):
 
     name = "lm"
     drafter: Any = TrainedLM
+    drafts_as: Any = CausalLMDrafter  # class of its drafters where they are not trained
     least = {"num_hidden_layers": 1}  # noqa: RUF012
     # All depths are the same function of a text, so chains are followed to their ends, and there are fewer of them.
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 32, "learning_rate": 3e-4}  # noqa: RUF012
@@ -48,9 +49,14 @@ class LMFamily(TrainableFamily):
         return {"target_name", "num_draft_steps", "num_hidden_layers", *_OPTIONS}
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> LMTrainingConfig:
-        size = text_config(target).vocab_size
+        config, steps = text_config(target), self._steps(fields, self.steps)
         self._kept(target, fields)
-        return LMTrainingConfig(size, draft_vocab_size=size, num_draft_steps=self._steps(fields, self.steps))
+        return LMTrainingConfig(
+            config.vocab_size,
+            draft_vocab_size=config.vocab_size,
+            num_draft_steps=steps,
+            hidden_size=config.hidden_size,
+        )
 
     def untrained(self, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
         return self.made(with_layers(target, self._kept(target, fields)), target, fields)
@@ -85,6 +91,17 @@ class LMFamily(TrainableFamily):
         """
         return TrainedLM(model.requires_grad_(True))
 
+    def check_start(self, drafter: Any, target: Any, tokenizer: Any) -> None:
+        """As every family's. All tokens of the texts must have rows in the drafter's embedding too."""
+        super().check_start(drafter, target, tokenizer)
+        rows, most = len(drafter.model.get_input_embeddings().weight), max(tokenizer.get_vocab().values())
+        if most >= rows:
+            raise ValueError(
+                f"the drafter to start from has embeddings of {rows:,} tokens, the target's tokenizer has ids up to "
+                f"{most:,}: texts may hold tokens that it cannot read. Give it embeddings of {most + 1:,} tokens "
+                "(resize_token_embeddings), or start from another language model"
+            )
+
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         leave_refiner(drafter)
         found = decoder_layers(text_config(drafter.model))
@@ -102,7 +119,9 @@ class LMFamily(TrainableFamily):
         size = min(config.vocab_size, len(drafter.model.get_input_embeddings().weight))
         steps = self._steps(fields, max(self.steps, options.num_assistant_tokens))
         name = public_name(fields.get("target_name", ""))
-        drafter.config = LMTrainingConfig(size, draft_vocab_size=size, num_draft_steps=steps, target_name=name)
+        drafter.config = LMTrainingConfig(
+            size, draft_vocab_size=size, num_draft_steps=steps, target_name=name, hidden_size=config.hidden_size
+        )
         drafter.num_draft_steps = steps
         for name in _OPTIONS:
             if name in fields:
@@ -114,10 +133,20 @@ class LMFamily(TrainableFamily):
 
     def snapshot(self, drafter: Any) -> Any:
         """Returns a drafter of the same language model: training wraps the drafter's forward, not the model's."""
-        copied = type(drafter)(drafter.model, drafter.tokenizer)
+        copied = self._of_same_model(type(drafter), drafter)
         copied.config, copied.num_draft_steps = drafter.config, drafter.num_draft_steps
-        copied.generation_config = drafter.generation_config
         return copied
+
+    def taken(self, drafter: Any) -> Any | None:
+        if type(drafter) is not self.drafts_as:
+            return super().taken(drafter)
+        return self._ready(self._of_same_model(self.drafter, drafter), {})
+
+    def _of_same_model(self, kind: Any, drafter: Any) -> Any:
+        """Returns a drafter of some class that drafts by the same language model, with the same options."""
+        made = kind(drafter.model, drafter.tokenizer)
+        made.generation_config = drafter.generation_config
+        return made
 
     def layers(self, drafter: Any) -> list[nn.Module]:
         return list(layers_of(drafter.model)[1])

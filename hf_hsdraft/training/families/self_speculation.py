@@ -40,10 +40,6 @@ class ImitationPredictions(Predictions):
     weights: TargetWeights
 
     @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.drafter.config.hidden_size
-
-    @property
     def parameters(self) -> list[nn.Parameter]:
         return trained(self.drafter.norm, self.drafter.lm_head)
 
@@ -60,8 +56,12 @@ class SelfFamily(TravellingFamily):
     name = "self"
     drafter = SelfDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
-    # Along the text all depths predict alike, so nearly all chains need the first one only.
-    arguments = {"objective": "kl_ce", "cosine_weight": 1.0, "rolled_fraction": 0.05, "chains_per_conversation": 512}  # noqa: RUF012
+    # Along the text all depths predict alike. So nearly all chains need the first one only, and the few predictions of
+    # deeper ones must not weigh as much as all of the first.
+    arguments = {  # noqa: RUF012
+        "objective": "kl_ce", "cosine_weight": 1.0, "rolled_fraction": 0.05, "chains_per_conversation": 512,
+        "depth_weighting": "by-prediction",
+    }  # fmt: skip
     follows_drafts = False
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> SelfDrafter:

@@ -35,7 +35,8 @@ class SlotPredictions(Predictions):
     weights: TargetWeights
 
     @property
-    def width(self) -> int:  # type: ignore[override]
+    def width(self) -> int:
+        """Width of a slot."""
         return self.drafter.config.hidden_size
 
     @property

@@ -51,7 +51,9 @@ class SteeredLMFamily(LMFamily):
 
     name = "steered-lm"
     drafter = TrainedSteeredLM
+    drafts_as = SteeredLMDrafter
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 24}  # noqa: RUF012
+    starts_afresh = False  # an untrained language model would stay as it is
     steps = 8  # vectors of 1 to 8 positions before, as in the paper
 
     @property
@@ -78,6 +80,8 @@ class SteeredLMFamily(LMFamily):
         drafter.tokenizer = plain.tokenizer
         for option, value in vars(plain.generation_config).items():
             setattr(drafter.generation_config, option, value)
+        options = drafter.generation_config  # what is trained is to be drafted, too
+        options.num_assistant_tokens = self._steps(fields, max(self.steps, options.num_assistant_tokens))
         return drafter
 
     def continued(self, drafter: TrainedSteeredLM, fields: Mapping[str, Any]) -> None:
@@ -94,10 +98,10 @@ class SteeredLMFamily(LMFamily):
         drafter.steering.requires_grad_(True)
         return drafter
 
-    def snapshot(self, drafter: TrainedSteeredLM) -> TrainedSteeredLM:
-        copied: TrainedSteeredLM = super().snapshot(drafter)
-        copied.steer_by(drafter.steering)
-        return copied
+    def _of_same_model(self, kind: Any, drafter: Any) -> Any:
+        made = super()._of_same_model(kind, drafter)
+        made.steer_by(drafter.steering)
+        return made
 
     def layers(self, drafter: TrainedSteeredLM) -> list[nn.Module]:
         return []  # computed again in the backward, they would not be steered

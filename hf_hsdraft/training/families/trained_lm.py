@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
+from ...common.plain_config import PlainConfig
 from ...common.target_weights import TargetWeights
 from ...drafters.causal_lm.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
 from ...drafters.causal_lm.lm_trial import ability_of
@@ -34,7 +35,7 @@ class LMOutput(ModelOutput):
 
 
 @dataclass(frozen=True)
-class LMTrainingConfig(CausalLMDrafterConfig):
+class LMTrainingConfig(CausalLMDrafterConfig, PlainConfig):
     """What training asks a drafter's configuration for. It is not saved: the folder is that of the language model.
 
     Attributes:
@@ -42,12 +43,14 @@ class LMTrainingConfig(CausalLMDrafterConfig):
         draft_vocab_size: the same.
         num_draft_steps: K, number of tokens of a chain.
         target_name: name of the target, for the card.
+        hidden_size: width of the model.
     """
 
     vocab_size: int = 0
     draft_vocab_size: int = 0
     num_draft_steps: int = 5
     target_name: str = ""
+    hidden_size: int = 0
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
         return AnySpecialTokens(CausalLMDrafterConfig())
@@ -174,11 +177,6 @@ class LMPredictions(Predictions):
     drafter: TrainedLM
     weights: TargetWeights
     reads_tokens = True
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        size: int = text_config(self.drafter.model).hidden_size
-        return size
 
     @property
     def parameters(self) -> list[nn.Parameter]:
