@@ -51,6 +51,7 @@ VISUAL_TOKENS = (SIZE // PATCH) ** 2
 IMAGE_TOKEN = "<file_sep>"  # a token of SmolLM2 that no text of ours has
 CHANCE = {"colour": 1 / len(COLOURS), "kind": 1 / len(SHAPES), "place": 1 / 4, "count": 1 / 4, "digit": 1 / 10}
 NOTHING = "nothing"
+PICTURES, QUESTIONS = 8, 2  # of a step; of more questions, later answers could be taken from earlier ones
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -307,15 +308,15 @@ def learn_answers(run: Run, rank: int, found: Any, words_share: float) -> None:
     trained = [value for value in run.model.parameters() if value.requires_grad]
     run.optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, betas=(0.9, 0.98))
     restore(run, found)
-    clock, start = run.clock, words_share * run.clock.limit
+    clock, start, each = run.clock, words_share * run.clock.limit, PICTURES * QUESTIONS
     while clock.spent < clock.limit:
         set_rate(run.optimizer, 1e-3, (clock.spent - start) / (clock.limit - start))
-        loss, right = answers_loss(run, pictures=4, questions_each=6)
+        loss, right = answers_loss(run, PICTURES, QUESTIONS)
         take_step(run, loss, trained)
         if clock.due("said", 20.0):
             say(
                 run,
-                f"answers: step {run.step}, {24 * run.step:,} answers, loss {loss.item():.3f}, tokens {right:.0%}",
+                f"answers: step {run.step}, {each * run.step:,} answers, loss {loss.item():.3f}, tokens {right:.0%}",
             )
     adapted.merge_and_unload()
     run.model.model.language_model = adapted.base_model.model

@@ -18,10 +18,10 @@ from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.bench.scripted import ScriptedDrafter
 from hf_hsdraft.bench.tiny import tiny_config, tiny_model
 from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import ServerRefused
 from hf_hsdraft.remote.messages import Accepted, Open, Opened, Taps
 from hf_hsdraft.remote.packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
-from hf_hsdraft.remote.remote_model import connect
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.tree_reader import TreeReader
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background
@@ -231,7 +231,8 @@ def test_statistics_and_streams_tell_what_happened(target, model) -> None:
             assert sum(statistics.accepted_lengths) + statistics.target_forwards == 40
 
 
-def test_drafts_shrink_when_a_server_fills(target) -> None:
+def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
     limits = ServerLimits(max_length=256, max_columns=12, max_batch=3)
     server = VerifyServer(target, limits=limits)
     with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
@@ -240,10 +241,10 @@ def test_drafts_shrink_when_a_server_fills(target) -> None:
         assert [link.ask(opening, Opened).nodes for link in links] == [11, 5, 3, 3]
         ids = prompts(1)[0]
         texts = [plain(target, ids, max_new_tokens=30, do_sample=False)[0].tolist()]
-        drafter = ScriptedDrafter(make_drafter(target), texts)
-        output = model.generate(ids, drafter, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
-        assert output.sequences[0].tolist() == texts[0]
-        assert output.statistics.drafted_nodes[0] <= 3 and max(output.statistics.drafted_nodes) <= 11
+        for drafter in (ScriptedDrafter(make_drafter(target), texts), make_drafter(target)):
+            output = model.generate(ids, drafter, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
+            assert output.sequences[0].tolist() == texts[0]
+            assert output.statistics.drafted_nodes[0] <= 3 and max(output.statistics.drafted_nodes) <= 11
 
 
 def test_packed_weights_change_no_text(target) -> None:

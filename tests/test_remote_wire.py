@@ -17,6 +17,7 @@ import msgpack
 
 from hf_hsdraft import DraftTree
 from hf_hsdraft.bench.remote_fuzz import fuzz, malformed
+from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fitted_line, fleet_point, most_sessions, saturates_at
 from hf_hsdraft.remote.link import Address, Link
 from hf_hsdraft.remote.messages import TO_CLIENT, TO_SERVER, Accepted, Draft, Open
@@ -28,7 +29,6 @@ from hf_hsdraft.remote.packing import (
     unpacked_states,
     unpacked_tree,
 )
-from hf_hsdraft.remote.remote_model import connect
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background
 from hf_hsdraft.remote.wire import WireError, decode, encode

@@ -22,7 +22,8 @@ import torch
 
 from ..by_name import load_drafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
-from ..remote.remote_model import RemoteModel, RemoteOutput, connect
+from ..remote.connecting import connect
+from ..remote.remote_model import RemoteModel, RemoteOutput
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def run(order: Order, drafter: Any) -> dict[str, Any]:
 
 def _met(order: Order, drafter: Any) -> RemoteModel:
     """The server as all devices know it: the rows of its target come over once, not once a device."""
-    model: RemoteModel = connect(order.url, patience=300.0, timeout=300.0)
+    model = connect(order.url, patience=300.0, timeout=300.0)
     model.generate(order.prompts[0][:4], drafter, max_new_tokens=1)
     model.close()  # each device has connections of its own
     return model

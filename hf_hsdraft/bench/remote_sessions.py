@@ -189,7 +189,7 @@ def sweep(
                         "drafter": Path(drafter).name,
                         "sessions": count,
                         "round_trip_ms": milliseconds,
-                        "mbit": mbit,
+                        "mbit": None if math.isinf(mbit) else mbit,
                     }
                     rows.append(row | measured(found, before, after, texts))
                     console.print(f"{json.dumps(rows[-1])}", highlight=False, soft_wrap=True)
@@ -225,14 +225,14 @@ def print_rows(rows: Sequence[dict[str, Any]], status: dict[str, Any]) -> None:
             row["sent"],
             row["received"],
             row["round_trip_ms"] / 1e3,
-            row["mbit"] * 125_000,
+            (row["mbit"] or math.inf) * 125_000,
         )
         if row["drafter"] == "none":
             load = DeviceLoad()
         plan = fleet_point(server, load, row["sessions"]).tokens_per_second
         figures = [row["tokens_per_second"], plan, row["each"], row["tau"], row["nodes"], row["batch"]]
         sizes = [row["largest_batch"], row["sent"], row["received"], row["prompt_received"]]
-        limit = "" if math.isinf(row["mbit"]) else f"{row['mbit']:g}"
+        limit = "" if row["mbit"] is None else f"{row['mbit']:g}"
         table.add_row(
             row["drafter"],
             str(row["sessions"]),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .remote_model import RemoteModel
 
 NEEDED = ("msgpack", "websockets")
 
@@ -15,16 +19,25 @@ def check_packages() -> None:
         raise ImportError(f"connections need {' and '.join(missing)}: pip install 'hf-hsdraft[remote]'")
 
 
-def connect(url: str, token: str = "", **options: Any) -> Any:
+def connect(
+    url: str,
+    token: str = "",
+    *,
+    tls: ssl.SSLContext | None = None,
+    patience: float = 60.0,
+    timeout: float = 60.0,
+) -> RemoteModel:
     """Connects to a server that verifies drafts made here, see `hsdraft verify-server`.
 
     Args:
         url: `https://host:port`, or `http://` on this machine or where no token is needed.
         token: bearer token that the server wants.
-        options: see `remote_model.connect`.
+        tls: trusts other certificates than the machine does, and gives certificates of its own.
+        patience: seconds that a lost connection or an overloaded server is waited for; 0 raises at once.
+        timeout: seconds that an answer may take.
 
     Returns:
-        a [`RemoteModel`]: its `generate(prompt, assistant_model=drafter)` drafts here and has drafts verified there.
+        a model whose `generate(prompt, assistant_model=drafter)` drafts here and has drafts verified there.
 
     Raises:
         ImportError: a package is missing.
@@ -33,6 +46,7 @@ def connect(url: str, token: str = "", **options: Any) -> Any:
         ValueError: the address is none.
     """
     check_packages()
-    from .remote_model import connect as connected
+    from .link import Address
+    from .remote_model import RemoteModel
 
-    return connected(url, token, **options)
+    return RemoteModel(Address.of(url, token, tls), patience, timeout)

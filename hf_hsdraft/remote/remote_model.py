@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import ssl
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from ..acceleration.accelerator import Acceleration
 from ..common.refusals import DraftingRefused
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Accepted as News
-from ..drafters.protocol import DraftCall, Drafter
+from ..drafters.protocol import Ask, DraftCall, Drafter
 from ..engine.call_output import DraftStatistics
 from ..engine.drafting import Drafting
 from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
 from ..engine.round_loop import decode
 from ..pace.pacing import FixedPace, KindOfCall, pace_for
+from ..trees.draft_tree import DraftTree
 from .link import Address, Link, LinkLost, ServerRefused
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens
 from .packing import packed_ints, unpacked_ints
@@ -60,8 +60,25 @@ class _Streaming(Observer):
             self.streamer.put(torch.tensor(news.tokens))
 
 
+class _SharedDrafting(Drafting):
+    """Drafts no more nodes than the server has room for, where many texts share a forward.
+
+    Args:
+        drafter, call: see `Drafting`.
+        target: says how many.
+    """
+
+    def __init__(self, drafter: Drafter, call: DraftCall, target: RemoteTarget) -> None:
+        super().__init__(drafter, call, lambda row, tree: tree)
+        self._target = target
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        """The best nodes of what is drafted. Any part of a tree is verified exactly by the target's own choice."""
+        return [tree.first(self._target.most_nodes) for tree in super().draft(asks)]
+
+
 class RemoteModel:
-    """A target elsewhere, made by [`connect`]. Threads may share it: each call has a connection of its own.
+    """A target elsewhere, made by `connect`. Threads may share it: each call has a connection of its own.
 
     Args:
         address: of the server.
@@ -174,7 +191,7 @@ class RemoteModel:
             while not target.finished:
                 _tell(observers, target.receive())
             return
-        drafting = Drafting(drafter, DraftCall(self._shell, 1, draft), lambda row, tree: tree)
+        drafting = _SharedDrafting(drafter, DraftCall(self._shell, 1, draft), target)
         drafting.observe([first])
         drafting.pace = FixedPace() if draft.tree_sizing == "fixed" else self._pace(drafter, draft, drafting)
         timer = PaceTimer(drafting, Acceleration(self._shell), lambda: None)
@@ -282,31 +299,3 @@ class RemoteModel:
 def _tell(observers: Sequence[Observer], news: News) -> None:
     for each in observers:
         each.ended(Round([], [], [news], 1, 0))
-
-
-def connect(
-    url: str,
-    token: str = "",
-    *,
-    tls: ssl.SSLContext | None = None,
-    patience: float = 60.0,
-    timeout: float = 60.0,
-) -> RemoteModel:
-    """Connects to a server that verifies, see `hsdraft verify-server`.
-
-    Args:
-        url: `https://host:port`, or `http://` on this machine or where no token is needed.
-        token: bearer token that the server wants.
-        tls: trusts other certificates than the machine does, and gives certificates of its own.
-        patience: seconds that a lost connection or an overloaded server is waited for; 0 raises at once.
-        timeout: seconds that an answer may take.
-
-    Returns:
-        a model whose `generate(prompt, assistant_model=drafter)` drafts here.
-
-    Raises:
-        LinkLost: there is no connection.
-        ServerRefused: the server does not take it.
-        ValueError: the address is none.
-    """
-    return RemoteModel(Address.of(url, token, tls), patience, timeout)

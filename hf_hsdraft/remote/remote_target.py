@@ -82,6 +82,7 @@ class RemoteTarget:
     Attributes:
         tokens: of the text so far.
         finished: whether it has ended.
+        most_nodes: that the next draft should have beside the root, as the server says.
         forwards: number of forwards of the target for this text, the prompt's included.
         statistics: what it took on the way.
     """
@@ -91,7 +92,7 @@ class RemoteTarget:
         self._width = width * len(call.taps)
         self.tokens, self.finished, self.forwards = list(call.ids), False, 0
         self.statistics = LinkStatistics()
-        self._reach = self._nodes = self._number = 0
+        self._reach = self.most_nodes = self._number = 0
         self._session = ""
         self._link: Link | None = None
         self._counted = (0, 0)  # bytes of the connection that are in the statistics
@@ -113,9 +114,8 @@ class RemoteTarget:
         """The draft that is wanted for the next round."""
         if self.finished or self._draft is None:
             return []
-        depth, size = min(self._reach, self._draft.depth), min(self._draft.tree_size, self._nodes)
-        chain = self._draft.beam_width == 1
-        return [Ask(0, self.tokens[-1], depth, size, chain=chain, reach=self._reach)]
+        depth, chain = min(self._reach, self._draft.depth), self._draft.beam_width == 1
+        return [Ask(0, self.tokens[-1], depth, self._draft.tree_size, chain=chain, reach=self._reach)]
 
     def advance(self, drafts: Sequence[DraftTree], verified: Callable[[], None] = lambda: None) -> list[News]:
         """Has a draft verified; returns what is accepted.
@@ -164,7 +164,7 @@ class RemoteTarget:
             reply = link.receive(Taps, Opened)
         assert isinstance(reply, Opened)
         self._session, self._number = reply.session, 0
-        self._reach, self._nodes, self.finished = reply.reach, reply.nodes, reply.finished
+        self._reach, self.most_nodes, self.finished = reply.reach, reply.nodes, reply.finished
         self.tokens.append(reply.token)
         self.statistics.reopened += self.forwards > 0
         self.forwards += 1
@@ -174,7 +174,7 @@ class RemoteTarget:
     def _news(self, answer: Accepted) -> News:
         begin, tokens = len(self.tokens) - 1, unpacked_ints(answer.tokens)
         self._number, self.finished = answer.number, answer.finished
-        self._reach, self._nodes = answer.reach, answer.nodes
+        self._reach, self.most_nodes = answer.reach, answer.nodes
         self.tokens += tokens
         self.forwards += 1
         self.statistics.batches.append(answer.batch)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...target.target_outputs import TargetOutput
 from .lm_steering import Steering
 from .lm_texts import LMTexts
 
@@ -66,7 +67,9 @@ class SteeredTexts(LMTexts):
         self._of_round = None  # the next round has its own
         super().keep(rows)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int, taps: Sequence[int]
+    ) -> TargetOutput:
         steering: Any = self._steering_reference()
         if self._drafted is None:
             before = zip(self.rows, positions - 1, strict=True)
@@ -76,4 +79,4 @@ class SteeredTexts(LMTexts):
             assert self._of_round is not None
             deltas = self._of_round
         with steering.applied(deltas):
-            return super()._forward(ids, positions, masks, wanted)
+            return super()._forward(ids, positions, masks, wanted, taps)
