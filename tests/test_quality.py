@@ -221,13 +221,14 @@ def test_a_run_that_was_stopped_goes_on(target, tokenizer, tmp_path):
         assert AnswerLog(path, run).known == {} and json.loads(path.read_text()) == {"run": run}
 
 
-def test_answers_of_other_weights_are_not_taken(target, tmp_path):
+def test_answers_of_other_weights_are_not_taken(tmp_path):
     """Names say nothing: a drafter may be trained anew in its folder, or another folder be called the same."""
     items = [Item("words", "w1 w4", "w1", "contains")]
 
     def kept_for(model, drafter) -> None:
         AnswerLog(tmp_path / "answers.jsonl", run_of({"seed": 1}, items, systems_of(drafter, []), model))
 
+    target = make_target()
     folder, same = tmp_path / "drafter", make_drafter(target)
     same.save_pretrained(folder)
     kept_for(target, HSDrafter.from_pretrained(folder))

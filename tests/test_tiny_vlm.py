@@ -23,7 +23,7 @@ def drafting(monkeypatch):
 @pytest.fixture
 def folder(drafting, own_tokenizer, tmp_path):
     """A LLaVA that was not trained, and its tokenizer."""
-    own_tokenizer.add_special_tokens({"additional_special_tokens": [drafting.tiny_vlm.IMAGE_TOKEN]})
+    own_tokenizer.add_tokens([drafting.tiny_vlm.IMAGE_TOKEN], special_tokens=True)
     text = LlamaConfig(
         vocab_size=len(own_tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
