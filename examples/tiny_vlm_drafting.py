@@ -90,7 +90,8 @@ def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pic
     held_out = max(8, pictures // 20)
     arguments = {
         **family.arguments, "max_minutes": minutes, "per_device_train_batch_size": 16, "eval_steps": 10**6,
-        "logging_steps": 20, "load_best_model_at_end": False,
+        "logging_steps": 20, "load_best_model_at_end": False, "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
     }  # fmt: skip
     args = training_arguments(out, arguments, "cpu")
     trainer = DrafterTrainer(
