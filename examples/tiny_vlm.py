@@ -29,114 +29,40 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from tiny_vlm_pictures import (
+    COLOURS,
+    COUNTS,
+    DIGITS,
+    KINDS,
+    SHAPES,
+    SIZE,
+    Thing,
+    draw,
+    question,
+    questions,
+    scene,
+)  # fmt: skip
 from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
 from hf_hsdraft.target.target_loading import load_target
 
-SIZE, PATCH = 64, 16
+PATCH = 16  # pixels along a side
 VISUAL_TOKENS = (SIZE // PATCH) ** 2
 IMAGE_TOKEN = "<file_sep>"  # a token of SmolLM2 that no text of ours has
-COLOURS = {
-    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (235, 215, 50),
-    "white": (245, 245, 245), "pink": (245, 130, 200),
-}  # fmt: skip
-SHAPES = ("circle", "square", "triangle", "cross")
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-COUNTS = ("one", "two", "three", "four")
-PLACES = ("top left", "top right", "bottom left", "bottom right")
-KINDS = ("colour", "kind", "place", "count", "digit")
 CHANCE = {"colour": 1 / len(COLOURS), "kind": 1 / len(SHAPES), "place": 1 / 4, "count": 1 / 4, "digit": 1 / 10}
 NOTHING = "nothing"
 PICTURES, QUESTIONS = 8, 2  # of a step; of more questions, later answers could be taken from earlier ones
-
-
-# --- pictures --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Thing:
-    """A shape or a digit.
-
-    Attributes:
-        colour: name of its colour.
-        kind: name of the shape, or of the digit.
-        place: index into `PLACES`.
-    """
-
-    colour: str
-    kind: str
-    place: int
-
-    @property
-    def name(self) -> str:
-        return f"digit {self.kind}" if self.kind in DIGITS else self.kind
-
-
-def scene(rng: random.Random) -> list[Thing]:
-    """Returns one to four things of different kinds at different places."""
-    count = rng.randint(1, 4)
-    kinds = rng.sample(SHAPES, min(count, rng.randint(1, 3)))
-    kinds += rng.sample(DIGITS, count - len(kinds))
-    places = rng.sample(range(4), count)
-    return [Thing(rng.choice(list(COLOURS)), kind, place) for kind, place in zip(kinds, places, strict=True)]
-
-
-def draw(things: list[Thing], rng: random.Random) -> torch.Tensor:
-    """Returns pixel values `[3, 64, 64]`, -1 to 1. Sizes, places and the dark background vary a little."""
-    background = tuple(rng.randint(0, 40) for _ in range(3))
-    image = Image.new("RGB", (SIZE, SIZE), background)
-    pen = ImageDraw.Draw(image)
-    for thing in things:
-        x, y = (16 + 32 * axis + rng.randint(-3, 3) for axis in (thing.place % 2, thing.place // 2))
-        r, fill = rng.randint(9, 12), COLOURS[thing.colour]
-        if thing.kind == "circle":
-            pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
-        elif thing.kind == "square":
-            pen.rectangle((x - r + 1, y - r + 1, x + r - 1, y + r - 1), fill=fill)
-        elif thing.kind == "triangle":
-            pen.polygon(((x, y - r), (x - r, y + r), (x + r, y + r)), fill=fill)
-        elif thing.kind == "cross":
-            pen.rectangle((x - r, y - 3, x + r, y + 3), fill=fill)
-            pen.rectangle((x - 3, y - r, x + 3, y + r), fill=fill)
-        else:
-            font = ImageFont.load_default(size=2 * r + 5)
-            pen.text((x, y), str(DIGITS.index(thing.kind)), fill=fill, font=font, anchor="mm")
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(SIZE, SIZE, 3)
-    return pixels.permute(2, 0, 1).float() / 127.5 - 1.0
-
-
-def question(things: list[Thing], kind: str, rng: random.Random) -> tuple[str, str, str]:
-    """Returns a question of some kind, its answer as a sentence, and the words of it that have to be right."""
-    thing = rng.choice([each for each in things if each.kind in (DIGITS if kind == "digit" else SHAPES)])
-    place = PLACES[thing.place]
-    if kind == "colour":
-        asked = f"What colour is the {thing.name}?"
-        return asked, f"The {thing.name} at the {place} is {thing.colour}.", f"is {thing.colour}."
-    if kind == "place":
-        asked = f"Where is the {thing.name}?"
-        return asked, f"The {thing.colour} {thing.name} is at the {place} of the picture.", f"the {place} of"
-    if kind == "count":
-        count = COUNTS[len(things) - 1]
-        noun = "thing" if count == "one" else "things"
-        return "How many things are there?", f"There are {count} {noun} in the picture.", f" {count} thing"
-    asked = f"What is at the {place}?"
-    return asked, f"At the {place} there is a {thing.colour} {thing.name}.", f"{thing.name}."
-
-
-def questions(things: list[Thing], rng: random.Random, count: int) -> list[tuple[str, str, str]]:
-    """Returns different questions about one picture."""
-    has_digit = any(each.kind in DIGITS for each in things)
-    kinds = [kind for kind in KINDS if kind != "digit" or has_digit]
-    asked = {found[0]: found for _ in range(3 * count) for found in [question(things, rng.choice(kinds), rng)]}
-    return list(asked.values())[:count]
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
 def build(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Returns an untrained vision-language model around SmolLM2-135M-Instruct, and its tokenizer."""
+    """Returns an untrained vision-language model around SmolLM2-135M-Instruct, and its tokenizer.
+
+    Args:
+        dtype: of all its weights.
+    """
     language, tokenizer = load_target(None, torch.float32, "cpu")
     vision = SiglipVisionConfig(
         hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=3, image_size=SIZE,
@@ -156,17 +82,27 @@ def build(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 
 def visual_tokens(model: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Returns `[B, 16, D]`, what the language model gets of pictures `[B, 3, 64, 64]`."""
+    """Returns what the language model gets of pictures, `[B, 16, D]`.
+
+    Args:
+        model: the vision-language model.
+        pixels: `[B, 3, 64, 64]`, float, from -1 to 1.
+    """
     return torch.stack(list(model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output))
 
 
 def encode(tokenizer: Any, asked: str) -> torch.Tensor:
-    """Returns the prompt `[1, length]` of a question about one picture."""
+    """Returns the token ids of a question about one picture, `[1, length]`, int64; 16 stand for the picture."""
     return torch.tensor([tokenizer.encode(f"{IMAGE_TOKEN * VISUAL_TOKENS}Q: {asked} A:")])
 
 
 def dialogue(tokenizer: Any, asked: list[tuple[str, str, str]]) -> tuple[list[int], list[bool]]:
-    """Returns the tokens of several questions and answers about one picture, and which of them are to be learned."""
+    """Returns the token ids of a dialogue about one picture, and of each whether it is learned: those of answers are.
+
+    Args:
+        tokenizer: of the language model.
+        asked: questions with their answers, as `questions` returns them.
+    """
     ids, learned = tokenizer.encode(IMAGE_TOKEN * VISUAL_TOKENS), [False] * VISUAL_TOKENS
     for ask, answer, _ in asked:
         prompt, text = tokenizer.encode(f"Q: {ask} A:"), [*tokenizer.encode(f" {answer}"), tokenizer.eos_token_id]
@@ -206,7 +142,12 @@ class Words:
         return torch.tensor(found)
 
     def loss(self, tokens: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        """Returns a loss of visual tokens `[N, D]` with right words `[N, groups]`, and the accuracy by group."""
+        """Returns a loss in nats plus a relative squared error, and the share of right words by group, 0 to 1.
+
+        Args:
+            tokens: `[N, D]`, float32, visual tokens.
+            right: `[N, groups]`, int64, the right word of each group.
+        """
         goal = torch.stack([rows[right[:, group]] for group, rows in enumerate(self.rows)]).sum(dim=0)
         loss, accuracy = F.mse_loss(tokens, goal) / goal.var(), []
         scale = 10.0 / goal.norm(dim=-1).mean() ** 2 * len(self.rows)
@@ -250,7 +191,17 @@ class Clock:
 
 @dataclass
 class Run:
-    """A training run: the model, what is trained of it in each part, and the clock."""
+    """A training run.
+
+    Attributes:
+        model, tokenizer: the vision-language model. Its parameters that need gradients are what is trained.
+        folder: where checkpoints and the model are written.
+        clock: how long it has trained.
+        rng: decides the pictures and questions.
+        part: 1 while visual tokens learn words, 2 while all learns answers.
+        step: number of steps of this part.
+        optimizer: of this part.
+    """
 
     model: Any
     tokenizer: Any
@@ -303,7 +254,13 @@ def train(folder: Path, max_minutes: float, words_share: float, rank: int) -> No
 
 
 def learn_words(run: Run, words_share: float, found: Any) -> None:
-    """The first part: visual tokens say words."""
+    """The first part: visual tokens say words.
+
+    Args:
+        run: the run, whose model and step are changed.
+        words_share: share of the clock's limit for this part, 0 to 1.
+        found: checkpoint of this part to go on from; `None` for none.
+    """
     model, rng, clock = run.model, run.rng, run.clock
     words = Words(run.tokenizer, model.get_input_embeddings().weight.detach())
     trained = [value for value in model.parameters() if value.requires_grad]
@@ -328,7 +285,14 @@ def learn_words(run: Run, words_share: float, found: Any) -> None:
 
 
 def learn_answers(run: Run, rank: int, found: Any, words_share: float) -> None:
-    """The second part: the whole model answers questions. The updates of the language model are merged at the end."""
+    """The second part: the whole model answers questions. The updates of the language model are merged at the end.
+
+    Args:
+        run: the run, whose model and step are changed.
+        rank: of the updates of the language model.
+        found: checkpoint of this part to go on from; `None` for none.
+        words_share: share of the clock's limit that the first part had, 0 to 1.
+    """
     from peft import LoraConfig, get_peft_model
 
     language = run.model.model.language_model
@@ -360,7 +324,13 @@ def learn_answers(run: Run, rank: int, found: Any, words_share: float) -> None:
 
 
 def answers_loss(run: Run, pictures: int, questions_each: int) -> tuple[torch.Tensor, float]:
-    """Returns the loss of some dialogues about new pictures, and the share of their tokens that are right."""
+    """Returns the loss of dialogues about new pictures, in nats a token, and the share of right tokens, 0 to 1.
+
+    Args:
+        run: the run.
+        pictures: number of pictures, each with a dialogue.
+        questions_each: greatest number of questions of a dialogue.
+    """
     model, rng = run.model, run.rng
     scenes = [scene(rng) for _ in range(pictures)]
     pixels = torch.stack([draw(things, rng) for things in scenes])
@@ -380,6 +350,13 @@ def answers_loss(run: Run, pictures: int, questions_each: int) -> tuple[torch.Te
 
 
 def take_step(run: Run, loss: torch.Tensor, trained: list[torch.Tensor]) -> None:
+    """Takes a step of the optimizer, with gradients of norm 1 at most, and saves once a minute.
+
+    Args:
+        run: the run.
+        loss: a scalar.
+        trained: the parameters that it changes.
+    """
     loss.backward()
     torch.nn.utils.clip_grad_norm_(trained, 1.0)
     run.optimizer.step()
@@ -402,7 +379,13 @@ def restore(run: Run, found: Any) -> None:
 
 
 def set_rate(optimizer: Any, most: float, done: float) -> None:
-    """Rises over the first twentieth, then falls as a cosine."""
+    """Sets a learning rate that rises over the first twentieth of the time, then falls as a cosine.
+
+    Args:
+        optimizer: whose rate is set.
+        most: the greatest rate.
+        done: share of the time that is over, 0 to 1.
+    """
     done = min(max(done, 0.0), 1.0)
     rate = most * min(1.0, done / 0.05 + 0.02) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
     for group in optimizer.param_groups:
@@ -410,6 +393,7 @@ def set_rate(optimizer: Any, most: float, done: float) -> None:
 
 
 def say(run: Run, line: str) -> None:
+    """Prints a line with the minutes of training so far."""
     print(f"[{run.clock.spent / 60:5.1f} min] {line}", flush=True)
 
 
@@ -417,13 +401,18 @@ def say(run: Run, line: str) -> None:
 
 
 def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Loads a trained model, and its tokenizer."""
+    """Returns a trained model and its tokenizer, as `train` has saved them."""
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
 
 def examination(count: int, seed: int = 9_000_000) -> list[tuple[str, str, torch.Tensor, str]]:
-    """Returns of each unseen picture the kind of question, the question, the pixels, and the words that count."""
+    """Returns questions about unseen pictures: kind, question, pixels, and the words that a right answer holds.
+
+    Args:
+        count: number of pictures; the kinds of questions take turns.
+        seed: of the first picture; each further one has the next number.
+    """
     asked = []
     for index in range(count):
         rng, kind = random.Random(seed + index), KINDS[index % len(KINDS)]
@@ -437,13 +426,26 @@ def examination(count: int, seed: int = 9_000_000) -> list[tuple[str, str, torch
 
 
 def inputs_of(tokenizer: Any, ask: str, pixels: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns the inputs of `generate()`."""
+    """Returns the inputs of `generate()`, one text.
+
+    Args:
+        tokenizer: of the language model.
+        ask: the question.
+        pixels: `[3, 64, 64]`, from -1 to 1.
+        dtype: of the model.
+    """
     ids = encode(tokenizer, ask)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels[None].to(dtype)}
 
 
 def measure(folder: Path, count: int, show: int) -> None:
-    """Prints the accuracy on unseen pictures by kind of question, against chance."""
+    """Prints the accuracy on unseen pictures by kind of question, against chance.
+
+    Args:
+        folder: of the model.
+        count: number of pictures.
+        show: number of answers to print.
+    """
     model, tokenizer = load(folder)
     right: Counter[str] = Counter()
     asked: Counter[str] = Counter()
@@ -459,6 +461,7 @@ def measure(folder: Path, count: int, show: int) -> None:
 
 
 def print_accuracy(asked: Counter[str], right: Counter[str]) -> None:
+    """Prints a table of the share of right answers, by the numbers of questions and right answers of each kind."""
     print("kind      pictures  right  chance")
     for kind in KINDS:
         if asked[kind]:

@@ -22,12 +22,15 @@ from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench.layer_reuse import HEADER, compare
 from hf_hsdraft.training.arguments import training_arguments
 from hf_hsdraft.training.conversations import TokenizedConversation
-from hf_hsdraft.training.features import Features
-from hf_hsdraft.training.trainable import TRAINABLE
+from hf_hsdraft.training.families.lm import LMFamily
+from hf_hsdraft.training.features import read_features
+from hf_hsdraft.training.trainable import TRAINABLE, trainable
 from hf_hsdraft.training.trainer import DrafterTrainer
 from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
 
 NEW_TOKENS = 24
+# Drafters that are language models read tokens of their own: they would not see the picture.
+FAMILIES = sorted(name for name, family in TRAINABLE.items() if not isinstance(family, LMFamily))
 
 
 @torch.inference_mode()
@@ -54,24 +57,23 @@ def answered(model: Any, tokenizer: Any, count: int) -> list[tuple[torch.Tensor,
     return found
 
 
-@torch.inference_mode()
-def features(model: Any, taps: tuple[int, ...], pixels: torch.Tensor, ids: torch.Tensor, prompt: int) -> Features:
-    """Returns what training reads of an answered question: as `read_features`, with its picture."""
-    last = model.config.get_text_config().num_hidden_layers
-    wanted = sorted({*taps, last})
-    output = model(
-        input_ids=ids[None], pixel_values=pixels[None], output_hidden_states=wanted, logits_to_keep=1, use_cache=False
-    )
-    states = [output.hidden_states[layer][0].to(torch.bfloat16) for layer in (*taps, last)]
-    return Features(ids, torch.arange(len(ids)) >= prompt, torch.cat(states[:-1], dim=-1), states[-1].contiguous())
+def conversation(ids: torch.Tensor, prompt: int) -> TokenizedConversation:
+    """Returns an answered question as training takes it.
+
+    Args:
+        ids: `[length]`, int64, tokens of question and answer.
+        prompt: number of tokens of the question.
+    """
+    return TokenizedConversation(ids, torch.arange(len(ids)) >= prompt)
 
 
 def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pictures: int, minutes: float) -> None:
     """Trains a drafter of some family on the model's own answers, and saves it."""
     model, tokenizer = tiny_vlm.load(folder)
-    family = TRAINABLE[family_name]
+    family = trainable(family_name, fields)
+    family.config_for(model, fields)  # a wrong field is named before any picture is answered
     chats = answered(model, tokenizer, pictures)
-    texts = [TokenizedConversation(ids, torch.arange(len(ids)) >= prompt) for _, ids, prompt in chats]
+    texts = [conversation(ids, prompt) for _, ids, prompt in chats]
     vocabulary = model.config.get_text_config().vocab_size
 
     def choose(size: int) -> list[int]:
@@ -80,12 +82,16 @@ def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pic
     torch.manual_seed(0)
     drafter = family.fresh(model, fields, 128, choose)
     taps = tuple(family.taps(drafter, model))
-    read = [features(model, taps, *chat) for chat in chats]
+    read = [
+        read_features(model, taps, [text], inputs={"pixel_values": pixels[None]})[0]
+        for text, (pixels, _, _) in zip(texts, chats, strict=True)
+    ]
     family.start_from_target(drafter, model, torch.cat([each.final for each in read[:64]]).float())
     held_out = max(8, pictures // 20)
     arguments = {
         **family.arguments, "max_minutes": minutes, "per_device_train_batch_size": 16, "eval_steps": 10**6,
-        "logging_steps": 20, "load_best_model_at_end": False,
+        "logging_steps": 20, "load_best_model_at_end": False, "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
     }  # fmt: skip
     args = training_arguments(out, arguments, "cpu")
     trainer = DrafterTrainer(
@@ -94,7 +100,6 @@ def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pic
     )  # fmt: skip
     trainer.train()
     drafter.loss_function = None
-    drafter.config.target_name = "tiny_vlm"
     drafter.to(torch.bfloat16).save_pretrained(out)
 
 
@@ -131,7 +136,7 @@ def main() -> None:
     command = commands.add_parser("train", help="train a drafter on the model's own answers")
     command.add_argument("folder", type=Path)
     command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--family", choices=sorted(TRAINABLE), default="self")
+    command.add_argument("--family", choices=FAMILIES, default="self")
     command.add_argument("--draft-layers", type=int, help="of self: first layers that draft")
     command.add_argument("--num-draft-steps", type=int, default=5)
     command.add_argument("--draft-vocab-size", type=int, default=2048)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -252,6 +253,36 @@ def test_the_command_prints_its_arithmetic(target, tokenizer, tmp_path):
     assert "two drafters have one name" in str(twice.exception)
 
 
+@pytest.mark.parametrize("names", [("n-grams", "middle"), ("middle",)])
+def test_a_hierarchy_is_saved_and_a_single_drafter_is_not(target, tokenizer, tmp_path, monkeypatch, names):
+    near(target, 0.001, layers=4).save_pretrained(tmp_path / "middle")
+    target.save_pretrained(tmp_path / "target")
+    for name in ("middle", "target"):
+        tokenizer.save_pretrained(tmp_path / name)
+    levels = made(0.9)
+    levels = replace(
+        levels,
+        first={"n-grams": levels.first["words"], "middle": levels.first["middle"]},
+        acceptances={("n-grams" if below == "words" else below, above): each
+                     for (below, above), each in levels.acceptances.items()},
+    )  # fmt: skip
+    plans = replace(Plans.of(levels), chosen=decoding(levels, names, (2, 4)[: len(names)]))
+    monkeypatch.setattr(Plans, "of", lambda levels: plans)
+    monkeypatch.setattr(Measuring, "levels", lambda self: levels)
+    out = tmp_path / "out"
+    command = ["plan", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "middle"), "--limit", "1"]
+    command += ["--max-new-tokens", "16", "--out", str(out)]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0, result.output
+    assert out.exists() == (len(names) == 2) == ("saved: " in result.output and "not saved" not in result.output)
+    assert ("not saved: what is recommended, middle" in result.output) == (len(names) == 1)
+    out.mkdir(exist_ok=True)
+    (out / "mine.txt").write_text("mine")
+    monkeypatch.setattr(Measuring, "levels", None)  # nothing is measured for a folder that is full
+    refused = CliRunner().invoke(cli.app, command)
+    assert isinstance(refused.exception, FileExistsError) and "is not empty" in str(refused.exception)
+
+
 DEVICE = Device(bytes_per_second=1e9, flops_per_second=1e11)
 
 
@@ -271,11 +302,16 @@ def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
     lines = estimate_cascade(levels)
     assert f"the hierarchy {'pays' if len(recommended(levels).names) > 1 else 'does not pay'}" in " ".join(lines)
     assert "does not pay" in " ".join(estimate_cascade(levels, other=50.0))
-    with pytest.raises(ValueError, match="expected three numbers from 0 to 1"):
-        estimated_levels(target.config, small, (0.4, 1.4, 0.9), DEVICE, 100)
+    with pytest.raises(ValueError, match="expected three numbers of 0 or more and below 1"):
+        estimated_levels(target.config, small, (0.4, 1.0, 0.9), DEVICE, 100)
     target.config.save_pretrained(tmp_path / "target")
     small.save_pretrained(tmp_path / "small")
     arguments = ["estimate", str(tmp_path / "target"), "--middle", str(tmp_path / "small")]
     result = CliRunner().invoke(cli.app, [*arguments, "--tau", "2"])
     assert result.exit_code == 0 and "of the best drafter alone" in result.output
     assert CliRunner().invoke(cli.app, arguments).exit_code == 2, "it is about decoding"
+    for shares, told in (("0.4,x", "'0.4,x' is invalid"), ("0.4,0.4,1.0", "below 1"), ("0.4,0.4", "three numbers")):
+        refused = CliRunner().invoke(cli.app, [*arguments, "--tau", "2", "--shares", shares])
+        assert refused.exit_code == 2 and "--shares" in refused.output and told in refused.output, refused.output
+    lonely = CliRunner().invoke(cli.app, [*arguments[:2], "--tau", "2", "--shares", "0.4,0.4,0.8"])
+    assert lonely.exit_code == 2 and "expected --middle beside it" in lonely.output

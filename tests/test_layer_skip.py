@@ -14,8 +14,11 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter
 from hf_hsdraft.cli import app
 from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.drafters.causal_lm import layer_skip
 from hf_hsdraft.drafters.causal_lm.layer_subset import with_layers
-from hf_hsdraft.training.layer_search import judged, search, speed_of_chains, written_texts
+from hf_hsdraft.drafters.causal_lm.lm_trial import LMAbility
+from hf_hsdraft.training import layer_search
+from hf_hsdraft.training.layer_search import Judged, as_drafter, judged, search, speed_of_chains, written_texts
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +89,49 @@ def test_the_command_searches(target, tokenizer, tmp_path):
     assert found.exit_code == 0 and "best without [" in found.output, found.output
     loaded = with_fixed(AutoDrafter.from_pretrained(out))
     assert loaded.config.target_name == "target"
+    depth = int(found.output.split("best without")[1].split("with chains of ")[1].split(";")[0])
+    options = loaded.generation_config
+    assert (options.num_assistant_tokens, options.beam_width, options.tree_size) == (depth, 1, depth)
     inputs = padded(1)
     assert (
         target.generate(**inputs, **GREEDY).tolist()
         == target.generate(**inputs, **GREEDY, assistant_model=loaded).tolist()
     )
+
+
+def test_what_was_judged_is_what_is_drafted(target):
+    """Nothing skipped says all that the target says, so each round emits one token more than the chain has."""
+    for depth in (1, 3, 8):
+        drafter = with_fixed(as_drafter(target, Judged((), 1.0, 1.0, 1.0, depth)))
+        output = target.generate(**padded(1), **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        rounds = output.statistics.rounds - 1  # the last one may be shorter
+        assert rounds > 1 and output.statistics.drafted_nodes[:rounds] == [depth] * rounds
+        assert output.statistics.accepted_lengths[:rounds] == [depth] * rounds
+
+
+def test_errors_come_before_the_target_writes(target, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_search, "written_texts", None)
+    empty, prompts = tmp_path / "empty.jsonl", write_prompts(tmp_path / "prompts.jsonl", 2)
+    empty.write_text("")
+    for name, model in (("short", make_target(num_hidden_layers=2)), ("right", target)):
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path / name)
+
+    def refused(name: str, file):
+        command = [
+            "skip-layers",
+            "--target",
+            str(tmp_path / name),
+            "--prompts",
+            str(file),
+            "--out",
+            str(tmp_path / "x"),
+        ]
+        return CliRunner().invoke(app, command)
+
+    assert "the target has 2 layers: expected 3 or more" in str(refused("short", prompts).exception)
+    nothing = refused("missing", empty)  # seen before a target is loaded
+    assert nothing.exit_code == 2 and "holds no line with" in nothing.output
+    monkeypatch.setattr(layer_skip, "ability_of", lambda part: LMAbility(reason="it reads no masks"))
+    assert "the target's layers cannot draft: it reads no masks" in str(refused("right", prompts).exception)
+    assert not (tmp_path / "x").exists()

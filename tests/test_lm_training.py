@@ -11,6 +11,7 @@ import torch
 from conftest import VOCAB, make_target, write_prompts
 from lm_helpers import GREEDY, drafts_of, layered_target, padded, steered, tiny, with_fixed
 from tokenizers import models
+from training_helpers import kill_at_step_three, planned, run
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -22,13 +23,10 @@ from hf_hsdraft.training.families.trained_lm import LMPredictions
 from hf_hsdraft.training.features import read_features
 from hf_hsdraft.training.loss import Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.parity import parity
-from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.prepared import prepared
 from hf_hsdraft.training.pruning import prune
-from hf_hsdraft.training.run import train
 from hf_hsdraft.training.start import drafter_to_start_from
 from hf_hsdraft.training.trainable import TRAINABLE, as_trained, family_of
-from hf_hsdraft.training.trainer import DrafterTrainer
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +45,6 @@ def tied():
     made = make_target(eos_token_id=4, tie_word_embeddings=True)
     made.generation_config.pad_token_id = 0
     return made
-
-
-def planned(tmp_path, family: str, **fields) -> TrainingPlan:
-    given = {
-        "prompts": [str(write_prompts(tmp_path / "prompts.jsonl", 12))], "out": str(tmp_path / "out"),
-        "eval_conversations": 3, "eval_prompts": 2, "max_new_tokens": 12, "answer_batch_size": 5, "family": family,
-        "drafter": {"num_draft_steps": 3, "tree_size": 6},
-    }  # fmt: skip
-    return TrainingPlan(**{**given, **fields})
-
-
-def run(target, tokenizer, plan: TrainingPlan, **arguments):
-    fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
-    return train(target, tokenizer, plan, {**fields, **arguments}, report=lambda _: None)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("lm", CausalLMDrafter), ("steered-lm", SteeredLMDrafter)])
@@ -94,15 +78,7 @@ def test_a_killed_run_resumes_where_it_was(tied, tokenizer, tmp_path, family, mo
     start = pruned_folder(tied, tokenizer, tmp_path / "small")
     plans = [planned(tmp_path, family, init_from=start, out=str(tmp_path / name)) for name in ("whole", "killed")]
     whole = run(tied, tokenizer, replace(plans[0], cache_taps=True))
-    original, steps = DrafterTrainer.compute_loss, []
-
-    def dies_at_step_three(self, *args, **kwargs):
-        steps.append(self.state.global_step)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(DrafterTrainer, "compute_loss", dies_at_step_three)
+    steps = kill_at_step_three(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run(tied, tokenizer, plans[1])
     resumed = run(tied, tokenizer, plans[1])

@@ -13,7 +13,7 @@ from conftest import make_drafter, make_target
 from test_lossy import LOOSE
 from typer.testing import CliRunner
 
-from hf_hsdraft import HSDrafter
+from hf_hsdraft import CachebackDrafter, HSDrafter, LayerSkipDrafter
 from hf_hsdraft.bench import quality as quality_module
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
@@ -31,7 +31,7 @@ from hf_hsdraft.bench.quality import (
     systems_of,
 )
 from hf_hsdraft.bench.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
-from hf_hsdraft.bench.quality_log import AnswerLog, digest
+from hf_hsdraft.bench.quality_log import AnswerLog, digest, model_digest, run_of
 from hf_hsdraft.bench.systems import PLAIN
 from hf_hsdraft.cli import app
 from hf_hsdraft.training import pivots
@@ -211,9 +211,41 @@ def test_a_run_that_was_stopped_goes_on(target, tokenizer, tmp_path):
     ):
         with pytest.raises(ValueError, match=told):
             AnswerLog(path, {**run, **other})
-    path.write_text('{"turns": ["a"]}\n')
-    with pytest.raises(ValueError, match="is no file of answers"):
-        AnswerLog(path, {})
+    for other in ('{"turns": ["a"]}\n', '{"turns": ["a"]}', "a note", "\n", "{"):
+        path.write_text(other)
+        with pytest.raises(ValueError, match=r"is no file of answers|holds something else"):
+            AnswerLog(path, {})
+        assert path.read_text() == other
+    for begun in ("", '{"run": {"seed'):  # killed while it wrote its first line
+        path.write_text(begun)
+        assert AnswerLog(path, run).known == {} and json.loads(path.read_text()) == {"run": run}
+
+
+def test_answers_of_other_weights_are_not_taken(tmp_path):
+    """Names say nothing: a drafter may be trained anew in its folder, or another folder be called the same."""
+    items = [Item("words", "w1 w4", "w1", "contains")]
+
+    def kept_for(model, drafter) -> None:
+        AnswerLog(tmp_path / "answers.jsonl", run_of({"seed": 1}, items, systems_of(drafter, []), model))
+
+    target = make_target()
+    folder, same = tmp_path / "drafter", make_drafter(target)
+    same.save_pretrained(folder)
+    kept_for(target, HSDrafter.from_pretrained(folder))
+    kept_for(make_target(), HSDrafter.from_pretrained(folder))
+    with pytest.raises(ValueError, match="another run: target's digest is"):
+        kept_for(make_target(seed=1), HSDrafter.from_pretrained(folder))
+    with torch.no_grad():
+        same.norm.weight[-1] += 1e-3  # trained a little further
+    same.save_pretrained(folder)
+    with pytest.raises(ValueError, match="another run: drafter's digest is"):
+        kept_for(target, HSDrafter.from_pretrained(folder))
+    assert model_digest(CachebackDrafter()) == model_digest(CachebackDrafter())
+    one, other = (LayerSkipDrafter.for_target(target, [layer]) for layer in (0, 1))
+    assert model_digest(one) != model_digest(other)
+    other.config = one.config
+    other.generation_config.tree_size = 3
+    assert model_digest(one) != model_digest(other), "drafting options decide what lossy rules accept"
 
 
 def test_speeds_of_a_busy_machine_are_left_out():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
 from session_helpers import padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
@@ -25,9 +26,7 @@ from hf_hsdraft.training.conversations import TokenizedConversation
 from hf_hsdraft.training.features import read_features
 from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.objectives import objective_of
-from hf_hsdraft.training.plan import TrainingPlan
 from hf_hsdraft.training.prepared import prepared
-from hf_hsdraft.training.run import train
 from hf_hsdraft.training.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.trainer import DrafterTrainer
 
@@ -391,19 +390,13 @@ def test_rolled_chains_weigh_no_more_than_others(tmp_path):
     assert found["fixed"] == pytest.approx(means / sum(0.8**depth for depth in range(4)), rel=1e-4)
 
 
-def planned(folder, **overrides) -> TrainingPlan:
+def planned(folder, **overrides):
     sizes = {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 6, "draft_layers": 2}
-    fields = {
-        "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))], "out": str(folder / "out"), "family": "self",
-        "eval_conversations": 3, "eval_prompts": 2, "max_new_tokens": 12, "answer_batch_size": 5, "drafter": sizes,
-    }  # fmt: skip
-    return TrainingPlan(**{**fields, **overrides})
+    return training_helpers.planned(folder, "self", **{"drafter": sizes, **overrides})
 
 
-def run(target, tokenizer, plan: TrainingPlan, **arguments):
-    fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
-    defaults = TRAINABLE["self"].arguments
-    return train(target, tokenizer, plan, {**defaults, **fields, **arguments}, report=lambda _: None)
+def run(target, tokenizer, plan, **arguments):
+    return training_helpers.run(target, tokenizer, plan, **{**TRAINABLE["self"].arguments, **arguments})
 
 
 def test_a_few_steps_lower_the_loss_and_the_drafter_is_saved(chatty, tokenizer, tmp_path):
@@ -437,15 +430,7 @@ def test_what_would_fail_when_training_begins_is_refused_at_once(chatty, tokeniz
 
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
     whole = run(chatty, tokenizer, planned(tmp_path, out=str(tmp_path / "whole"), cache_taps=True))
-    original, steps = DrafterTrainer.compute_loss, []
-
-    def dies_at_step_three(self, *args, **kwargs):
-        steps.append(self.state.global_step)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(DrafterTrainer, "compute_loss", dies_at_step_three)
+    steps = training_helpers.kill_at_step_three(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run(chatty, tokenizer, planned(tmp_path, cache_taps=True))
     resumed = run(chatty, tokenizer, planned(tmp_path, cache_taps=True))

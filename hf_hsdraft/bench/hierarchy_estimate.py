@@ -36,6 +36,15 @@ def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int =
     return Curve(((1, reading), (even, reading), (2 * even, 2 * even * token)))
 
 
+def check_shares(shares: Sequence[float]) -> None:
+    """Raises a ValueError unless there are three shares from 0 to below 1: of 1, drafts would never end."""
+    if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
+        raise ValueError(
+            f"shares={list(shares)} is invalid: expected three numbers of 0 or more and below 1, of n-grams by the "
+            "target, of n-grams by the middle model, and of the middle model by the target"
+        )
+
+
 def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: Device, length: int) -> Levels:
     """Returns the levels n-grams, middle model and target.
 
@@ -47,13 +56,9 @@ def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: 
         length: number of tokens of the text.
 
     Raises:
-        ValueError: there are not three shares from 0 to 1.
+        ValueError: there are not three shares from 0 to below 1.
     """
-    if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
-        raise ValueError(
-            f"shares={list(shares)} is invalid: expected three numbers from 0 to 1, of n-grams by the target, of "
-            "n-grams by the middle model, and of the middle model by the target"
-        )
+    check_shares(shares)
     forwards = {name: forward_of(each, device, length) for name, each in ((MIDDLE, middle), (TARGET, config))}
     pairs = ((NGRAMS, TARGET), (NGRAMS, MIDDLE), (MIDDLE, TARGET))
     acceptances = {pair: Acceptance.even(share) for pair, share in zip(pairs, shares, strict=True)}

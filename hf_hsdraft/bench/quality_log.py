@@ -9,8 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..drafters.weightless_drafter import WeightlessDrafter
+from ..repository.drafter_files import sha256
 from .checked_tasks import Item
 from .quality import Answer
+from .systems import System
+
+_HEAD = '{"run"'  # how a file of answers begins
 
 
 class AnswerLog:
@@ -18,7 +25,7 @@ class AnswerLog:
 
     Args:
         path: of the file; `None` keeps nothing.
-        run: what the answers depend on. A file of another run is refused.
+        run: what the answers depend on, see `run_of`. A file of another run is refused.
 
     Attributes:
         known: by the way of decoding and the place of the question, the answers of each system.
@@ -34,6 +41,8 @@ class AnswerLog:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()  # a run that was killed may have left a part of a line
         if not lines:
+            if text and not text.startswith(_HEAD):
+                raise ValueError(f"{path} holds something else than answers: name another file, which is then made")
             path.write_text(json.dumps({"run": run}) + "\n", encoding="utf-8")
             return
         try:
@@ -65,6 +74,48 @@ class AnswerLog:
             file.write(json.dumps(row) + "\n")
 
 
+def run_of(settings: dict[str, Any], items: Sequence[Item], systems: Sequence[System], target: Any) -> dict[str, Any]:
+    """Returns what answers depend on.
+
+    Args:
+        settings: of the run, as they are published.
+        items: the questions.
+        systems: what answers them.
+        target: the target.
+    """
+    drafters = {id(system.drafter): system.drafter for system in systems if system.drafter is not None}
+    return {
+        **settings,
+        "questions": digest(items),
+        "systems": [system.name for system in systems],
+        "target's digest": model_digest(target),
+        "drafter's digest": [model_digest(drafter) for drafter in drafters.values()],
+    }
+
+
 def digest(items: Sequence[Item]) -> str:
     """Returns a digest of questions and their answers."""
     return hashlib.sha256(json.dumps([asdict(item) for item in items]).encode()).hexdigest()[:16]
+
+
+def model_digest(model: Any) -> str:
+    """Returns a digest of what a target or a drafter answers by, whatever it is called and wherever it lies.
+
+    It covers weights, generation options, the document of a drafter without weights, and the weight files that lie
+    beside a drafter's own, as a refiner's and a verifier's do. Weights that are offloaded are left out.
+
+    Args:
+        model: a model of transformers, or a drafter.
+    """
+    found = hashlib.sha256()
+    options = {**model.generation_config.to_dict(), "transformers_version": None}
+    document = model.document() if isinstance(model, WeightlessDrafter) else None
+    found.update(json.dumps([type(model).__name__, options, document], sort_keys=True, default=str).encode())
+    for name, value in model.state_dict().items() if isinstance(model, torch.nn.Module) else ():
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        if not value.is_meta:
+            found.update(value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy())
+    folder = getattr(model, "loaded_from", None)
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+        found.update(f"{path.name} {sha256(path)}".encode())
+    return found.hexdigest()[:16]

@@ -47,7 +47,10 @@ def plan(
     from ..drafters.ngrams.cacheback import CachebackDrafter
     from ..target.target_loading import load_target
     from ..training.conversations import read_prompts
+    from ..training.pruning import check_empty
 
+    if out is not None:
+        check_empty(out)
     if not prompts:
         console.print(NOTE, highlight=False, soft_wrap=True)
     found = [prompt for path in prompts for prompt in read_prompts(path)] if prompts else DEFAULT_PROMPTS
@@ -69,9 +72,12 @@ def plan(
     if measure:
         _, table = compare(plans, model, drafters, inputs, max_new_tokens, repeats)
         console.print(table)
-    if out is not None and len(plans.chosen.names) > 1:
-        cascade_of(plans.chosen, drafters).save_pretrained(out)
-        console.print(f"saved: {out}", highlight=False, soft_wrap=True)
+    if out is not None:
+        told = f"not saved: what is recommended, {plans.chosen.title}, is no hierarchy of drafters"
+        if len(plans.chosen.names) > 1:
+            cascade_of(plans.chosen, drafters).save_pretrained(out)
+            told = f"saved: {out}"
+        console.print(told, highlight=False, soft_wrap=True)
 
 
 def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:

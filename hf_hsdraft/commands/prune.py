@@ -24,7 +24,10 @@ def prune(
     ] = None,
     dtype: DtypeOption = Dtype.float32,
 ) -> None:
-    """Saves an ordinary model with some of the target's layers, for `hsdraft train --family lm --init-from`."""
+    """Saves an ordinary model with some of the target's layers, for `hsdraft train --family lm --init-from`.
+
+    The target's name is written into the recipe beside it, and is published with it; of a path, only the last part.
+    """
     from ..drafters.causal_lm.layer_subset import checked_layers, evenly, layers_of
     from ..target.target_loading import DEFAULT_TARGET, load_target
     from ..training.pruning import check_empty
@@ -59,24 +62,28 @@ def skip_layers(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Searches the layers by acceptance per cost, on texts that the target writes, and saves the list as a drafter."""
+    """Searches the layers by acceptance per cost, on texts that the target writes, and saves the list as a drafter.
+
+    The drafter drafts chains of the length that was best.
+    """
     from ..bench.measure import encode_prompt
-    from ..drafters.causal_lm.layer_skip import LayerSkipDrafter
     from ..target.target_loading import DEFAULT_TARGET, load_target
     from ..training.conversations import read_prompts
-    from ..training.layer_search import search, written_texts
+    from ..training.layer_search import as_drafter, check_target, search, written_texts
     from ..training.parity import PROMPTS
     from ..training.pruning import check_empty
 
     check_empty(out)
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    if not texts:
+        raise typer.BadParameter(f"no prompts: {prompts} holds no line with `turns`", param_hint="--prompts")
     model, tokenizer = load_target(target, dtype.torch, device)
+    check_target(model)
     written = written_texts(model, [encode_prompt(tokenizer, text, device) for text in texts[:limit]], max_new_tokens)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     best = search(model, written, most, say)
-    drafter = LayerSkipDrafter.for_target(model, best.skipped, target or DEFAULT_TARGET)
-    drafter.save_pretrained(out)
+    as_drafter(model, best, target or DEFAULT_TARGET).save_pretrained(out)
     say(f"best {best}; saved in {out}")

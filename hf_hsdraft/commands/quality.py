@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_pair
 
 if TYPE_CHECKING:
+    from ..bench.checked_tasks import Item
     from ..bench.quality import Quality
 
 app = typer.Typer()
@@ -31,15 +32,22 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+RulesOption = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated: fly, typical, pivot, each with options, as fly+fly_window=2; ngram_continuation, "
+        "num_assistant_tokens and tree_size are such options too."
+    ),
+]
+AnswersOption = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="Keep the answers here as they come. A run that was stopped goes on from it."),
+]
+
+
 @app.command(short_help="Measure what lossy verification costs and gains.")
 def quality(
-    rules: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: fly, typical, pivot, each with options, as fly+fly_window=2; ngram_continuation, "
-            "num_assistant_tokens and tree_size are such options too."
-        ),
-    ] = "fly,typical",
+    rules: RulesOption = "fly,typical",
     thresholds: Annotated[str, typer.Option(help="Also each rule with these thresholds, as 0.1,0.3,0.5,1.")] = "",
     tasks: TasksOption = _TASKS,
     questions: QuestionsOption = None,
@@ -52,25 +60,15 @@ def quality(
     drafter: DrafterOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
-    answers: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, help="Keep the answers here as they come. A run that was stopped goes on from it."
-        ),
-    ] = None,
+    answers: AnswersOption = None,
     speed: Annotated[bool, typer.Option(help="Speeds too; --no-speed where the machine does something else.")] = True,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
 ) -> None:
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
-    from rich.progress import Progress
-
-    from ..bench.calls import Settings
     from ..bench.checked_tasks import items_of
     from ..bench.machine import processor
-    from ..bench.quality import GREEDY, SAMPLED, Answer, Quality, measure_quality, rules_of, systems_of
-    from ..bench.quality_figures import write_quality
-    from ..bench.quality_log import AnswerLog, digest
+    from ..bench.quality import Quality, rules_of
     from ..common.checks import public_name
 
     try:
@@ -78,42 +76,71 @@ def quality(
         asked = items_of(_names(tasks), questions or [], items, seed)
         if temperature == 0 and not greedy:
             raise ValueError("--no-greedy and --temperature 0 leave nothing to decode: give one of them up")
-        for path in (answers, json_out, picture):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"no such folder: {path.parent}")
+        _check_files(answers, json_out, picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--picture needs matplotlib: pip install -e '.[bench]' in a checkout")
-    model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
-    systems = systems_of(loaded, wanted)
+    pair = load_pair(target, drafter, dtype, device)
     settings = {
-        "target": public_name(getattr(model, "name_or_path", "")),
+        "target": public_name(getattr(pair[0], "name_or_path", "")),
         "dtype": dtype.value,
         "device": device,
-        "processor": processor(model.device),
+        "processor": processor(pair[0].device),
         "questions": len(asked),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
-    run = {**settings, "questions": digest(asked), "systems": [system.name for system in systems]}
-    log = AnswerLog(answers, {**run, "drafter": public_name(drafter or "")})
     found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed)
-    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: temperature} if temperature else {})}
+    _answer(found, pair, asked, greedy, answers, json_out)
+    _show(found, picture)
+
+
+def _check_files(answers: Path | None, json_out: Path | None, picture: Path | None) -> None:
+    """Raises an error if files cannot be written where they are wanted, before anything is measured."""
+    for path in (answers, json_out, picture):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"no such folder: {path.parent}")
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--picture needs matplotlib: pip install -e '.[bench]' in a checkout")
+
+
+def _answer(
+    found: Quality, pair: tuple[Any, Any, Any], asked: list[Item], greedy: bool, answers: Path | None, out: Path | None
+) -> None:
+    """Lets all systems answer, greedily if wanted and at the temperature of the settings if there is one.
+
+    Args:
+        found: the settings and rules; gets the answers.
+        pair: target, tokenizer and drafter.
+        asked: the questions.
+        greedy: whether there are greedy answers.
+        answers: file of answers that are known, and are added to; `None` keeps none.
+        out: JSON file of the figures so far; `None` writes none.
+    """
+    from rich.progress import Progress
+
+    from ..bench.calls import Settings
+    from ..bench.quality import GREEDY, SAMPLED, Answer, measure_quality, systems_of
+    from ..bench.quality_figures import write_quality
+    from ..bench.quality_log import AnswerLog, run_of
+
+    model, tokenizer, drafter = pair
+    systems = systems_of(drafter, list(found.rules.values()))
+    log = AnswerLog(answers, {} if answers is None else run_of(found.settings, asked, systems, model))
+    heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
+    modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: heat} if heat else {})}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("questions", total=len(asked) * len(modes))
-        for mode, heat in modes.items():
+        for mode, temperature in modes.items():
 
             def tell(place: int, each: dict[str, Answer], mode: str = mode) -> None:
                 log.add(mode, place, each)
                 progress.advance(task)
 
-            how, known = Settings(max_new_tokens, heat, seed), log.known.get(mode)
+            how, known = Settings(new, temperature, seed), log.known.get(mode)
             found.answers[mode] = measure_quality(model, tokenizer, systems, asked, how, known, tell)
-            if json_out is not None:
-                write_quality(found, json_out)
-    _show(found, picture)
+            if out is not None:
+                write_quality(found, out)
 
 
 def _show(found: Quality, picture: Path | None) -> None:

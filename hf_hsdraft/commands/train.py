@@ -105,7 +105,9 @@ def train(
     ] = None,
     tree_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Nodes per round, at least K; default 24, of self, lm, steered-lm 16; decides no weights."),
+        typer.Option(
+            min=1, help="Nodes per round, at least K; default 24, of self, lm, steered-lm 16; decides no weights."
+        ),
     ] = None,
     num_hidden_layers: Annotated[
         int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3, of lm a fifth of the target's.")

@@ -192,7 +192,7 @@ class TrainableFamily:
         raise NotImplementedError
 
     def taps(self, drafter: Any, target: Any) -> Sequence[int]:
-        """Returns the hidden states of a target that training reads: those that drafting reads, unless it says more."""
+        """Returns the hidden states of a target that training reads. By default they are those that drafting reads."""
         taps: Sequence[int] = drafter.taps_of(target)
         return taps
 

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ def read_features(
     conversations: Sequence[TokenizedConversation],
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    inputs: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Features]:
     """Reads some conversations in one forward of the target, padded on the right to the longest of them.
 
@@ -170,6 +171,7 @@ def read_features(
         conversations: the conversations.
         device: device of the features.
         dtype: dtype of the hidden states.
+        inputs: further inputs of the target's forward, such as `pixel_values`.
     """
     last = target.config.get_text_config().num_hidden_layers
     wanted = sorted({*tap_layers, last})
@@ -177,7 +179,12 @@ def read_features(
     mask = pad_sequence([torch.ones_like(conversation.input_ids) for conversation in conversations], batch_first=True)
     padded = {"attention_mask": mask.to(target.device)} if len(conversations) > 1 else {}
     states = target(
-        ids.to(target.device), **padded, output_hidden_states=wanted, logits_to_keep=1, use_cache=False
+        ids.to(target.device),
+        **padded,
+        **(inputs or {}),
+        output_hidden_states=wanted,
+        logits_to_keep=1,
+        use_cache=False,
     ).hidden_states
     features = []
     for row, conversation in enumerate(conversations):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..drafters.causal_lm.layer_skip import LayerSkipDrafter
 from ..drafters.causal_lm.layer_subset import layers_of, with_layers
 
 _MOST_DRAFTED = 8  # greatest length of a chain that is considered
@@ -53,6 +54,18 @@ def speed_of_chains(agreement: float, cost: float, depth: int) -> float:
     """
     emitted = sum(agreement**number for number in range(depth + 1))
     return emitted / (1.0 + depth * cost)
+
+
+def check_target(target: Any) -> None:
+    """Raises a ValueError for a target that cannot draft without some of its layers. It takes a few short forwards.
+
+    Args:
+        target: the target.
+    """
+    count = len(layers_of(target)[1])
+    if count < 3:
+        raise ValueError(f"the target has {count} layers: expected 3 or more, as its first and last ones stay")
+    LayerSkipDrafter.for_target(target, [1]).check(target)
 
 
 @torch.no_grad()
@@ -115,11 +128,10 @@ def search(
         report: told of the best list of each length.
 
     Raises:
-        ValueError: there are fewer than three layers, or no text.
+        ValueError: see `check_target`; or there is no text.
     """
+    check_target(target)
     count = len(layers_of(target)[1])
-    if count < 3:
-        raise ValueError(f"the target has {count} layers: expected 3 or more, as its first and last ones stay")
     if not any(text.shape[1] > start for text, start in texts):
         raise ValueError("the target wrote nothing: expected prompts that it answers")
     most = count - 2 if most is None else min(most, count - 2)
@@ -133,3 +145,18 @@ def search(
     if best is None:
         raise ValueError(f"most={most} is invalid: expected 1 or more layers to leave out")
     return best
+
+
+def as_drafter(target: Any, found: Judged, target_name: str = "") -> LayerSkipDrafter:
+    """Returns the drafter of a list of layers. It drafts the chains that the list was judged by.
+
+    Args:
+        target: the target.
+        found: the list.
+        target_name: name of the target; the one by which it was loaded by default.
+    """
+    drafter = LayerSkipDrafter.for_target(target, found.skipped, target_name)
+    options = drafter.generation_config
+    options.num_assistant_tokens = options.tree_size = found.depth
+    options.beam_width = 1
+    return drafter

@@ -33,7 +33,7 @@ def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLi
         tokenizer: its tokenizer; `None` for none.
         kept: ascending numbers of the layers to keep, from 0 on.
         out: folder, which is new or empty.
-        name: name of the target, for the recipe.
+        name: name of the target, for the recipe, which is published with the model; of a path, only the last part.
 
     Returns:
         The model, as it was loaded from the folder.

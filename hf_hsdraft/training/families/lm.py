@@ -82,7 +82,7 @@ class LMFamily(TrainableFamily):
         return self._ready(self.made(model.eval(), target, fields), fields)
 
     def made(self, model: Any, target: Any, fields: Mapping[str, Any]) -> TrainedLM:
-        """Returns a drafter of a language model, all of whose weights that are trained need gradients.
+        """Returns a drafter of a language model. The weights that training changes are set to need gradients.
 
         Args:
             model: the language model.

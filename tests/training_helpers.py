@@ -1,0 +1,42 @@
+"""What tests of training need: a short plan, a short run, and a run that is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from conftest import write_prompts
+
+from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.training.run import train
+from hf_hsdraft.training.trainer import DrafterTrainer
+
+
+def planned(folder: Path, family: str, **fields: Any) -> TrainingPlan:
+    """A plan of 12 prompts in a folder, whose run is written beside them; drafters have K = 3."""
+    given = {
+        "prompts": [str(write_prompts(folder / "prompts.jsonl", 12))], "out": str(folder / "out"), "family": family,
+        "eval_conversations": 3, "eval_prompts": 2, "max_new_tokens": 12, "answer_batch_size": 5,
+        "drafter": {"num_draft_steps": 3, "tree_size": 6},
+    }  # fmt: skip
+    return TrainingPlan(**{**given, **fields})
+
+
+def run(target: Any, tokenizer: Any, plan: TrainingPlan, **arguments: Any) -> Any:
+    """The drafter after four steps, evaluated at the second and the fourth."""
+    fields = {"max_steps": 4, "eval_steps": 2, "eval_new_tokens": 6, "logging_steps": 1, "disable_tqdm": True}
+    return train(target, tokenizer, plan, {**fields, **arguments}, report=lambda _: None)
+
+
+def kill_at_step_three(monkeypatch: Any) -> list[int]:
+    """Lets the next run die at its fourth loss. Returns the steps of all losses, to which later runs add theirs."""
+    original, steps = DrafterTrainer.compute_loss, list[int]()
+
+    def dies_at_step_three(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(self.state.global_step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", dies_at_step_three)
+    return steps
