@@ -218,6 +218,17 @@ def test_no_more_is_drafted_than_is_asked_for(target, depth):
     assert len(Rounds(target, cascade_of(target, "model")).draft(depth)[0]) == depth
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_small_trees_limit_the_chain_as_depths_do(target, size):
+    cascade = cascade_of(target, "n-grams", tree_size=size, num_assistant_tokens=12)
+    asks = [Ask(0, 7, 12, size, chain=True, reach=12)]
+    [tree] = Rounds(target, cascade).session.draft(asks)
+    assert len(tree) - 1 == size
+    plain = target.generate(**padded(1), **GREEDY).sequences
+    output = target.generate(**padded(1), **GREEDY, assistant_model=cascade)
+    assert output.sequences.tolist() == plain.tolist() and max(output.statistics.drafted_nodes) == size
+
+
 def test_a_text_longer_than_the_models_positions_goes_on_without_drafts(target):
     short = near(make_target(seed=3, max_position_embeddings=16), 0.01)
     cascade = CascadeDrafter([CachebackDrafter(), CausalLMDrafter(short)], tokens=[2, 4]).eval()
