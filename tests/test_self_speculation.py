@@ -41,11 +41,19 @@ TARGETS = {
     "windows": {"model_type": "gemma3_text", **WINDOWS},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256},
 }
+# Their layers return tuples.
+GPTJ = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "rotary_dim": 4}
+OF_TUPLES = {
+    "gptj": {"model_type": "gptj", **GPTJ},
+    "codegen": {"model_type": "codegen", **GPTJ},
+    "falcon": {"model_type": "falcon", "alibi": False, "new_decoder_architecture": False, "multi_query": True},
+}
+TARGETS |= OF_TUPLES
 
 
-def target_of(kind: str):
+def target_of(kind: str, **overrides):
     torch.manual_seed(0)
-    fields = {**SIZES, **TARGETS[kind]}
+    fields = {**SIZES, **TARGETS[kind], **overrides}
     attention = fields.pop("attn_implementation", "sdpa")
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
@@ -104,7 +112,7 @@ def both(target, drafter, inputs, **call):
 
 @pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", TARGETS.keys() - OF_TUPLES.keys())
 def test_texts_are_the_targets_own(kind, rows, right):
     target = early(target_of(kind))
     drafter = make_self(target, right=right)
@@ -114,6 +122,49 @@ def test_texts_are_the_targets_own(kind, rows, right):
     assert statistics.draft_kind == "tree" and max(statistics.drafted_nodes) > 1
     assert statistics.reused_share > 0.1
     assert not right or sum(statistics.accepted_lengths) > statistics.rounds * 0.5
+
+
+@pytest.mark.parametrize("kind", OF_TUPLES)
+def test_layers_that_return_tuples_draft_too(kind):
+    target = target_of(kind)
+    drafter = make_self(target, right=False)
+    plain, drafted = both(target, drafter, padded(2))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert sum(drafted.statistics.drafted_nodes) > 0
+    assert drafted.statistics.draft_kind == "chain" or drafted.statistics.reused_share > 0.1
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_rows_are_drafted_up_to_the_last_position(reuse):
+    """The longest row has no positions for the depths that others are drafted to."""
+    inputs = padded(3)
+    length = inputs["input_ids"].shape[1]
+    target = early(target_of("gpt2", n_positions=length + NEW))
+    drafter = make_self(target)
+    drafter.generation_config.layer_reuse = reuse
+    plain, drafted = both(target, drafter, inputs)
+    assert drafted.sequences.shape[1] == length + NEW
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
+
+
+@torch.no_grad()
+def test_nodes_beyond_the_depth_of_a_row_are_not_reused(monkeypatch):
+    """N-grams may go deeper than a row was drafted, along a path that was read for the sake of other rows."""
+    target, noted = early(target_of("llama")), []
+    taken = FirstLayers._taken
+
+    def noting(self):
+        read = taken(self)
+        noted.extend(
+            (len(path), self._depths[row].item()) for row, columns in enumerate(read.columns) for path in columns
+        )
+        return read
+
+    monkeypatch.setattr(FirstLayers, "_taken", noting)
+    both(target, make_self(target), padded(3), max_new_tokens=9)
+    assert noted and all(nodes <= depth for nodes, depth in noted), "a path of n nodes ends at depth n - 1"
+    assert len({depth for _, depth in noted}) > 1, "rows are drafted to different depths near the end"
 
 
 @pytest.mark.parametrize("rows", [1, 2])

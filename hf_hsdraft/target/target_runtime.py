@@ -94,7 +94,12 @@ class TargetRuntime:
         self.trees, self._call.fixed = False, 0
 
     def first_layers(self, count: int, reuse: bool) -> FirstLayers | None:
-        """Returns what reads drafts ahead, see `FirstLayers`; `None` without trees or with a static cache."""
+        """Returns what reads drafts ahead, see `FirstLayers`; `None` without trees or with a static cache.
+
+        Args:
+            count: number n of the first layers that draft.
+            reuse: whether verification goes on from what they have read. If not, it computes all layers.
+        """
         able = self.trees and self._kinds and self._call.slots.static is None and not self.recurrent
         self._first = FirstLayers(self._call, self._kinds, count, reuse) if able else None
         return self._first
@@ -208,12 +213,14 @@ class TargetRuntime:
     def apart(self) -> TargetRuntime:
         """A runtime for trials: it shares target and cache, which a mark puts back, and nothing else that changes."""
         trial = copy.copy(self)
+        trial._first = None  # it reads for the call itself
         trial._call = self._call.apart()
         return trial
 
     def apart_of(self, places: Sequence[int]) -> TargetRuntime:
         """As `apart`, of some rows of the batch alone; `rows_can_be_apart` holds."""
         trial = copy.copy(self)
+        trial._first = None  # it reads for the call itself
         trial._call = self._call.apart_of(places)
         return trial
 
@@ -259,6 +266,7 @@ class TargetRuntime:
 
     @property
     def reused_share(self) -> float:
+        """Share of the layers' work in verifying trees that drafts had done; 0 where they are not read ahead."""
         return 0.0 if self._first is None else self._first.reused_share
 
     @property
