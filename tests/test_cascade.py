@@ -209,7 +209,7 @@ def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(targ
 def test_a_drafter_of_another_model_is_told(target):
     other = make_drafter(make_target(hidden_size=48, num_attention_heads=6))
     cascade = CascadeDrafter([other, CausalLMDrafter(near(target, 0.01))], [3, 5]).eval()
-    with pytest.raises(ValueError, match="level 0 of this cascade, a HSDrafter, does not fit level 1: "):
+    with pytest.raises(ValueError, match="level 0 of this cascade, an HSDrafter, does not fit level 1: "):
         target.generate(**padded(1), **GREEDY, assistant_model=cascade)
 
 

@@ -33,6 +33,7 @@ from .tree_reading import node_inputs, read_trees
 
 logger = logging.get_logger(__name__)
 
+
 class FirstLayers:
     """The first layers of a target in one call.
 
