@@ -49,8 +49,8 @@ class NgramSession(Session):
     def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
         """Returns a tree whose most probable path goes on by n-grams, beyond the depth of its drafter.
 
-        At most `ngram_continuation` nodes are added. Where a tree is full, as many of the least probable nodes give way.
-        A tree of the root alone stays alone: nothing is to be drafted.
+        At most `ngram_continuation` nodes are added. Where a tree is full, as many nodes give way, the least probable
+        ones. A tree of the root alone stays alone: nothing is to be drafted.
 
         FLy (arXiv:2511.22972) drafts on two levels so that its drafts become longer than its window.
 
