@@ -19,6 +19,7 @@ from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli import app
 from hf_hsdraft.target.first_layers import FirstLayers
+from hf_hsdraft.target.target_runtime import TargetRuntime
 from hf_hsdraft.target.tree_reading import read_trees
 from hf_hsdraft.training.conversations import TokenizedConversation
 from hf_hsdraft.training.features import read_features
@@ -307,6 +308,20 @@ def test_hidden_states_that_are_asked_for_are_those_of_plain_decoding():
     for one, other in zip(plain.hidden_states, drafted.hidden_states, strict=True):
         for left, right in zip(one, other, strict=True):
             torch.testing.assert_close(left, right, atol=1e-3, rtol=1e-3)
+
+
+def test_trials_of_the_target_do_not_take_what_was_read_ahead(monkeypatch):
+    """What drafts have read is for the next verification of the call, not for a forward of a trial."""
+    target, apart, original = early(target_of("llama")), [], TargetRuntime.first_layers
+
+    def noting(self, count, reuse):
+        made = original(self, count, reuse)
+        apart.extend([self.apart(), self.apart_of([0])])
+        return made
+
+    monkeypatch.setattr(TargetRuntime, "first_layers", noting)
+    both(target, make_self(target), padded(1))
+    assert apart and all(trial._first is None for trial in apart)
 
 
 def test_a_cache_that_does_not_grow_is_decoded_without_drafts(caplog):
