@@ -34,7 +34,7 @@ def test_skipped_layers_are_saved_as_a_list(target, tmp_path):
     assert loaded.generation_config.tree_size == 9 and loaded.generation_config.beam_width == 2
     with pytest.raises(DraftingRefused, match=r"num_hidden_layers=3, this drafter leaves out layers of one with 6"):
         loaded.check(make_target())
-    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest option is tree_size"):
         AutoDrafter.from_pretrained(tmp_path, tree_sise=3)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "skipped_layers": [3, 1]}))

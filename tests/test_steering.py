@@ -60,8 +60,8 @@ def test_a_new_steering_drafts_as_the_plain_drafter_does(target, rows):
 def test_the_steering_may_have_another_dtype_than_the_model(target):
     """What it adds takes the dtype of the model: here rounding it makes no difference, as it is zero."""
     rounded = copy.deepcopy(target).to(torch.bfloat16)
-    steering = Steering(SteeringSizes.of(rounded, rounded))
-    drafter = with_fixed(SteeredLMDrafter(with_layers(rounded, [0, 2, 5]), steering=steering.float()))
+    model = with_layers(rounded, [0, 2, 5])
+    drafter = with_fixed(SteeredLMDrafter(model, steering=Steering(SteeringSizes.of(model, rounded)).float()))
     plain = with_fixed(CausalLMDrafter(with_layers(rounded, [0, 2, 5])))
     assert drafts_of(rounded, drafter, padded(2)) == drafts_of(rounded, plain, padded(2))
 
