@@ -13,10 +13,11 @@ from conftest import VOCAB, make_drafter, make_target
 from session_helpers import news
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.drafters.cascade.cascade_session import CascadeSession
 from hf_hsdraft.drafters.cascade.held_chain import HeldChain
+from hf_hsdraft.drafters.causal_lm.lm_steering import Steering, SteeringSizes
 from hf_hsdraft.drafters.draft_options import DraftOptions
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.drafters.protocol import Accepted, Ask, DraftCall
@@ -209,13 +210,24 @@ def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(targ
 def test_a_drafter_of_another_model_is_told(target):
     other = make_drafter(make_target(hidden_size=48, num_attention_heads=6))
     cascade = CascadeDrafter([other, CausalLMDrafter(near(target, 0.01))], [3, 5]).eval()
-    with pytest.raises(ValueError, match="level 0 of this cascade, a HSDrafter, does not fit level 1: "):
+    with pytest.raises(ValueError, match="level 0 of this cascade, an HSDrafter, does not fit level 1: "):
         target.generate(**padded(1), **GREEDY, assistant_model=cascade)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_no_more_is_drafted_than_is_asked_for(target, depth):
     assert len(Rounds(target, cascade_of(target, "model")).draft(depth)[0]) == depth
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_small_trees_limit_the_chain_as_depths_do(target, size):
+    cascade = cascade_of(target, "n-grams", tree_size=size, num_assistant_tokens=12)
+    asks = [Ask(0, 7, 12, size, chain=True, reach=12)]
+    [tree] = Rounds(target, cascade).session.draft(asks)
+    assert len(tree) - 1 == size
+    plain = target.generate(**padded(1), **GREEDY).sequences
+    output = target.generate(**padded(1), **GREEDY, assistant_model=cascade)
+    assert output.sequences.tolist() == plain.tolist() and max(output.statistics.drafted_nodes) == size
 
 
 def test_a_text_longer_than_the_models_positions_goes_on_without_drafts(target):
@@ -361,6 +373,68 @@ def test_what_is_saved_loads_and_drafts_as_before(target, tmp_path):
     plain = target.generate(**padded(1), **GREEDY)
     by_name = target.generate(**padded(1), **GREEDY, assistant_model=str(tmp_path / "cascade"))
     assert by_name.sequences.tolist() == plain.sequences.tolist() and by_name.statistics.tau > 1.3
+
+
+def test_saving_anew_leaves_nothing_of_the_former_levels(target, tmp_path):
+    folder = tmp_path / "cascade"
+    cascade_of(target, "three").save_pretrained(folder)
+    (folder / "notes.txt").write_text("mine")
+    assert (folder / "level_1" / "config.json").is_file() and (folder / "level_2").is_dir()
+    two = cascade_of(target, "n-grams")
+    two.save_pretrained(folder)
+    fresh = tmp_path / "fresh"
+    two.save_pretrained(fresh)
+    names = [{str(path.relative_to(each)) for path in each.rglob("*")} for each in (folder, fresh)]
+    assert names[0] == names[1] | {"notes.txt"}
+    assert AutoDrafter.from_pretrained(folder).tokens == two.tokens
+
+
+def test_a_level_that_cannot_be_saved_changes_no_file(target, tmp_path):
+    cascade = cascade_of(target, "n-grams")
+    cascade.save_pretrained(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other = CascadeDrafter([CachebackDrafter(texts=[[5, 6]]), cascade.levels[1]], tokens=[2, 4])
+    cascade.levels[1].generation_config.tree_size = 0
+    with pytest.raises(ValueError, match="level 1 of this cascade, a CausalLMDrafter: tree_size=0 is invalid"):
+        other.save_pretrained(tmp_path)
+    cascade.levels[1].generation_config.tree_size = 16
+    cascade.levels[1].model.save_pretrained = None  # fails late, when level 0 was written
+    with pytest.raises(TypeError):
+        other.save_pretrained(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_wrong_options_of_level_0_are_told_before_the_prompt_is_read(target):
+    cascade = cascade_of(target, "model")
+    cascade.levels[0].generation_config.tree_size = 0
+    calls = []
+    hook = target.register_forward_pre_hook(lambda *args: calls.append(None))
+    with pytest.raises(ValueError, match="level 0 of this cascade, a CausalLMDrafter: tree_size=0 is invalid"):
+        target.generate(**padded(1), **GREEDY, assistant_model=cascade)
+    hook.remove()
+    assert not calls
+
+
+def test_level_0_keeps_its_own_options_unless_they_need_a_text_that_stays(target):
+    model = near(target, 0.01)
+    first = SteeredLMDrafter(model, steering=Steering(SteeringSizes.of(model, model))).eval()
+    first.generation_config.steering = False
+    options = CascadeDrafter([first, CausalLMDrafter(model)], [3, 6])._of_first(DraftOptions.of(first), 9)
+    assert options.own["steering"] is False
+    first = make_drafter(model)
+    first.generation_config.reuse = "ensemble"
+    options = CascadeDrafter([first, CausalLMDrafter(model)], [3, 6])._of_first(DraftOptions.of(first), 9)
+    assert options.own["reuse"] == "none"
+
+
+@pytest.mark.parametrize("level", ["./", "./.", "./../cascade", "./level_0/../../cascade", "{folder}"])
+def test_a_level_outside_of_its_cascade_is_told_before_one_is_loaded(tmp_path, level):
+    folder = tmp_path / "cascade"
+    CachebackDrafter().save_pretrained(folder / "level_0")
+    document = {"model_type": "cascade", "levels": ["./level_0", level.format(folder=folder)], "tokens": [3, 5]}
+    (folder / "config.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"levels\[1\]=.* is the cascade itself or lies outside of its folder"):
+        AutoDrafter.from_pretrained(folder)
 
 
 def test_levels_may_be_named_by_hand(target, tmp_path):

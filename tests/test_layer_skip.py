@@ -15,6 +15,7 @@ from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter
 from hf_hsdraft.cli import app
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.causal_lm import layer_skip
+from hf_hsdraft.drafters.causal_lm.layer_skip import LayerSkipConfig, _parts, drafting_part
 from hf_hsdraft.drafters.causal_lm.layer_subset import with_layers
 from hf_hsdraft.drafters.causal_lm.lm_trial import LMAbility
 from hf_hsdraft.training import layer_search
@@ -36,7 +37,7 @@ def test_skipped_layers_are_saved_as_a_list(target, tmp_path):
     assert loaded.generation_config.tree_size == 9 and loaded.generation_config.beam_width == 2
     with pytest.raises(DraftingRefused, match=r"num_hidden_layers=3, this drafter leaves out layers of one with 6"):
         loaded.check(make_target())
-    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest is tree_size"):
+    with pytest.raises(TypeError, match="no drafting option tree_sise: the nearest option is tree_size"):
         AutoDrafter.from_pretrained(tmp_path, tree_sise=3)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "skipped_layers": [3, 1]}))
@@ -53,6 +54,22 @@ def test_skipped_layers_draft_what_the_others_say(target):
     part = with_fixed(LayerSkipDrafter.for_target(target, [1, 3]))
     pruned = with_fixed(CausalLMDrafter(with_layers(copy.deepcopy(target), [0, 2, 4, 5])))
     assert drafts_of(target, part, inputs) == drafts_of(target, pruned, inputs)
+
+
+def test_drafters_of_one_target_keep_their_parts(target):
+    """A second drafter does not take the first one's part away; a target that was moved gets new ones."""
+    moved = copy.deepcopy(target)
+    one, other = (LayerSkipConfig(skipped, 6) for skipped in ((1, 3), (2,)))
+    first, second = drafting_part(moved, one), drafting_part(moved, other)
+    assert drafting_part(moved, one) is first and drafting_part(moved, other) is second
+    moved.to(torch.bfloat16)
+    assert drafting_part(moved, one) is not first and drafting_part(moved, one).dtype == torch.bfloat16
+    assert len(_parts[moved]) == 1
+
+
+def test_processes_that_run_the_same_forwards_are_refused(target):
+    with pytest.raises(DraftingRefused, match="some of the layers of a target that is sharded over processes"):
+        LayerSkipDrafter.for_target(target, [1]).warn_of_misfit(target, None, all_processes=True)
 
 
 def test_the_speed_of_chains_is_that_of_rounds_counted_out():

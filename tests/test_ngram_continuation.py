@@ -50,6 +50,10 @@ def test_the_most_probable_path_goes_on_and_least_probable_nodes_give_way(target
     full = session.continued(TREE, Ask(0, 9, depth=9, size=6, reach=9))
     assert full.fault() == "" and full.tokens == (9, 4, 1, 2, 3, 4, 9)  # without the node of token 5
     assert session.continued(TREE, Ask(0, 9, depth=9, size=16, reach=3)).depths[-1] == 3
+    one = session.continued(TREE, Ask(0, 9, depth=9, size=4, reach=3))
+    assert one.tokens == (9, 4, 1, 2, 3), "for one further node one gives way, not as many as could have come"
+    least = session.continued(TREE, Ask(0, 9, depth=9, size=2, reach=9))
+    assert least.fault() == "" and least.tokens == (9, 1, 2), "the path gives way with its end"
     for tree, root in ((DraftTree.root(9), 9), (TREE, 8)):  # nothing is to be drafted; n-grams of another text
         assert session.continued(tree, Ask(0, root, depth=9, size=16, reach=9)) is tree
 

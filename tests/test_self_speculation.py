@@ -11,6 +11,7 @@ import pytest
 import torch
 import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
+from lm_helpers import tiny
 from session_helpers import padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from typer.testing import CliRunner
@@ -18,8 +19,10 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, SelfDraftConfig, SelfDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
+from hf_hsdraft.bench.tiny import VOCABULARY
 from hf_hsdraft.cli import app
 from hf_hsdraft.target.first_layers import FirstLayers
+from hf_hsdraft.target.target_runtime import TargetRuntime
 from hf_hsdraft.target.tree_reading import read_trees
 from hf_hsdraft.training.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.conversations import TokenizedConversation
@@ -44,9 +47,9 @@ TARGETS = {
 }
 
 
-def target_of(kind: str):
+def target_of(kind: str, **overrides):
     torch.manual_seed(0)
-    fields = {**SIZES, **TARGETS[kind]}
+    fields = {**SIZES, **TARGETS[kind], **overrides}
     attention = fields.pop("attn_implementation", "sdpa")
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
@@ -115,6 +118,49 @@ def test_texts_are_the_targets_own(kind, rows, right):
     assert statistics.draft_kind == "tree" and max(statistics.drafted_nodes) > 1
     assert statistics.reused_share > 0.1
     assert not right or sum(statistics.accepted_lengths) > statistics.rounds * 0.5
+
+
+@pytest.mark.parametrize("kind", ["gptj", "codegen", "falcon"])
+def test_layers_that_return_tuples_draft_too(kind):
+    target = tiny(kind)
+    drafter = make_self(target, right=False, draft_vocab_size=VOCABULARY)
+    plain, drafted = both(target, drafter, padded(2))
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    statistics = drafted.statistics
+    assert statistics.draft_kind == "tree" and max(statistics.drafted_nodes) > 1 and statistics.reused_share > 0.1
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_rows_are_drafted_up_to_the_last_position(reuse):
+    """The longest row has no positions for the depths that others are drafted to."""
+    inputs = padded(3)
+    length = inputs["input_ids"].shape[1]
+    target = early(target_of("gpt2", n_positions=length + NEW))
+    drafter = make_self(target)
+    drafter.generation_config.layer_reuse = reuse
+    plain, drafted = both(target, drafter, inputs)
+    assert drafted.sequences.shape[1] == length + NEW
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert sum(drafted.statistics.accepted_lengths) > drafted.statistics.rounds * 0.5
+
+
+@torch.no_grad()
+def test_nodes_beyond_the_depth_of_a_row_are_not_reused(monkeypatch):
+    """N-grams may go deeper than a row was drafted, along a path that was read for the sake of other rows."""
+    target, noted = early(target_of("llama")), []
+    taken = FirstLayers._taken
+
+    def noting(self):
+        read = taken(self)
+        noted.extend(
+            (len(path), self._depths[row].item()) for row, columns in enumerate(read.columns) for path in columns
+        )
+        return read
+
+    monkeypatch.setattr(FirstLayers, "_taken", noting)
+    both(target, make_self(target), padded(3), max_new_tokens=9)
+    assert noted and all(nodes <= depth for nodes, depth in noted), "a path of n nodes ends at depth n - 1"
+    assert len({depth for _, depth in noted}) > 1, "rows are drafted to different depths near the end"
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -257,6 +303,20 @@ def test_hidden_states_that_are_asked_for_are_those_of_plain_decoding():
     for one, other in zip(plain.hidden_states, drafted.hidden_states, strict=True):
         for left, right in zip(one, other, strict=True):
             torch.testing.assert_close(left, right, atol=1e-3, rtol=1e-3)
+
+
+def test_trials_of_the_target_do_not_take_what_was_read_ahead(monkeypatch):
+    """What drafts have read is for the next verification of the call, not for a forward of a trial."""
+    target, apart, original = early(target_of("llama")), [], TargetRuntime.first_layers
+
+    def noting(self, count, reuse):
+        made = original(self, count, reuse)
+        apart.extend([self.apart(), self.apart_of([0])])
+        return made
+
+    monkeypatch.setattr(TargetRuntime, "first_layers", noting)
+    both(target, make_self(target), padded(1))
+    assert apart and all(trial._first is None for trial in apart)
 
 
 def test_a_cache_that_does_not_grow_is_decoded_without_drafts(caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
@@ -53,6 +55,24 @@ def test_a_new_steering_drafts_as_the_plain_drafter_does(target, rows):
     assert drafts_of(target, other, padded(rows)) != expected
     other.generation_config.steering = False
     assert drafts_of(target, other, padded(rows)) == expected
+
+
+def test_the_steering_may_have_another_dtype_than_the_model(target):
+    """What it adds takes the dtype of the model: here rounding it makes no difference, as it is zero."""
+    rounded = copy.deepcopy(target).to(torch.bfloat16)
+    model = with_layers(rounded, [0, 2, 5])
+    drafter = with_fixed(SteeredLMDrafter(model, steering=Steering(SteeringSizes.of(model, rounded)).float()))
+    plain = with_fixed(CausalLMDrafter(with_layers(rounded, [0, 2, 5])))
+    assert drafts_of(rounded, drafter, padded(2)) == drafts_of(rounded, plain, padded(2))
+
+
+def test_a_drafter_without_a_steering_says_how_to_get_one(target, tmp_path):
+    drafter = SteeredLMDrafter(with_layers(target, [0, 2, 5])).eval()
+    with pytest.raises(DraftingRefused, match=r"no steering yet: .*steer_by.*--family steered-lm"):
+        target.generate(**padded(1), **GREEDY, assistant_model=drafter)
+    with pytest.raises(ValueError, match="no steering yet"):
+        drafter.save_pretrained(tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists(), "nothing is written before"
 
 
 def test_a_new_steering_sums_the_hidden_states():

@@ -57,6 +57,19 @@ def test_formats_of_speculators_are_drafted_by_vllm_itself(tmp_path):
         speculation_of(block, on_cpu=True)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [None, {"proposal_methods": {"speculative_tokens": 7}}, {"proposal_methods": ["greedy"]}, {"proposal_methods": 3}],
+)
+def test_damaged_fields_of_speculators_are_named(tmp_path, fields):
+    saved = written(tmp_path / "eagle", speculators_model_type="eagle3", speculators_config=fields, block_size=5)
+    if fields is None:  # says nothing
+        assert speculation_of(saved)["num_speculative_tokens"] == 5
+    else:
+        with pytest.raises(ValueError, match="proposal_methods"):
+            speculation_of(saved)
+
+
 def test_ngrams_need_no_drafter():
     assert speculation_of(NGRAMS, 5)["model"].endswith("NgramProposer")
 
@@ -90,8 +103,24 @@ def test_the_command_has_what_a_cpu_needs(tmp_path):
     own = command(tmp_path, ["--max-num-batched-tokens=9000"])
     assert "--max-num-batched-tokens" not in own and own[-1] == "--max-num-batched-tokens=9000"
     assert "--enforce-eager" not in command(tmp_path, on_cpu=False)
-    with pytest.raises(ValueError, match="expected a number of tokens"):
-        command(tmp_path, ["--max-model-len", "8k"])
+    underscored = command(tmp_path, ["--max_num_batched_tokens", "9000"])
+    assert "--max-num-batched-tokens" not in underscored
+
+
+@pytest.mark.parametrize(
+    ("further", "window"),
+    [
+        (["--max-model-len", "8k"], "4096"),
+        (["--max-model-len=auto"], "4096"),
+        (["--max-model-len", "-1"], "4096"),
+        (["--max_model_len", "512"], "512"),
+        (["--max_model_len=512"], "512"),
+    ],
+)
+def test_lengths_of_all_forms_are_left_to_vllm(tmp_path, further, window):
+    make_target(max_position_embeddings=4096).config.save_pretrained(tmp_path)
+    found = command(tmp_path, further)
+    assert found[found.index("--max-num-batched-tokens") + 1] == window and found[-len(further) :] == further
 
 
 def test_an_environment_without_vllm_is_named_with_what_to_do():

@@ -78,7 +78,7 @@ class Handed:
     Attributes:
         lengths: probability of each number of tokens.
         seconds: mean seconds that it takes.
-        words: how these came about.
+        words: how the numbers of tokens came about, in words.
     """
 
     lengths: Mapping[int, float]

@@ -43,10 +43,9 @@ class Compared:
     calls: dict[str, list[DraftStatistics]] = field(default_factory=lambda: {way: [] for way in _WAYS})
     texts: dict[str, list[list[int]]] = field(default_factory=lambda: {way: [] for way in _WAYS})
 
-    @property
-    def same(self) -> int:
+    def same(self, way: str) -> int:
         """Number of texts that are those of plain decoding."""
-        return sum(plain == own for plain, own in zip(self.texts["plain"], self.texts["reuse"], strict=True))
+        return sum(plain == own for plain, own in zip(self.texts["plain"], self.texts[way], strict=True))
 
     @property
     def reused(self) -> float:
@@ -64,12 +63,12 @@ class Compared:
         tau = pooled_tau(self.calls["reuse"])
         return (
             f"| {name} | {tau:.2f} | {self.reused:.0%} | {self.speed_up('reuse'):.2f} | {self.speed_up('anew'):.2f} | "
-            f"{self.same} of {len(self.texts['plain'])} |"
+            f"{self.same('reuse')} and {self.same('anew')} of {len(self.texts['plain'])} |"
         )
 
 
 HEADER = (
-    "| drafter | tau | target's work reused | speed-up | speed-up, computed anew | texts as plain |\n"
+    "| drafter | tau | target's work reused | speed-up | speed-up, computed anew | texts as plain, both |\n"
     "|---|---|---|---|---|---|"
 )
 

@@ -11,10 +11,11 @@ same prompts are decoded here by chains of the same length. Both decode greedily
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,6 +84,17 @@ def by_vllm(
         ]
 
 
+@contextlib.contextmanager
+def all_columns() -> Iterator[None]:
+    """Inside, `generate()` looks at all tokens of a draft, as vLLM does."""
+    before = TUNING.likely_columns
+    object.__setattr__(TUNING, "likely_columns", 2**30)
+    try:
+        yield
+    finally:
+        object.__setattr__(TUNING, "likely_columns", before)
+
+
 def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new_tokens: int, length: int) -> Decoded:
     """Decodes prompts by `generate()` with chains of a fixed length. Rounds that draft nothing are no chains."""
     options = drafter.generation_config
@@ -144,9 +156,9 @@ def main(
                           f"{found.speed:.1f}", f"{found.speed / without.speed:.2f}",
                           same(plain[0].tokens, found.tokens))  # fmt: skip
         if here:
-            object.__setattr__(TUNING, "likely_columns", 2**30)
             loaded = CachebackDrafter() if name == NGRAMS else load_drafter(name, kind)
-            found = by_generate(model, loaded, ids, max_new_tokens, speculation["num_speculative_tokens"])
+            with all_columns():
+                found = by_generate(model, loaded, ids, max_new_tokens, speculation["num_speculative_tokens"])
             table.add_row(label, "generate()", "1", str(found.chains), ", ".join(map(str, found.accepted)),
                           f"{found.speed:.1f}", "", same(plain[0].tokens, found.tokens))  # fmt: skip
     console.print(table)

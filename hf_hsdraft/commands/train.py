@@ -106,7 +106,7 @@ def train(
     tree_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Nodes per round, at least K; default 24, of self, lm, steered-lm 16; decides no weights."
+            min=1, help="Nodes per round, at least K; default 24, of self and both lm 16; decides no weights."
         ),
     ] = None,
     num_hidden_layers: Annotated[

@@ -13,8 +13,17 @@ from .registry import FAMILIES
 
 
 def load_by_config(name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """Loads a drafter; see `AutoDrafter.from_pretrained`."""
-    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    """Loads a drafter of whatever family; see `AutoDrafter.from_pretrained`.
+
+    Args:
+        name: folder or Hub name.
+        args, kwargs: as `from_pretrained` of the family takes them.
+
+    Raises:
+        OSError: there is no such folder or repository.
+        ValueError: it holds no drafter of a family or format that is known, or a damaged one.
+    """
+    hub = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if kwargs.get(argument) is not None}
     subfolder = kwargs.get("subfolder") or ""
     with care().loading(name, offline=bool(hub.get("local_files_only"))):
         config = read_json(find_folder(name, (CONFIG,), subfolder, **hub) / CONFIG)

@@ -46,12 +46,27 @@ def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str
         TypeError: there is no such option.
         ValueError: an option of the call is out of range.
     """
+    give_options(drafter, stored_options(folder / file), given)
+
+
+def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Gives a drafter options that were saved, of which those of other projects are left alone, and those of a call.
+
+    Args:
+        drafter: the drafter.
+        stored: options that were saved.
+        given: options of the call, which go before those.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option of the call is out of range.
+    """
     names = option_names(drafter)
     for name in sorted(given.keys() - names):
         near = nearest_option(name, names)
         hint = f"the nearest option is {near}" if near else f"expected dtype, or one of {', '.join(sorted(names))}"
         raise TypeError(f"{type(drafter).__name__} has no drafting option {printable(name)}: {hint}")
-    for name, value in {**stored_options(folder / file), **given}.items():
+    for name, value in {**stored, **given}.items():
         if name in names:
             setattr(drafter.generation_config, name, value)
     if given:

@@ -148,7 +148,8 @@ class Session:
         """Goes on from tokens that may be taken back: another model has chosen them, the target has not seen them.
 
         They stand after what was observed, and hold until the next news of the same text, supposed or observed. The
-        session of a drafter that `supposes` can do it.
+        session of a drafter that `supposes` can do it. One that reads hidden states, as that of [`HSDrafter`], is told
+        those of the supposed tokens too, and has to be told before every draft.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot take back what it was told")
 
@@ -217,7 +218,10 @@ class Drafter:
         num_draft_steps: greatest `num_assistant_tokens`.
         takes_tree_builders: whether its sessions can grow trees by any `tree_builder`, also by those that draw nodes.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
-        supposes: whether its sessions can take back what they were told, see `Session.suppose`.
+        supposes: whether its sessions can take back what they were told, see `Session.suppose`. [`HSDrafter`] can
+            unless it has a narrow window.
+        settled_options: names of `own_options` that keep their defaults in a session that takes tokens back: they need
+            drafts of a text that stays.
         why_not_refined: why its drafts cannot be refined by a tiny model of the target's text; empty if they can.
         own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
         saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
@@ -232,6 +236,7 @@ class Drafter:
     supposes: bool = False
     why_not_refined: str = "its depths are not drafted at once"
     own_options: Sequence[Option] = ()
+    settled_options: Sequence[str] = ()
     saved_as: Sequence[str] = ()
     why_not_exported: str = "no other program is known to read it"
     generation_config: GenerationConfig

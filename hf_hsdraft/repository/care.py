@@ -82,6 +82,24 @@ class RepositoryCare:
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **chosen, **options)
 
 
+def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
+    """Sends what a drafter's `save_pretrained` writes to the Hub as it is, in one commit.
+
+    Args:
+        drafter: the drafter.
+        repo_id: `"user/name"`, created if there is none.
+        options: `private`, `revision`, `token`, `create_pr`, `commit_message`, `commit_description`.
+
+    Raises:
+        OSError: The Hub refuses or cannot be reached.
+        ValueError: A private repository was asked for, and there is a public one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        drafter.save_pretrained(folder)
+        api, repo_id, _ = prepare_repository(repo_id, options)
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
+
+
 def stage_adapter(folder: Path, staged: Path) -> Path:
     """Copies an adapter and its documents into a folder, without paths of this machine; returns that folder."""
     for name in (ADAPTER_CONFIG, "adapter_model.safetensors", *DOCUMENTS):

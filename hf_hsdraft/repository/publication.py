@@ -75,7 +75,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         former = _is_drafter(folder, type_in(read_json(partial / CONFIG)))
         code = care().former_code(folder) if former else ()
         for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
-            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / path, folder / path)
         for path in folder.iterdir() if former else []:
             if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():

@@ -46,7 +46,7 @@ def server_command(
     command += ["--served-model-name", served_name, "--dtype", dtype, "--host", host, "--port", str(port)]
     if on_cpu:
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        if not any(each.split("=")[0] == _MOST_BATCHED for each in further):
+        if not any(_option_name(each) == _MOST_BATCHED for each in further):
             command += [_MOST_BATCHED, str(_window(target, further))]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(dict(speculation))]
@@ -71,13 +71,20 @@ def check_environment(python: str | os.PathLike[str] | None) -> None:
 
 
 def _window(target: str, further: Sequence[str]) -> int:
-    """The greatest number of tokens of a text, which a batch has to hold."""
+    """The greatest number of tokens of a text, which a batch has to hold.
+
+    vLLM takes other forms of `--max-model-len` than plain numbers, such as `8k`, `auto` and `-1`. What these come to is
+    left to it, and the window of the target holds as much.
+    """
     for place, option in enumerate(further):
-        name, _, value = option.partition("=")
-        if name == "--max-model-len":
-            said = value or (further[place + 1] if place + 1 < len(further) else "")
-            if not said.isdecimal():
-                raise ValueError(f"--max-model-len {said!r} is invalid: expected a number of tokens")
-            return int(said)
+        if _option_name(option) == "--max-model-len":
+            said = option.partition("=")[2] or (further[place + 1] if place + 1 < len(further) else "")
+            if said.isdecimal():
+                return int(said)
     config = AutoConfig.from_pretrained(target).get_text_config()
     return max(int(getattr(config, "max_position_embeddings", 0) or 0), 2048)
+
+
+def _option_name(option: str) -> str:
+    """Returns the name of an option as vLLM's documentation writes it; vLLM takes underscores too."""
+    return option.partition("=")[0].replace("_", "-")

@@ -12,11 +12,10 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers.utils import logging
 
 from ..common.tensors import on_device
@@ -26,34 +25,13 @@ from ..trees.tree_masks import AttentionKind, TreeBatch
 from .cache_marks import Mark, mark, roll_back
 from .layer_split import LayerSplit
 from .misreading import same_but_rounding
+from .read_ahead import KeysValues, Path, ReadAhead, columns_of, gathered, node_paths
 from .target_call import TargetCall
 from .target_limits import text_config
 from .text_configs import decoder_layers
 from .tree_reading import node_inputs, read_trees
 
 logger = logging.get_logger(__name__)
-
-_KeysValues = list[tuple[torch.Tensor, torch.Tensor]]  # of each layer, `[B, heads, nodes, size]` each
-_Path = tuple[int, ...]  # the tokens from the root to a node
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Nodes that the first layers have read in this round.
-
-    Attributes:
-        batch: the nodes.
-        states: `[B, m, D]`, hidden states after the first layers.
-        keys_values: of these layers.
-        columns: of each row, the column of a node by its path.
-        kept: where the texts stood.
-    """
-
-    batch: TreeBatch
-    states: torch.Tensor
-    keys_values: _KeysValues
-    columns: list[dict[_Path, int]]
-    kept: list[int]
 
 
 class FirstLayers:
@@ -67,7 +45,8 @@ class FirstLayers:
 
     Attributes:
         reused: number of times that a layer was not computed for a node, as it had been.
-        verified: number of times that a layer would have been computed without that, over all forwards over trees.
+        verified: number of times that a layer would have been computed without any reuse: the layers of the target
+            times the nodes of all trees that were verified.
     """
 
     def __init__(self, call: TargetCall, kinds: Sequence[AttentionKind], count: int, reuse: bool) -> None:
@@ -79,8 +58,8 @@ class FirstLayers:
         self._start: Mark | None = None
         self._states: list[torch.Tensor] = []
         self._parents: list[torch.Tensor] = []
-        self._active: torch.Tensor | None = None
-        self._read: _Read | None = None
+        self._depths: torch.Tensor | None = None  # `[B]`, in a draft: nodes of this depth and deeper ones are idle
+        self._read: ReadAhead | None = None
         self.reused = self.verified = 0
 
     @property
@@ -96,19 +75,21 @@ class FirstLayers:
         return other
 
     @contextlib.contextmanager
-    def draft(self, places: Sequence[int]) -> Iterator[None]:
+    def draft(self, depths: Sequence[int]) -> Iterator[None]:
         """Inside, nodes are read after the texts. At the end the cache is as it was.
 
+        Deeper nodes than are wanted of a row may be read for the sake of other rows. They are read as idle ones are, at
+        a position that the target has; what is read of them means nothing, and is not reused.
+
         Args:
-            places: the rows that nodes are read of. Those of other rows mean nothing.
+            depths: of each row, how deep it is drafted: nodes of smaller depths are read. 0 for rows without a draft.
         """
-        rows = len(self._call.rows.kept)
-        self._active = on_device([row in places for row in range(rows)], self._call.target.device, torch.bool)
+        self._depths = on_device(list(depths), self._call.target.device)
         self._read = None
         try:
             yield
             if self._reuse and self._levels is not None:
-                self._read = self._taken(places)
+                self._read = self._taken()
         finally:
             self._forget()
 
@@ -129,7 +110,7 @@ class FirstLayers:
         assert self._levels is not None, "roots are read first"
         count = tokens.shape[1]
         levels = self._levels.with_level(tokens, paths)
-        states = self._states_of(self._only_active(levels.batch), count)
+        states = self._states_of(self._without_idle(levels.batch), count)
         self._levels = levels
         self._widen(count)
         self._states.append(states)
@@ -156,10 +137,10 @@ class FirstLayers:
         if not known:
             return None
         model, inputs = self._model_after(read, trees, columns)
-        self.reused += self.count * _known_nodes(read, trees)
+        self.reused += self.count * read.count(trees)
         return self._call.forward(inputs, columns, model)
 
-    def _tried(self, read: _Read, trees: Sequence[DraftTree], columns: int) -> Any:
+    def _tried(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> Any:
         """The target's outputs for trees, read as a whole; notes whether in two parts it says the same."""
         call, start = self._call, mark(self._call.slots)
         found = self._logits_after(read, trees, columns)
@@ -182,11 +163,11 @@ class FirstLayers:
         call = len(rows.kept) > 1, rows.attended is not None
         return self.count, target.dtype, target.device, text_config(target)._attn_implementation, *call
 
-    def _only_active(self, batch: TreeBatch) -> TreeBatch:
-        """The same nodes, with those of other rows where ended texts are read; see `DraftTree.idle`."""
-        if self._active is None:
-            return batch
-        return TreeBatch(batch.tokens, batch.depths.where(self._active[:, None], -1), batch.ancestors)
+    def _without_idle(self, batch: TreeBatch) -> TreeBatch:
+        """The same nodes, with those that no row wants where ended texts are read; see `DraftTree.idle`."""
+        assert self._depths is not None
+        wanted = batch.depths < self._depths[:, None]
+        return TreeBatch(batch.tokens, batch.depths.where(wanted, -1), batch.ancestors)
 
     def _states_of(self, batch: TreeBatch, count: int) -> torch.Tensor:
         """Reads the last `count` nodes of a batch; the others are in the cache of the first layers."""
@@ -202,20 +183,15 @@ class FirstLayers:
         self._levels = self._start = None
         self._states, self._parents = [], []
 
-    def _taken(self, places: Sequence[int]) -> _Read:
+    def _taken(self) -> ReadAhead:
         """What was read ahead, copied from the cache."""
         assert self._levels is not None
-        batch, parents = self._only_active(self._levels.batch), torch.cat(self._parents, dim=1).tolist()
-        columns: list[dict[_Path, int]] = []
-        for row, tokens in enumerate(batch.tokens.tolist()):
-            paths: list[_Path] = []
-            for token, parent in zip(tokens, parents[row], strict=True):
-                paths.append((*(paths[parent] if parent >= 0 else ()), token))
-            columns.append({path: column for column, path in enumerate(paths)} if row in places else {})
+        batch = self._without_idle(self._levels.batch)
+        columns = columns_of(batch, torch.cat(self._parents, dim=1).tolist())
         keys_values, kept = self._last_slots(self._levels.count), list(self._call.rows.kept)
-        return _Read(batch, torch.cat(self._states, dim=1), keys_values, columns, kept)
+        return ReadAhead(batch, torch.cat(self._states, dim=1), keys_values, columns, kept)
 
-    def _last_slots(self, count: int) -> _KeysValues:
+    def _last_slots(self, count: int) -> KeysValues:
         layers = self._call.slots.layers[: self.count]
         return [(layer.keys[..., -count:, :].clone(), layer.values[..., -count:, :].clone()) for layer in layers]
 
@@ -224,12 +200,12 @@ class FirstLayers:
         for index in self._call.slots.windows:
             self._call.slots.layers[index].sliding_window += by if index < self.count else 0
 
-    def _write(self, keys_values: _KeysValues) -> None:
+    def _write(self, keys_values: KeysValues) -> None:
         """Appends keys and values to the cache of the first layers."""
         for layer, (keys, values) in zip(self._call.slots.layers[: self.count], keys_values, strict=True):
             layer.update(keys, values)
 
-    def _logits_after(self, read: _Read, trees: Sequence[DraftTree], columns: int) -> torch.Tensor | None:
+    def _logits_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> torch.Tensor | None:
         """The logits `[B, columns, V]` after what was read ahead; `None` where the target does not run so."""
         try:
             model, inputs = self._model_after(read, trees, columns)
@@ -241,82 +217,36 @@ class FirstLayers:
         logits: torch.Tensor = outputs.logits[:, -columns:].clone()
         return logits
 
-    def _model_after(self, read: _Read, trees: Sequence[DraftTree], columns: int) -> tuple[Any, dict[str, Any]]:
+    def _model_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> tuple[Any, dict[str, Any]]:
         """The model that computes the other layers of trees, and its inputs."""
-        call, device = self._call, self._call.target.device
-        inputs = node_inputs(call, TreeBatch.of(trees, device, columns), columns, self._every)
-        paths = [_paths(tree) for tree in trees]
-        unread = [
-            [node for node, path in enumerate(own) if path not in known]
-            for own, known in zip(paths, read.columns, strict=True)
-        ]
-        whole, count = self._completed(read, trees, paths, unread), read.batch.tokens.shape[1]
-        places = []
-        for own, known, rest in zip(paths, read.columns, unread, strict=True):
-            new = {node: count + index for index, node in enumerate(rest)}
-            row = [new[node] if node in new else known[path] for node, path in enumerate(own)]
-            places.append([*row, *[row[0]] * (columns - len(row))])
-        index = on_device(places, device)
+        call = self._call
+        inputs = node_inputs(call, TreeBatch.of(trees, call.target.device, columns), columns, self._every)
+        paths = [node_paths(tree) for tree in trees]
+        unread = read.unread(paths)
+        whole, index = self._completed(read, trees, paths, unread), read.places(paths, unread, columns)
         states = whole.states.gather(1, index[..., None].expand(-1, -1, whole.states.shape[-1]))
-        keys_values = [(_gathered(keys, index), _gathered(values, index)) for keys, values in whole.keys_values]
+        keys_values = [(gathered(keys, index), gathered(values, index)) for keys, values in whole.keys_values]
         return self._split.model_after(states, lambda: self._write(keys_values)), inputs
 
     def _completed(
-        self, read: _Read, trees: Sequence[DraftTree], paths: Sequence[list[_Path]], unread: Sequence[list[int]]
-    ) -> _Read:
+        self,
+        read: ReadAhead,
+        trees: Sequence[DraftTree],
+        paths: Sequence[Sequence[Path]],
+        unread: Sequence[Sequence[int]],
+    ) -> ReadAhead:
         """What was read ahead, with the nodes of trees that were not. They stand at the end, as `unread` has them."""
         most = max(map(len, unread))
         if most == 0:
             return read
-        before, start = read.batch.tokens.shape[1], mark(self._call.slots)
-        tokens, depths, seen = [], [], []
-        for tree, own, known, rest in zip(trees, paths, read.columns, unread, strict=True):
-            spare = most - len(rest)
-            place = {own[node]: before + index for index, node in enumerate(rest)}
-            tokens.append([*(tree.tokens[node] for node in rest), *[tree.tokens[0]] * spare])
-            depths.append([*(tree.depths[node] for node in rest), *[tree.depths[0]] * spare])
-            rows = [_ancestors(own[node], known, place, before + most) for node in rest]
-            alone = [[column == before + index for column in range(before + most)] for index in range(len(rest), most)]
-            seen.append(rows + alone)
-        device = read.batch.tokens.device
-        old = read.batch
-        batch = TreeBatch(
-            torch.cat([old.tokens, on_device(tokens, device)], dim=1),
-            torch.cat([old.depths, on_device(depths, device)], dim=1),
-            torch.cat([pad(old.ancestors, (0, most)), on_device(seen, device, torch.bool)], dim=1),
-        )
+        start, batch = mark(self._call.slots), read.with_nodes(trees, paths, unread)
+        before = batch.tokens.shape[1] - most
         self._write(read.keys_values)
         self._widen(before)
         states = self._states_of(batch, most)
         keys_values = self._last_slots(before + most)
         roll_back(self._call.slots, start)
         return replace(read, batch=batch, states=torch.cat([read.states, states], dim=1), keys_values=keys_values)
-
-
-def _known_nodes(read: _Read, trees: Sequence[DraftTree]) -> int:
-    return sum(path in known for tree, known in zip(trees, read.columns, strict=True) for path in _paths(tree))
-
-
-def _paths(tree: DraftTree) -> list[_Path]:
-    """Returns the tokens from the root to each node of a tree."""
-    paths: list[_Path] = [(tree.tokens[0],)]
-    for node in range(1, len(tree)):
-        paths.append((*paths[tree.parents[node]], tree.tokens[node]))
-    return paths
-
-
-def _ancestors(path: _Path, known: dict[_Path, int], new: dict[_Path, int], columns: int) -> list[bool]:
-    """Returns which columns the last node of a path sees: its ancestors and itself."""
-    seen = [False] * columns
-    for end in range(1, len(path) + 1):
-        part = path[:end]
-        seen[known[part] if part in known else new[part]] = True
-    return seen
-
-
-def _gathered(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the keys or values `[B, heads, n, size]` at some nodes `[B, n]`."""
-    return states.gather(2, index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 # Whether the layers of a target turned out to be taken apart rightly, by `_kind`.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .text_configs import decoder_layers, text_config
+from .decoder_list import decoder_list
 
 
 def why_not_split(target: Any) -> str:
@@ -20,9 +20,10 @@ def why_not_split(target: Any) -> str:
     name = type(target).__name__
     if target.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
-    path = _path_to_layers(target)
-    if not path:
-        return f"{name} has no single list of {decoder_layers(text_config(target))} decoder layers"
+    try:
+        path = _path_to_layers(target)
+    except ValueError as error:
+        return str(error)
     module = target
     for part in path:
         if "forward" in vars(module) or module._compiled_call_impl is not None:
@@ -33,7 +34,10 @@ def why_not_split(target: Any) -> str:
 
 def weights_of_a_layer(target: Any) -> int:
     """Returns the mean number of weights of a decoder layer; 0 where the layers cannot be told."""
-    layers = _layers(target, _path_to_layers(target))
+    try:
+        _, layers = decoder_list(target)
+    except ValueError:
+        return 0
     return sum(weight.numel() for layer in layers for weight in layer.parameters()) // max(len(layers), 1)
 
 
@@ -47,8 +51,8 @@ class LayerSplit:
 
     def __init__(self, target: Any, count: int) -> None:
         self._target, self._count = target, count
-        self._path = _path_to_layers(target)
-        self._layers = _layers(target, self._path)
+        self._path, self._layers = _path_to_layers(target), list(decoder_list(target)[1])
+        self._others: int | None = None  # see `_Reached`
         first = [*self._layers[: count - 1], _Last(self._layers[count - 1])]
         self._first = _with_layers(target, self._path, first)
 
@@ -61,19 +65,20 @@ class LayerSplit:
         try:
             run(self._first)
         except _Reached as reached:
+            self._others = reached.others
             return reached.states
         raise ValueError(f"{type(self._target).__name__} did not run layer {self._count} of its decoder")
 
     def model_after(self, states: torch.Tensor, read: Callable[[], None]) -> Any:
-        """Returns a model that computes the other layers after known hidden states.
+        """Returns a model that computes the other layers after known hidden states, which `first_states` has made.
 
         Args:
             states: `[B, n, D]`, hidden states after the first layers.
             read: called in the place of the first layers: they would write into the cache.
         """
         last = self._count - 1
-        passed = [_Passed(layer) for layer in self._layers[:last]]
-        layers = [*passed, _Known(self._layers[last], states, read), *self._layers[last + 1 :]]
+        passed = [_Passed(layer, self._others) for layer in self._layers[:last]]
+        layers = [*passed, _Known(self._layers[last], self._others, states, read), *self._layers[last + 1 :]]
         return _with_layers(self._target, self._path, layers)
 
 
@@ -100,56 +105,61 @@ class _Reached(Exception):
 
     Attributes:
         states: `[B, n, D]`, its hidden states.
+        others: number of values that it returns after them, such as attentions; `None` if it returns no tuple.
     """
 
-    def __init__(self, states: torch.Tensor) -> None:
+    def __init__(self, states: torch.Tensor, others: int | None) -> None:
         super().__init__()
-        self.states = states
+        self.states, self.others = states, others
 
 
 class _Last(_InPlaceOf):
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        states = self.__dict__["_layer"](*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.__dict__["_layer"](*args, **kwargs)
+        states, others = (found[0], len(found) - 1) if isinstance(found, tuple) and found else (found, None)
         if not isinstance(states, torch.Tensor):
-            raise ValueError(f"{type(self.__dict__['_layer']).__name__} returns more than hidden states")
-        raise _Reached(states)
+            raise ValueError(f"{type(self.__dict__['_layer']).__name__} returns no hidden states")
+        raise _Reached(states, others)
 
 
 class _Passed(_InPlaceOf):
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
+    """A layer that passes on what it is given.
 
+    Args:
+        layer: the layer.
+        others: number of values that it returns after hidden states, see `_Reached`.
+    """
 
-class _Known(_InPlaceOf):
-    def __init__(self, layer: nn.Module, states: torch.Tensor, read: Callable[[], None]) -> None:
+    def __init__(self, layer: nn.Module, others: int | None) -> None:
         super().__init__(layer)
+        self.__dict__["_others"] = others
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = self.__dict__["_others"]
+        return hidden_states if others is None else (hidden_states, *[None] * others)
+
+
+class _Known(_Passed):
+    """A layer that passes on known hidden states.
+
+    Args:
+        layer, others: as for `_Passed`.
+        states: `[B, n, D]`, the hidden states.
+        read: called before.
+    """
+
+    def __init__(self, layer: nn.Module, others: int | None, states: torch.Tensor, read: Callable[[], None]) -> None:
+        super().__init__(layer, others)
         self.__dict__.update(_states=states, _read=read)
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["_read"]()
-        return self.__dict__["_states"].to(hidden_states.device)
+        return super().forward(self.__dict__["_states"].to(hidden_states.device))
 
 
-def _path_to_layers(target: Any) -> tuple[str, ...]:
-    """Returns the names of the modules on the way to the list of decoder layers; none if it cannot be told."""
-    count = decoder_layers(text_config(target))
-    decoder = target.get_decoder() if hasattr(target, "get_decoder") else None
-    start = next((name for name, module in target.named_modules() if module is decoder), "")
-    found = [
-        name
-        for name, module in target.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == count
-        and f"{name}.".startswith(f"{start}." * bool(start))
-    ]
-    return tuple(found[0].split(".")) if len(found) == 1 else ()
-
-
-def _layers(target: Any, path: Sequence[str]) -> list[nn.Module]:
-    module = target
-    for name in path:
-        module = getattr(module, name)
-    return list(module) if path else []
+def _path_to_layers(target: Any) -> list[str]:
+    """Returns the names of the modules on the way to the list of decoder layers, see `decoder_list`."""
+    return decoder_list(target)[0].split(".")
 
 
 def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:

@@ -94,7 +94,7 @@ class TargetRuntime:
         self.trees, self._call.fixed = False, 0
 
     def first_layers(self, count: int, reuse: bool) -> FirstLayers | None:
-        """Returns what reads drafts ahead, see `FirstLayers`; `None` without trees or with a static cache."""
+        """The first `count` layers, see `FirstLayers` for `reuse`; `None` without trees or with a static cache."""
         able = self.trees and self._kinds and self._call.slots.static is None and not self.recurrent
         self._first = FirstLayers(self._call, self._kinds, count, reuse) if able else None
         return self._first
@@ -135,8 +135,7 @@ class TargetRuntime:
         else:
             self._outputs = read_chains(call, trees, input_ids, self._columns)
             self._again = call.unread
-        output = target_output(self.target, self._outputs, self._names.states, self.tap_layers)
-        return output.last(self._columns)
+        return target_output(self.target, self._outputs, self._names.states, self.tap_layers).last(self._columns)
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
@@ -207,14 +206,15 @@ class TargetRuntime:
 
     def apart(self) -> TargetRuntime:
         """A runtime for trials: it shares target and cache, which a mark puts back, and nothing else that changes."""
-        trial = copy.copy(self)
-        trial._call = self._call.apart()
-        return trial
+        return self._with_call(self._call.apart())
 
     def apart_of(self, places: Sequence[int]) -> TargetRuntime:
         """As `apart`, of some rows of the batch alone; `rows_can_be_apart` holds."""
+        return self._with_call(self._call.apart_of(places))
+
+    def _with_call(self, call: TargetCall) -> TargetRuntime:
         trial = copy.copy(self)
-        trial._call = self._call.apart_of(places)
+        trial._call, trial._first = call, None  # what was read ahead is for the call itself
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
@@ -259,6 +259,7 @@ class TargetRuntime:
 
     @property
     def reused_share(self) -> float:
+        """Share of the layers' work in verifying trees that drafts had done; 0 where they are not read ahead."""
         return 0.0 if self._first is None else self._first.reused_share
 
     @property

@@ -24,7 +24,7 @@ class DraftedLevels:
 
     @classmethod
     def nothing(cls, tokens: torch.Tensor) -> DraftedLevels:
-        """Of texts like these `[B, n]`."""
+        """Returns levels without nodes, for as many texts as the rows of tokens `[B, n]`, on their device."""
         none = tokens[:, :0]
         return cls(TreeBatch(none, none, none.bool()[:, :, None][:, :, :0]))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.checks import printable
+from ..common.checks import is_integer, printable
 from ..common.tuning import TUNING
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..repository.checkpoint import Checkpoint
@@ -71,5 +71,19 @@ def _method_of(name: str, config: Mapping[str, Any]) -> tuple[str, int]:
             f"vLLM does not draft with {name}, whose config.json says {seen}: expected a hidden-state drafter, one in "
             f"the format of speculators ({', '.join(_METHODS)}), or {NGRAMS!r}. `hsdraft export` writes that format"
         )
-    proposals = config.get("speculators_config", {}).get("proposal_methods") or [{}]
-    return method, int(proposals[0].get("speculative_tokens") or config.get("block_size") or 1)
+    return method, _proposed_tokens(name, config)
+
+
+def _proposed_tokens(name: str, config: Mapping[str, Any]) -> int:
+    """The number of tokens that a drafter in the format of speculators drafts, by its config.json."""
+    described = config.get("speculators_config") or {}
+    proposals = described.get("proposal_methods") or [{}] if isinstance(described, dict) else None
+    if not isinstance(proposals, list) or not isinstance(proposals[0], dict):
+        raise ValueError(
+            f"the config.json of {name} is damaged: expected a list of mappings as proposal_methods in its "
+            f"speculators_config, found {printable(described)}"
+        )
+    tokens = proposals[0].get("speculative_tokens") or config.get("block_size") or 1
+    if not is_integer(tokens):
+        raise ValueError(f"the config.json of {name} is damaged: it drafts {printable(tokens)} tokens, no number")
+    return int(tokens)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from transformers import GenerationConfig
 
 from ...common.checks import is_integer
 from ...common.refusals import DraftingRefused
-from ...repository.care import prepare_repository
+from ...repository.care import push_saved
 from ...repository.drafter_files import (
     CONFIG,
     FORMAT_VERSION,
@@ -26,6 +25,7 @@ from ...repository.drafter_files import (
     find_folder,
     read_json,
 )
+from ...repository.publication import complete_folder
 from ...target.capture_hooks import no_hooks_left
 from ...target.target_limits import text_config
 from ..by_config import load_by_config
@@ -33,18 +33,18 @@ from ..draft_options import DraftOptions, default_options
 from ..loading_arguments import take_options
 from ..protocol import DraftCall, Drafter, Session
 from ..special_tokens import ANY, AnySpecialTokens
+from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
 from .state_feed import StateFeed
 
 _MOST = 64  # tokens that a level may pass up
-_HERE = "./"  # begins the names of levels that lie in folders of the cascade itself
 
 
 @dataclass(frozen=True)
 class CascadeConfig:
     """What transformers asks an assistant's configuration for."""
 
-    model_type: ClassVar[str] = "cascade"
+    model_type: ClassVar[str] = CASCADE
 
     vocab_size: Any = ANY  # only ids that all levels have are drafted
     is_encoder_decoder: bool = False
@@ -67,7 +67,7 @@ class CascadeDrafter(nn.Module, Drafter):
     Args:
         levels: drafters, the quickest first. All but the first have a language model, as [`CausalLMDrafter`] has. The
             first can take back what it was told, as [`CachebackDrafter`], [`CausalLMDrafter`] and [`HSDrafter`] can.
-            The last reads hidden states of the second level, and has to be made for that model.
+            An [`HSDrafter`] reads hidden states of level 1, so it has to be made for the model of that level.
         tokens: for each level, the number of tokens: what the first one drafts at a time, and what each further one
             holds before it passes them up. It passes up a few more where the last draft brings them.
 
@@ -115,10 +115,11 @@ class CascadeDrafter(nn.Module, Drafter):
         if not isinstance(tokens, list):
             raise ValueError(f"{folder / CONFIG} is damaged: expected numbers as tokens, found {tokens!r}")
         _check_tokens(tokens, len(names))  # before weights are loaded
+        check_names(names, folder, "" if subfolder else str(name))
         levels = []
         for each in names:
-            if each.startswith(_HERE):
-                within = "/".join(filter(None, (subfolder, each.removeprefix(_HERE))))
+            if each.startswith(HERE):
+                within = "/".join(filter(None, (subfolder, *PurePosixPath(each).parts)))
                 levels.append(load_by_config(name, subfolder=within, **hub, **loading))
             else:
                 of_others = {key: value for key, value in hub.items() if key != "revision"}
@@ -130,6 +131,9 @@ class CascadeDrafter(nn.Module, Drafter):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Writes each level into a folder of its own, and then what joins them.
 
+        The files replace those of a former cascade when all are written. Files of its levels that are no longer needed
+        are deleted.
+
         Args:
             save_directory: Created if missing.
             kwargs: As the levels' own `save_pretrained` take them.
@@ -139,33 +143,23 @@ class CascadeDrafter(nn.Module, Drafter):
         """
         self.check_options()
         folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
         places = [f"level_{index}" for index in range(len(self.levels))]
-        for level, place in zip(self.levels, places, strict=True):
-            level.save_pretrained(folder / place, **kwargs)  # type: ignore[attr-defined]
-        self.generation_config.save_pretrained(folder)
-        names = [_HERE + place for place in places]
+        former = {*places, *former_places(folder)}
+        names = [HERE + place for place in places]
         document = {"model_type": CascadeConfig.model_type, "format_version": FORMAT_VERSION, "levels": names}
-        text = json.dumps({**document, "tokens": list(self.tokens)}, indent=2) + "\n"
-        partial = folder / f".{CONFIG}.saving"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / CONFIG)
+        with complete_folder(folder) as partial:
+            for level, place in zip(self.levels, places, strict=True):
+                level.save_pretrained(partial / place, **kwargs)  # type: ignore[attr-defined]
+            self.generation_config.save_pretrained(partial)
+            text = json.dumps({**document, "tokens": list(self.tokens)}, indent=2) + "\n"
+            (partial / CONFIG).write_text(text, encoding="utf-8")
+            written = {path.relative_to(partial) for path in partial.rglob("*") if path.is_file()}
+        for place in former:
+            remove_others(folder, place, written)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub, in one commit.
-
-        Args:
-            repo_id: `"user/name"`, created if there is none.
-            kwargs: `private`, `revision`, `token`, `create_pr`, `commit_message`, `commit_description`.
-
-        Raises:
-            OSError: The Hub refuses or cannot be reached.
-            ValueError: A private repository was asked for, and there is a public one.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            api, repo_id, _ = prepare_repository(repo_id, kwargs)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+        """Sends what `save_pretrained` writes to the Hub, in one commit; see `push_saved` for arguments and errors."""
+        return push_saved(self, repo_id, **kwargs)
 
     @property
     def device(self) -> torch.device:
@@ -191,6 +185,19 @@ class CascadeDrafter(nn.Module, Drafter):
         options.ngram_length = 0  # where they are of use they are the first level
         return options
 
+    def check_options(self) -> None:
+        super().check_options()
+        for index in range(len(self.levels)):
+            self._check_level(index)
+
+    def _check_level(self, index: int) -> None:
+        """Raises a ValueError for a wrong option of a level itself."""
+        level = self.levels[index]
+        try:
+            level.check_options()
+        except ValueError as error:
+            raise ValueError(f"level {index} of this cascade, {_named(level)}: {error}") from None
+
     def check_together(self, options: DraftOptions) -> None:
         if options.tree_builder == "p_best":
             raise ValueError("tree_builder='p_best' is invalid for a CascadeDrafter: its levels pass chains up")
@@ -202,8 +209,9 @@ class CascadeDrafter(nn.Module, Drafter):
                 level.check(model)
             except ValueError as error:
                 raise DraftingRefused(
-                    f"level {index} of this cascade, a {type(level).__name__}, does not fit {upper}: {error}"
+                    f"level {index} of this cascade, {_named(level)}, does not fit {upper}: {error}"
                 ) from None
+        self._check_level(0)  # the call itself has options for the others
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         for level, model in self._pairs(target):
@@ -229,16 +237,18 @@ class CascadeDrafter(nn.Module, Drafter):
     def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
         """The options of the first level: its own, for chains of its number of tokens.
 
+        Its `settled_options` have their defaults: what its drafts were of may be taken back.
+
         Args:
             options: of the call.
             pending: greatest number of tokens that may be taken back; a model with a window keeps as many more.
         """
         first, tokens = self.levels[0], self.tokens[0]
         drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
-        plain = {option.name: option.default for option in first.own_options}
+        plain = {option.name: option.default for option in first.own_options if option.name in first.settled_options}
         return replace(
             own,
-            own={**own.own, **plain},  # no drafts are reused or refined: what they were of may be taken back
+            own={**own.own, **plain},
             depth=tokens,
             tree_size=pending,
             beam_width=1,
@@ -263,18 +273,18 @@ def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
     for index, level in enumerate(levels[1:], 1):
         if level.verifying_model is None:
             raise ValueError(
-                f"level {index} is a {type(level).__name__}, which cannot verify: expected a language model, as a "
+                f"level {index} is {_named(level)}, which cannot verify: expected a language model, as a "
                 "CausalLMDrafter has"
             )
     first = levels[0]
     if not first.supposes:
         raise ValueError(
-            f"level 0 is a {type(first).__name__}, which cannot take back what it was told: expected a drafter that "
-            "can: a CachebackDrafter, a CausalLMDrafter, or a HSDrafter without a narrow window"
+            f"level 0 is {_named(first)}, which cannot take back what it was told: expected a drafter that "
+            "can: a CachebackDrafter, a CausalLMDrafter, or an HSDrafter without a narrow window"
         )
     _check_tokens(tokens, len(levels))
     if tokens[0] > first.num_draft_steps:
-        raise ValueError(f"tokens[0]={tokens[0]} is invalid: a {type(first).__name__} drafts {first.num_draft_steps}")
+        raise ValueError(f"tokens[0]={tokens[0]} is invalid: {_named(first)} drafts {first.num_draft_steps}")
 
 
 def _check_tokens(tokens: Sequence[int], count: int) -> None:
@@ -284,3 +294,9 @@ def _check_tokens(tokens: Sequence[int], count: int) -> None:
     for index, each in enumerate(tokens):
         if not is_integer(each) or not 1 <= each <= _MOST:
             raise ValueError(f"tokens[{index}]={each!r} is invalid: expected an integer from 1 to {_MOST}")
+
+
+def _named(level: Drafter) -> str:
+    """Returns the class of a level with its article, for messages."""
+    name = type(level).__name__
+    return f"{'an' if name.startswith(('A', 'E', 'HS', 'I', 'O')) else 'a'} {name}"

@@ -7,7 +7,7 @@ comes of them is a chain, by which the level above goes on in the same way, the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,6 +65,7 @@ class CascadeSession(Session):
         self.kind = step, type(lower).__qualname__, *lower.kind, *reader.kind
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        asks = [replace(ask, depth=min(ask.depth, ask.size)) for ask in asks]  # a chain has a node for each depth
         held = {ask.row: HeldChain() for ask in asks if ask.depth > 0 and self._knows(ask)}
         growing = [ask for ask in asks if ask.row in held]
         choices = {ask.row: self._choice(ask) for ask in growing}

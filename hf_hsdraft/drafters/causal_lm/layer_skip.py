@@ -13,11 +13,12 @@ from transformers import GenerationConfig
 from ...common.checks import is_integer, printable, public_name
 from ...common.refusals import DraftingRefused
 from ...target.target_limits import decoder_layers, text_config
-from ..draft_options import default_options, nearest_option, option_names
+from ..draft_options import default_options
+from ..loading_arguments import give_options
 from ..protocol import DraftCall
 from ..special_tokens import ANY, AnySpecialTokens
 from ..weightless_drafter import WeightlessDrafter
-from .layer_subset import with_layers
+from .layer_subset import are_layers, with_layers
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
 from .lm_vocabulary import shared_tokens
@@ -51,8 +52,7 @@ class LayerSkipConfig:
         count, skipped = self.num_hidden_layers, self.skipped_layers
         if not is_integer(count) or not 1 <= count <= _MOST_LAYERS:
             raise ValueError(f"num_hidden_layers={count!r} is invalid: expected 1 to {_MOST_LAYERS}")
-        right = all(is_integer(number) and 0 <= number < count for number in skipped)
-        if not right or list(skipped) != sorted(set(skipped)) or len(skipped) == count:
+        if not are_layers(skipped, count) or len(skipped) == count:
             raise ValueError(
                 f"skipped_layers={list(skipped)} is invalid: expected ascending numbers from 0 to {count - 1}, each "
                 "once and not all of them"
@@ -115,15 +115,7 @@ class LayerSkipDrafter(WeightlessDrafter):
             drafter = cls(LayerSkipConfig(tuple(skipped), document.get("num_hidden_layers", 0), name))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where} is damaged: {error}") from error
-        names = option_names(drafter)
-        for option in sorted(given.keys() - names):
-            near = nearest_option(option, names)
-            hint = f": the nearest is {near}" if near else ""
-            raise TypeError(f"LayerSkipDrafter has no drafting option {printable(option)}{hint}")
-        for option, value in {**stored, **given}.items():
-            setattr(drafter.generation_config, option, value)
-        if given:
-            drafter.check_options()
+        give_options(drafter, stored, given)
         return drafter
 
     def document(self) -> dict[str, Any]:
@@ -149,6 +141,11 @@ class LayerSkipDrafter(WeightlessDrafter):
         if reason:
             raise DraftingRefused(f"the target's layers cannot draft: {reason}")
 
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        """Raises a DraftingRefused where all processes have to run the same forwards."""
+        if all_processes:
+            raise DraftingRefused.of_sharded("some of the layers")
+
     def session(self, call: DraftCall) -> CausalLMSession:
         part = drafting_part(call.target, self.config)
         return CausalLMSession(part, call, shared_tokens(part, call.target), ability_of(part).kinds)
@@ -160,17 +157,17 @@ def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
     Raises:
         DraftingRefused: the target's layers do not stand by themselves.
     """
-    attention = text_config(target)._attn_implementation
-    key = config.skipped_layers, target.device, target.dtype, attention
-    known = _parts.setdefault(target, {})
-    if key not in known:
+    where = target.device, target.dtype, text_config(target)._attn_implementation
+    known, key = _parts.get(target, {}), (config.skipped_layers, *where)
+    part = known.get(key)
+    if part is None:
         try:
-            part = with_layers(target, config.kept_layers)
+            part = with_layers(target, config.kept_layers).eval()
         except ValueError as error:
             raise DraftingRefused(f"the target cannot draft by some of its layers: {error}") from error
-        known.clear()  # of a target that was moved, the old ones are of no use
-        known[key] = part.eval()
-    return known[key]
+        # Of a target that was moved, the old ones are of no use. Other threads may read the old mapping.
+        _parts[target] = {**{other: kept for other, kept in known.items() if other[1:] == where}, key: part}
+    return part
 
 
 _parts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()

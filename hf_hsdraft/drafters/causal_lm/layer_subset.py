@@ -10,30 +10,21 @@ from torch import nn
 
 from ...common.checks import is_integer
 from ...target.capture_hooks import without_hooks
+from ...target.decoder_list import decoder_list
 from ...target.target_limits import decoder_layers, text_config
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList]:
-    """Returns the list of a model's layers, and the name of that list.
+    """Returns the list of a model's layers, and the name of that list; see `decoder_list`.
 
     Raises:
         ValueError: it cannot be found, or the layers do not stand by themselves.
     """
-    config = text_config(model)
-    count, what = decoder_layers(config), type(model).__name__
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{what} cannot do without some layers: later ones share the keys and values of others")
-    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
-    found = [(name, each) for name, each in lists if len(each) == count]
-    if len(found) > 1:  # a list of experts, or the layers of an encoder for pictures, may be as long
-        found = [(name, each) for name, each in found if any(hasattr(part, "layer_idx") for part in each.modules())]
-        found = [pair for pair in found if not any(pair[0].startswith(f"{other}.") for other, _ in found)]
-    if len(found) != 1:
+    if getattr(text_config(model), "num_kv_shared_layers", 0):
         raise ValueError(
-            f"the layers of {what} cannot be found: expected one list of {count} layers, as its configuration has, "
-            f"found {len(found)}"
+            f"{type(model).__name__} cannot do without some layers: later ones share the keys and values of others"
         )
-    return found[0]
+    return decoder_list(model)
 
 
 def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
@@ -44,10 +35,15 @@ def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
     """
     count = decoder_layers(text_config(model))
     numbers = list(kept)
-    right = bool(numbers) and all(is_integer(number) and 0 <= number < count for number in numbers)
-    if not right or numbers != sorted(set(numbers)):
+    if not numbers or not are_layers(numbers, count):
         raise ValueError(f"layers {numbers} are invalid: expected ascending numbers from 0 to {count - 1}, each once")
     return numbers
+
+
+def are_layers(numbers: Sequence[Any], count: int) -> bool:
+    """Whether numbers are ascending ones of layers, from 0 to `count - 1`, each once."""
+    right = all(is_integer(number) and 0 <= number < count for number in numbers)
+    return right and list(numbers) == sorted(set(numbers))
 
 
 def evenly(num_layers: int, num_kept: int) -> list[int]:

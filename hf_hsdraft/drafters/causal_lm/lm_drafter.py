@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from transformers import GenerationConfig
 
 from ...common.checks import printable
 from ...common.refusals import DraftingRefused
-from ...repository.care import care, prepare_repository
+from ...repository.care import care, push_saved
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
 from ..draft_options import default_options, is_misspelt, nearest_option, option_names
@@ -132,20 +131,8 @@ class CausalLMDrafter(nn.Module, Drafter):
         self.generation_config.save_pretrained(save_directory, config_file_name=DRAFTING_OPTIONS)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub, in one commit.
-
-        Args:
-            repo_id: `"user/name"`, created if there is none.
-            kwargs: `private`, `revision`, `token`, `create_pr`, `commit_message`, `commit_description`.
-
-        Raises:
-            OSError: The Hub refuses or cannot be reached.
-            ValueError: A private repository was asked for, and there is a public one.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            api, repo_id, _ = prepare_repository(repo_id, kwargs)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+        """Sends what `save_pretrained` writes to the Hub, in one commit; see `push_saved` for arguments and errors."""
+        return push_saved(self, repo_id, **kwargs)
 
     @property
     def device(self) -> torch.device:

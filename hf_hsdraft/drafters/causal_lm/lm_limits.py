@@ -12,6 +12,12 @@ from ...target.target_limits import cache_layers, furthest_position, text_config
 from ...trees.tree_masks import AttentionKind, attention_kinds
 
 
+def kind_of(model: Any) -> tuple[Any, ...]:
+    """Returns what the time of a model's forwards depends on: its type and size, its dtype and its device."""
+    weights = sum(weight.numel() for weight in model.parameters())
+    return text_config(model).model_type, weights, model.dtype, model.device
+
+
 def empty_cache(model: Any) -> DynamicCache:
     """Returns the cache that a model's forwards write into."""
     return DynamicCache(config=text_config(model))

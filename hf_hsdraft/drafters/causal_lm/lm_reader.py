@@ -10,8 +10,8 @@ import torch
 from ...target.target_limits import text_config
 from ...trees.tree_masks import AttentionKind
 from ..protocol import Reader
-from .lm_limits import most_tokens
-from .lm_texts import LMTexts, shared_length
+from .lm_limits import kind_of, most_tokens
+from .lm_texts import LMTexts, groups_of_rows, shared_length
 
 
 class LMReader(Reader):
@@ -30,9 +30,8 @@ class LMReader(Reader):
     ) -> None:
         config = text_config(model)
         self.vocab_size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
-        self.kind = config.model_type, sum(map(torch.Tensor.numel, model.parameters())), model.dtype, model.device
-        groups = [list(range(rows))] if kinds else [[row] for row in range(rows)]
-        self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups]
+        self.kind = kind_of(model)
+        self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups_of_rows(rows, kinds)]
         self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
         self._taps = taps
         self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known

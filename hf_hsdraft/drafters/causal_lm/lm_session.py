@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...target.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import TreeLimits
@@ -16,7 +15,8 @@ from ...trees.tree_masks import AttentionKind
 from ..draft_options import DraftOptions
 from ..protocol import Accepted, Ask, DraftCall, Session
 from .lm_expansion import LMExpansion
-from .lm_texts import LMTexts, shared_length
+from .lm_limits import kind_of
+from .lm_texts import LMTexts, groups_of_rows, shared_length
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,12 @@ class CausalLMSession(Session):
 
     def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
         self._model, self._options, self._vocab_size = model, call.options, vocab_size
-        config = text_config(model)
-        self.kind = config.model_type, sum(map(torch.Tensor.numel, model.parameters())), model.dtype, model.device
+        self.kind = kind_of(model)
         fits = call.foresight is not None and vocab_size <= call.foresight.vocab_size
         self._foresight = call.foresight if fits and not call.options.drawn else None
         self._texts = [_Text() for _ in range(call.rows)]
         self._kinds = kinds
-        groups = [range(call.rows)] if kinds else [[row] for row in range(call.rows)]
-        self._groups = [self._begin(group) for group in groups]
+        self._groups = [self._begin(group) for group in groups_of_rows(call.rows, kinds)]
         self._resumed: LMMemory | None = None
 
     def _begin(self, rows: Sequence[int]) -> LMTexts:

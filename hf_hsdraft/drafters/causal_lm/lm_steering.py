@@ -152,4 +152,4 @@ def _add(key: _Key, start: int, up: nn.Linear, inputs: Any, output: torch.Tensor
     current = _current.get()
     if current is None or current[0] is not key:
         return None
-    return output + current[1][..., start : start + up.out_features].to(output.device)
+    return output + current[1][..., start : start + up.out_features].to(output)

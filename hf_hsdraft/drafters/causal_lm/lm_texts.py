@@ -91,9 +91,13 @@ class LMTexts:
     @torch.no_grad()
     def read_states(self, tokens: Sequence[Sequence[int]], wanted: int, taps: Sequence[int] = ()) -> TargetOutput:
         """As `read`; returns hidden states `[B, columns, taps * D]` too. Texts end with the last column."""
-        columns = max(map(len, tokens))
-        parts = [self._read_part(part, wanted, taps) for part in _parts(tokens, columns)]
-        return TargetOutput(parts[-1].logits, torch.cat([part.taps for part in parts], dim=1))
+        states, logits = [], torch.empty(0)
+        for part in _parts(tokens, max(map(len, tokens))):
+            output = self._read_part(part, wanted, taps)
+            logits = output.logits  # those of earlier parts are not wanted
+            states += [output.taps] if taps else []
+            del output
+        return TargetOutput(logits, torch.cat(states, dim=1) if taps else logits.new_empty(len(tokens), 0, 0))
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Drops what was read of each text behind so many tokens, no more than `most_drafted` at a time."""
@@ -216,6 +220,16 @@ class LMTexts:
         dropped = start + columns - max(self.kept)
         self._widen_windows(max(self.kept) - min(self.kept) + self._most_drafted, dropped)
         self._slots.drop(dropped)
+
+
+def groups_of_rows(rows: int, kinds: Sequence[AttentionKind]) -> list[list[int]]:
+    """Returns the rows of a call in groups that are read together: all of them, or each alone without masks.
+
+    Args:
+        rows: number of texts.
+        kinds: kinds of attention whose masks a model heeds.
+    """
+    return [list(range(rows))] if kinds else [[row] for row in range(rows)]
 
 
 def _parts(tokens: Sequence[Sequence[int]], columns: int) -> Iterator[list[Sequence[int]]]:

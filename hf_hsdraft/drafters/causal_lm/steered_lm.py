@@ -28,6 +28,10 @@ from .lm_vocabulary import shared_tokens
 from .steered_texts import KnownVectors, SteeredTexts
 
 _SIZES = "sizes"  # name of the metadata of that file
+_NO_STEERING = (
+    "this SteeredLMDrafter has no steering yet: give it one by drafter.steer_by(steering), train one by `hsdraft train "
+    "--family steered-lm`, or use its language model as CausalLMDrafter(model)"
+)
 
 
 class SteeredLMDrafter(CausalLMDrafter):
@@ -47,10 +51,11 @@ class SteeredLMDrafter(CausalLMDrafter):
     own_options = (
         Option("steering", True, lambda value: isinstance(value, bool), "True or False", "Whether drafts are steered."),
     )
-    steering: Steering
+    steering: Any  # a Steering; None until there is one
 
     def __init__(self, model: Any, tokenizer: Any = None, steering: Steering | None = None) -> None:
         super().__init__(model, tokenizer)
+        self.steering = None
         if steering is not None:
             self.steer_by(steering)
 
@@ -65,7 +70,7 @@ class SteeredLMDrafter(CausalLMDrafter):
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
-        return self.steering.sizes.taps
+        return () if self.steering is None else self.steering.sizes.taps
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> SteeredLMDrafter:
@@ -84,8 +89,10 @@ class SteeredLMDrafter(CausalLMDrafter):
             kwargs: As the model's own `save_pretrained` takes them.
 
         Raises:
-            ValueError: A drafting option is wrong.
+            ValueError: A drafting option is wrong, or there is no steering yet.
         """
+        if self.steering is None:
+            raise ValueError(_NO_STEERING)
         super().save_pretrained(save_directory, **kwargs)
         path = Path(save_directory) / STEERING
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -94,6 +101,8 @@ class SteeredLMDrafter(CausalLMDrafter):
         partial.replace(path)
 
     def check(self, target: Any) -> None:
+        if self.steering is None:
+            raise DraftingRefused(_NO_STEERING)
         super().check(target)
         config, sizes = text_config(target), self.steering.sizes
         for name, found, right, wanted in (
@@ -109,7 +118,8 @@ class SteeredLMDrafter(CausalLMDrafter):
                 )
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
-        return *super().reads(depth, width), Read("steering", weights_of(self.steering), 1, 1)
+        steering = () if self.steering is None else (Read("steering", weights_of(self.steering), 1, 1),)
+        return *super().reads(depth, width), *steering
 
     def session(self, call: DraftCall) -> CausalLMSession:
         if not call.options.own["steering"]:

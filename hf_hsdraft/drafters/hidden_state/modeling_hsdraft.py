@@ -48,6 +48,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     takes_tree_builders = True
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, REFINEMENT)
+    settled_options = tuple(option.name for option in own_options)
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
         "that does so"

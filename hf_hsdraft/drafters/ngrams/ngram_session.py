@@ -49,8 +49,8 @@ class NgramSession(Session):
     def continued(self, tree: DraftTree, ask: Ask) -> DraftTree:
         """Returns a tree whose most probable path goes on by n-grams, beyond the depth of its drafter.
 
-        At most `ngram_continuation` nodes are added. Where a tree is full, the least probable nodes give way. A tree of
-        the root alone stays alone: nothing is to be drafted.
+        At most `ngram_continuation` nodes are added. Where a tree is full, as many nodes give way, the least probable
+        ones. A tree of the root alone stays alone: nothing is to be drafted.
 
         FLy (arXiv:2511.22972) drafts on two levels so that its drafts become longer than its window.
 
@@ -58,14 +58,19 @@ class NgramSession(Session):
             tree: of a text.
             ask: by which it was drafted. `reach` limits the depth.
         """
-        cache, most = self._caches[ask.row], self._options.ngram_continuation
-        kept = tree.first(max(ask.size - most, 1))
-        path = kept.likeliest_path()
-        if len(kept) == 1 or cache.last != ask.root:
+        if len(tree) == 1 or self._caches[ask.row].last != ask.root:
             return tree
-        room = min(most, ask.size - len(kept) + 1, ask.reach - len(path))
-        following = cache.follow([kept.tokens[node] for node in path], room)
-        return kept.extended(path[-1], following) if following else tree
+        following = self._following(tree, ask)
+        kept = tree.first(max(ask.size - len(following), 1))
+        if following and len(kept) < len(tree):  # the end of the path may have given way
+            following = self._following(kept, ask)[: ask.size - len(kept) + 1]
+        return kept.extended(kept.likeliest_path()[-1], following) if following else tree
+
+    def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:
+        """Returns what n-grams say after the most probable path of a tree."""
+        path = tree.likeliest_path()
+        most = min(self._options.ngram_continuation, ask.reach - len(path))
+        return self._caches[ask.row].follow([tree.tokens[node] for node in path], most)
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:

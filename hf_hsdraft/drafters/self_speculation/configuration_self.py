@@ -38,7 +38,7 @@ class SelfDraftConfig(TravellingConfig):
         format_version: Version of the files. Newer ones than this version's are refused, older ones load.
         draft_layers: n, the number of the target's first layers that draft. `None` means a quarter of them.
         num_hidden_layers: Number of blocks of the imitation network.
-        intermediate_size: Inner width of its blocks. `None` means that of four times the states.
+        intermediate_size: Inner width of its blocks. `None` means four times that of the states.
         num_draft_steps: K, the greatest depth of the draft tree.
         rms_norm_eps: Epsilon of all RMS norms.
         head: `"target"` uses the target's own output rows and stores none, `"trained"` has its own.

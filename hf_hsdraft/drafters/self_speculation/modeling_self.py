@@ -67,10 +67,7 @@ class SelfDrafter(ImitationNetwork, Drafter):
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         """Raises a DraftingRefused where all processes have to run the same forwards."""
         if all_processes:
-            raise DraftingRefused(
-                "the first layers of a target that is sharded over processes cannot draft: its forwards take all of "
-                "them at once. To decode it plainly, leave assistant_model out."
-            )
+            raise DraftingRefused.of_sharded("the first layers")
 
     def session(self, call: DraftCall) -> SelfSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())

@@ -109,10 +109,11 @@ class SelfSession(Session):
             options = options.as_chain()
         options = options.shared_by(ask.sharing)
         depth = min(max(each.depth for each in wanted.values()), options.depth)
-        depths = [min(wanted[row].depth, depth) if row in wanted else depth for row in self._rows]
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
+        depths = [min(wanted[row].depth, depth) if row in wanted else 0 for row in self._rows]
+        most = [each or depth for each in depths]  # what is said of the other rows is not looked at
+        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, most)
         roots = torch.tensor([wanted[row].root if row in wanted else 0 for row in self._rows], device=self._device)
-        with self._first.draft([place for place, row in enumerate(self._rows) if row in wanted]):
+        with self._first.draft(depths):
             expansion = self.expansion(depth, options)
             vocab_ids = self._weights.vocab_ids.to(self._device)
             trees = TREE_BUILDERS[options.tree_builder](expansion, roots, vocab_ids, limits)

@@ -1,0 +1,57 @@
+"""The files of a hierarchy of drafters: what its levels may be called, and what a former one has left behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path, PurePosixPath
+
+from ...repository.drafter_files import CONFIG, check_is_drafter, read_json
+
+CASCADE = "cascade"  # the `model_type`
+HERE = "./"  # begins the names of levels that lie in folders of the cascade itself
+
+_PLACE = re.compile(r"\./(level_\d+)")  # of a level that was saved with the cascade
+
+
+def check_names(names: Sequence[str], folder: Path, own: str) -> None:
+    """Checks the names of a cascade's levels, before any is loaded.
+
+    Args:
+        names: as its config.json has them.
+        folder: where that lies.
+        own: folder or Hub name of the cascade; empty if it lies in a subfolder.
+
+    Raises:
+        ValueError: a level is the cascade itself, or its name begins with `./` and lies outside of the folder.
+    """
+    for index, name in enumerate(names):
+        parts = PurePosixPath(name).parts
+        outside = name.startswith(HERE) and (not parts or ".." in parts or "\\" in name)
+        if outside or name == own or Path(name).resolve() == folder.resolve():
+            raise ValueError(
+                f"{folder / CONFIG} is damaged: levels[{index}]={name!r} is the cascade itself or lies outside of its "
+                "folder; expected the name of another drafter, or a folder in it, as './level_0'"
+            )
+
+
+def former_places(folder: Path) -> list[str]:
+    """Returns the folders that a cascade in a folder was saved with."""
+    try:
+        check_is_drafter(folder, CASCADE)
+        names = read_json(folder / CONFIG).get("levels")
+    except (OSError, ValueError):
+        return []
+    found = [_PLACE.fullmatch(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return [match[1] for match in found if match]
+
+
+def remove_others(folder: Path, place: str, written: Collection[Path]) -> None:
+    """Deletes the files of a level's folder that are not among others, and folders that are then empty."""
+    for path in sorted((folder / place).rglob("*"), reverse=True):  # a folder after what is in it
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        elif path.is_file() and path.relative_to(folder) not in written:
+            path.unlink()
+    if (folder / place).is_dir() and not any((folder / place).iterdir()):
+        (folder / place).rmdir()
