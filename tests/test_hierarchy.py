@@ -221,7 +221,8 @@ def test_what_is_measured_becomes_plans_that_decode_exactly(target, tmp_path):
     drafters["states"] = make_drafter(target)
     measuring = Measuring(target, drafters, inputs_of(2), 24)
     levels = measuring.levels()
-    assert set(levels.acceptances) == {(name, TARGET) for name in drafters} | {("n-grams", "middle")}
+    below_middle = {("n-grams", "middle"), ("states", "middle")}  # a drafter for the target fits its copy
+    assert set(levels.acceptances) == {(name, TARGET) for name in drafters} | below_middle
     assert levels.acceptances["middle", TARGET].at_least(1) > 0.7, "it is nearly the target"
     assert levels.plain > 0 and all(forward(1) > 0 for forward in levels.forwards.values())
     plain = [target.generate(**each, do_sample=False, max_new_tokens=24)[0].tolist() for each in inputs_of(2)]

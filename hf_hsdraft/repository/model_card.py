@@ -150,7 +150,7 @@ def _metadata(
             dataset_type=settings.get("prompts") or "prompts",
             dataset_name=settings.get("prompts") or "prompts",
             metric_type=metric,
-            metric_name=f"{metric} ({variant}, {settings['dtype']}, {settings['max_new_tokens']} tokens)",
+            metric_name=f"{metric} ({', '.join([variant, *_circumstances(settings)])})",
             metric_value=round(row[metric], 3),
         )
         for benchmark in benchmarks
@@ -172,6 +172,13 @@ def _metadata(
         eval_results=results or None,
         ignore_metadata_errors=False,
     )
+
+
+def _circumstances(settings: Mapping[str, Any]) -> list[str]:
+    """What tells measurements of one variant apart."""
+    drawn = [f"temperature {settings['temperature']}"] if settings.get("temperature") else []
+    drawn += [f"top-k {top_k}"] if drawn and (top_k := settings.get("top_k")) is not None else []
+    return [settings["dtype"], f"{settings['max_new_tokens']} tokens", *drawn]
 
 
 def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: str | None) -> str:
