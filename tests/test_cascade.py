@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from session_helpers import news
+from small_target import SMALL, exact_distribution, small_target
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter
@@ -245,23 +246,10 @@ def test_ngrams_go_on_from_what_is_supposed_and_learn_nothing_of_it():
     assert ngrams.draft(4, 4).tokens == other.draft(4, 4).tokens and ngrams.last == 2
 
 
-SMALL = 6  # tokens of the target
-
-
 @pytest.fixture(scope="module")
 def small():
     """A target of six tokens."""
-    target = make_target(vocab_size=SMALL, pad_token_id=None, bos_token_id=None, initializer_range=0.2)
-    target.generation_config.pad_token_id = 0
-    return target
-
-
-def exact_distribution(target, prompt: torch.Tensor, temperature: float) -> torch.Tensor:
-    texts = torch.tensor(list(itertools.product(range(SMALL), repeat=3)))
-    with torch.no_grad():
-        logits = target(torch.cat([prompt.expand(len(texts), -1), texts], dim=1)).logits[:, -4:-1] / temperature
-    chosen = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum(dim=(1, 2))
-    return chosen.exp().reshape(SMALL, SMALL, SMALL)
+    return small_target()
 
 
 PROMPT = torch.tensor([[1, 4, 2, 2, 3, 1, 4, 2]])

@@ -699,7 +699,8 @@ def test_the_family_is_part_of_a_run(chatty, tokenizer, tmp_path, monkeypatch):
             return super().fields - {"injector"}
 
     monkeypatch.setitem(trainable.TRAINABLE, "narrow", Narrow())
-    with pytest.raises(ValueError, match="family='tall' is unknown: expected one of block, eagle3, hidden-state, "):
+    expected = "family='tall' is unknown: expected one of block, eagle3, hidden-state, lm, narrow"
+    with pytest.raises(ValueError, match=expected):
         run(chatty, tokenizer, plan(tmp_path, family="tall"))
     with pytest.raises(ValueError, match=r"injector='path' is invalid with family='narrow'.*of family hidden-state"):
         run(chatty, tokenizer, plan(tmp_path, family="narrow", drafter=SIZES | {"injector": "path"}))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_target import exact_distribution, small_target
 
 from hf_hsdraft.bench import exactness
 from hf_hsdraft.bench.exactness import DRAFTED, Table, cascaded, check, chi_square, grow
@@ -18,7 +18,6 @@ from hf_hsdraft.bench.exactness import settings as all_settings
 from hf_hsdraft.trees.sampled_trees import branching_for
 from hf_hsdraft.verifiers.rejection import Rejection
 
-SMALL = 6  # tokens of the target
 SETTINGS = [s for s in all_settings(("none", "top_p", "repetition"), (0.5, 1.5)) if s[2] != "none" or s[3] == 1.5]
 
 
@@ -95,18 +94,8 @@ def test_branching_uses_the_nodes_it_may(depth, size):
 
 @pytest.fixture(scope="module")
 def small():
-    """A target of six tokens, of which the drafter knows five, and the exact distribution of three of its tokens."""
-    target = make_target(vocab_size=SMALL, pad_token_id=None, bos_token_id=None, initializer_range=0.2)
-    target.generation_config.pad_token_id = 0
-    return target
-
-
-def exact_distribution(target, prompt: torch.Tensor, temperature: float) -> torch.Tensor:
-    texts = torch.tensor(list(itertools.product(range(SMALL), repeat=3)))
-    with torch.no_grad():
-        logits = target(torch.cat([prompt.expand(len(texts), -1), texts], dim=1)).logits[:, -4:-1] / temperature
-    chosen = logits.double().log_softmax(-1).gather(2, texts[..., None]).sum(dim=(1, 2))
-    return chosen.exp().reshape(SMALL, SMALL, SMALL)
+    """A target of six tokens, of which the drafter knows five."""
+    return small_target()
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -225,7 +225,7 @@ def decoding(levels: Levels, names: Sequence[str], tokens: Sequence[int]) -> Pla
         tokens: number of tokens of each.
     """
     handed = levels.first[names[0]].handed(names[0], tokens[0])
-    for lower, name, count in zip(names, names[1:], tokens[1:], strict=False):
+    for (lower, name), count in zip(itertools.pairwise(names), tokens[1:], strict=True):
         handed = verified(handed, levels.acceptances[lower, name], levels.forwards[name], name, count)
     acceptance, forward = levels.acceptances[names[-1], levels.target], levels.forwards[levels.target]
     emitted = 1.0 + sum(share * acceptance.expected(length) for length, share in handed.lengths.items())

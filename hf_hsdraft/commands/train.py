@@ -21,8 +21,8 @@ class Family(str, Enum):
     eagle3 = "eagle3"
     self_speculation = "self"
     specformer = "specformer"
-    lm = "lm"
     steered_lm = "steered-lm"
+    lm = "lm"
 
 
 class MarkovHead(str, Enum):
