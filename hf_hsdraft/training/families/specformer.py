@@ -35,6 +35,11 @@ class SlotPredictions(Predictions):
     weights: TargetWeights
 
     @property
+    def width(self) -> int:
+        """Width of a slot."""
+        return self.drafter.config.hidden_size
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         return trained(self.drafter.norm, self.drafter.lm_head)
 
@@ -67,7 +72,7 @@ class FramePredictions(SlotPredictions):
     def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
         assert states is not None
         count = self.drafter.config.num_draft_steps
-        slots, state = states[:, : count * self.drafter.config.hidden_size], states[:, count * self.width :]
+        slots, state = states[:, : count * self.width], states[:, count * self.width :]
         slots = slots.to(hidden.dtype).unflatten(-1, (count, -1))
         return self._collapsed(slots).children(state[:, None].float())[:, 0]
 
