@@ -170,8 +170,8 @@ class Tuning:
     # its products - by hand.
     same_float32: float = 1e-4
     same_reduced: float = 1e-2
-    # In half precision - measured: SmolLM2-135M in bfloat16 comes to 0.12 at most.
-    same_half: float = 0.15
+    # In half precision - measured: SmolLM2-135M in bfloat16 comes to 0.18, a token hidden wrongly there to 0.5 or more.
+    same_half: float = 0.25
     # Part of the distance of a faulty target's logits, within which logits are the right ones - by hand.
     nearer: float = 0.5
     # Number of times `same_half` beyond which a faulty target's distance is no rounding - by hand.
