@@ -113,7 +113,7 @@ def test_rows_of_the_target_come_over_once_and_are_its_own(tied: bool, tmp_path,
             monkeypatch.setattr(model, "_fetch", lambda *asked, fetch=fetch: fetched.append(asked) or fetch(*asked))
             found = model.generate(ids, assistant_model=drafter, max_new_tokens=20, do_sample=False)
             assert torch.equal(found, plain(target, ids, max_new_tokens=20, do_sample=False))
-            shell = model._shell
+            shell = model._shell_on(torch.device("cpu"))
             for mine, its in (
                 (shell.get_input_embeddings(), target.get_input_embeddings()),
                 (shell.get_output_embeddings(), target.get_output_embeddings()),
@@ -233,7 +233,7 @@ def test_statistics_and_streams_tell_what_happened(target, model) -> None:
 
 def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
-    limits = ServerLimits(max_length=256, max_columns=12, max_batch=3)
+    limits = ServerLimits(max_length=256, max_columns=12, max_nodes=11, max_batch=3)
     server = VerifyServer(target, limits=limits)
     with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
         links = [model._connected() for _ in range(4)]
