@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from conftest import VOCAB, make_drafter, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.bench.scripted import ScriptedDrafter
@@ -145,19 +144,6 @@ def test_hidden_states_are_those_of_the_accepted_positions(target, served, model
     link.close()
 
 
-def test_windows_are_of_positions_whatever_texts_share_a_forward() -> None:
-    torch.manual_seed(2)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6, "initializer_range": 0.3}
-    target = MistralForCausalLM(MistralConfig(**sizes, **heads, eos_token_id=None)).eval()
-    ids = prompts(3, seed=11)
-    expected = [plain(target, one, max_new_tokens=24, do_sample=False) for one in ids]
-    drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
-    with in_background(VerifyServer(target)) as port, connect(f"http://127.0.0.1:{port}") as model:
-        for one, text in zip(ids, expected, strict=True):
-            assert torch.equal(model.generate(one, assistant_model=drafter, max_new_tokens=24, do_sample=False), text)
-
-
 def test_a_target_with_recurrent_layers_is_refused() -> None:
     target = tiny_model(MambaForCausalLM, tiny_config(MambaConfig))
     with pytest.raises(DraftingRefused, match=r"Mamba.* cannot"):
@@ -253,22 +239,3 @@ def test_packed_weights_change_no_text(target) -> None:
         found = model.generate(ids, CachebackDrafter(), max_new_tokens=40, do_sample=False)
     assert torch.equal(found, plain(target, ids, max_new_tokens=40, do_sample=False))
     assert server._reader.packed
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_either_attention_reads_texts_together(attention: str) -> None:
-    target = make_target(attention, seed=8)
-    ids = prompts(3, seed=12)
-    expected = [plain(target, one, max_new_tokens=20, do_sample=False) for one in ids]
-    drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
-    server = VerifyServer(target, limits=ServerLimits(wait_seconds=0.1))
-    with (
-        in_background(server) as port,
-        connect(f"http://127.0.0.1:{port}") as model,
-        ThreadPoolExecutor(3) as threads,
-    ):
-
-        def decode(one: torch.Tensor) -> torch.Tensor:
-            return model.generate(one, assistant_model=drafter, max_new_tokens=20, do_sample=False)
-
-        assert all(map(torch.equal, threads.map(decode, ids), expected))

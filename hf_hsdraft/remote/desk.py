@@ -166,11 +166,10 @@ class Conversation:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[PieceRead | Exception] = loop.create_future()
 
-        def tell(what: PieceRead | Exception) -> None:
-            if not outcome.cancelled():
-                outcome.set_result(what)
+        def done(what: PieceRead | Exception) -> None:
+            loop.call_soon_threadsafe(lambda: None if outcome.cancelled() else outcome.set_result(what))
 
-        self._desk.batches.submit(Job(text, None, lambda what: loop.call_soon_threadsafe(tell, what)))
+        self._desk.batches.submit(Job(text, None, done))
         return await outcome
 
     async def _decode_plainly(self, session: ServedSession) -> Message | None:

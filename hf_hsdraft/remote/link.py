@@ -206,6 +206,8 @@ def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
         return ServerRefused(
             "overloaded", "the server has too many connections", float(after) if after.isdigit() else 1
         )
+    if status == 400:
+        return ServerRefused("version", f"what answers does not speak {PROTOCOL}")
     if status in (502, 504):
         return LinkLost(f"the server is not reached: HTTP status {status}")
     return ServerRefused("address", f"what answers is no server that verifies: HTTP status {status}")
