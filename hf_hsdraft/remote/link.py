@@ -133,7 +133,11 @@ class Link:
         if self._socket.subprotocol != PROTOCOL:
             self.close()
             raise ServerRefused("version", f"what answers does not speak {PROTOCOL}")
-        self.hello = self.receive(Hello)
+        try:
+            self.hello = self.receive(Hello)
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, message: Message) -> None:
         """Sends a message.
