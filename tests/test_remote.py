@@ -128,7 +128,7 @@ def test_hidden_states_are_those_of_the_accepted_positions(target, served, model
     count = ids.shape[1]
     states = target(torch.tensor([truth]), output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer][0] for layer in layers], dim=-1)
-    link = model._connected()
+    link = model._links.take()
     link.send(Open(packed_ints(ids[0].tolist()), count, 0, False, {"max_new_tokens": 8}, layers, 2))
     pieces = []
     while isinstance(reply := link.receive(Taps, Opened), Taps):
@@ -222,7 +222,7 @@ def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> Non
     limits = ServerLimits(max_length=256, max_columns=12, max_nodes=11, max_batch=3)
     server = VerifyServer(target, limits=limits)
     with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        links = [model._connected() for _ in range(4)]
+        links = [model._links.take() for _ in range(4)]
         opening = Open(packed_ints([5, 6]), 2, 0, False, {"max_new_tokens": 9}, [], 0)
         assert [link.ask(opening, Opened).nodes for link in links] == [11, 5, 3, 3]
         ids = prompts(1)[0]

@@ -234,7 +234,7 @@ def test_tokens_are_wanted_and_in_no_log(target, caplog) -> None:
             assert "secret" not in str(refused.value)
         with connect(f"http://127.0.0.1:{port}", secret) as model:
             model.generate(ids, max_new_tokens=3)
-            assert secret not in repr(model._address)
+            assert secret not in repr(model._links._address)
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {secret}\r\nbro ken\r\n\r\n".encode())
             raw.recv(1000)

@@ -55,7 +55,7 @@ def test_a_connection_that_was_closed_meanwhile_fails_no_call(target) -> None:
     server, ids = VerifyServer(target, limits=ServerLimits(max_length=256, idle_seconds=0.3)), prompts(1)[0]
     with in_background(server) as port, connect(f"http://127.0.0.1:{port}", patience=0) as model:
         assert until(lambda: server.status()["connections"] == 0)
-        assert until(lambda: not model._idle[0].is_open)
+        assert until(lambda: not model._links._idle[0].is_open)
         found = model.generate(ids, CachebackDrafter(), max_new_tokens=9, do_sample=False)
         assert torch.equal(found, plain(target, ids, max_new_tokens=9, do_sample=False))
 
@@ -69,7 +69,7 @@ def test_a_place_for_a_connection_is_waited_for(target) -> None:
         threading.Timer(0.5, link.close).start()
         with connect(f"http://127.0.0.1:{port}") as model:
             assert len(model._fetch(0, 0, 2)) == 2 * 2 * 32
-            model._idle[0].close()
+            model._links._idle[0].close()
             assert until(lambda: server.status()["connections"] == 0)
             other = Link(address(port))
             threading.Timer(0.5, other.close).start()
@@ -87,7 +87,7 @@ def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -
         return receive(self, *kinds)
 
     with in_background(VerifyServer(target, limits=LIMITS)) as port, connect(f"http://127.0.0.1:{port}") as model:
-        connected, asked = model._connected, []
+        connected, asked = model._links.take, []
 
         def full() -> Link:
             asked.append(None)
@@ -95,7 +95,7 @@ def test_a_text_is_resumed_after_a_connection_was_refused(target, monkeypatch) -
                 raise ServerRefused("overloaded", "too many connections", 0.05)
             return connected()
 
-        monkeypatch.setattr(model, "_connected", full)
+        monkeypatch.setattr(model._links, "take", full)
         monkeypatch.setattr(Link, "receive", broken)
         output = model.generate(
             ids, CachebackDrafter(), max_new_tokens=30, do_sample=False, return_dict_in_generate=True

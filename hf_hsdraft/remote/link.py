@@ -208,7 +208,9 @@ def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
     if status == 503:
         after = str(headers.get("Retry-After", "1"))
         return ServerRefused(
-            "overloaded", "the server has too many connections", float(after) if after.isdigit() else 1
+            "overloaded",
+            "the server has too many connections, or is being stopped",
+            float(after) if after.isdigit() else 1,
         )
     if status == 400:
         return ServerRefused("version", f"what answers does not speak {PROTOCOL}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,15 @@ from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
 from ..engine.round_loop import decode
 from ..pace.pacing import FixedPace, KindOfCall, pace_for
 from ..trees.draft_tree import DraftTree
-from .link import Address, Link, LinkLost, ServerRefused
+from .link import Address
+from .link_pool import LinkPool
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens
 from .packing import packed_ints, unpacked_ints
-from .patience import Patience
 from .remote_target import LinkStatistics, RemoteCall, RemoteTarget
 from .target_shell import TargetShell
 from .verified_text import check_options
 from .weight_tables import kept_tables
 from .wire import MOST_TEXT
-
-_IDLE_LINKS = 4  # connections that are kept for later calls
 
 
 @dataclass
@@ -85,9 +83,7 @@ class RemoteModel:
 
     Args:
         address: of the server.
-        patience: seconds that a lost connection or an overloaded server is waited for. A server that is not there at
-            first is not waited for: the address may be wrong.
-        timeout: seconds that an answer may take.
+        patience, timeout: see `LinkPool`.
 
     Attributes:
         config: the target's text configuration.
@@ -98,13 +94,10 @@ class RemoteModel:
     """
 
     def __init__(self, address: Address, patience: float = 60.0, timeout: float = 60.0) -> None:
-        self._address, self._patience, self._timeout = address, patience, timeout
-        self._lock, self._idle = threading.Lock(), list[Link]()
-        link = _patiently(lambda: Link(address, timeout), patience, (ServerRefused,))
-        self._hello = link.hello
-        self._shell = TargetShell(link.hello)
+        self._links = LinkPool(address, patience, timeout)
+        self._hello = self._links.hello
+        self._shell = TargetShell(self._hello)
         self._loading, self._with_rows = threading.Lock(), dict[torch.device, TargetShell]()
-        self._give_back(link)
 
     @property
     def config(self) -> Any:
@@ -159,7 +152,7 @@ class RemoteModel:
         draft, taps = self._prepared(assistant_model, options)
         drafter_options = None if draft is None else draft.options
         call = RemoteCall(
-            self._connected, ids, seed, options, taps, most_taps, self._patience, plain=assistant_model is None
+            self._links.take, ids, seed, options, taps, most_taps, self._links.patience, plain=assistant_model is None
         )
         target = RemoteTarget(call, drafter_options, self._hello.width)
         statistics = DraftStatistics()
@@ -172,7 +165,7 @@ class RemoteModel:
         finally:
             link = target.end()
             if link is not None:
-                self._give_back(link)
+                self._links.give_back(link)
         keeper.finish()
         statistics.new_tokens = len(target.tokens) - len(ids)
         sequences = torch.tensor([target.tokens])
@@ -254,7 +247,7 @@ class RemoteModel:
                 raise ValueError(
                     f"the prompt has {len(inputs.encode())} bytes: at most {MOST_TEXT} can be sent as text"
                 )
-            return self._asking(lambda link: unpacked_ints(link.ask(Encode(inputs, chat), Tokens).ids))
+            return self._links.ask(lambda link: unpacked_ints(link.ask(Encode(inputs, chat), Tokens).ids))
         if inputs is None:
             raise ValueError("there is no prompt: give a text, or input_ids")
         ids = torch.as_tensor(inputs)
@@ -278,79 +271,20 @@ class RemoteModel:
         if len(tokens) > self._hello.longest:
             raise ValueError(f"{len(tokens)} tokens are too many: this server takes at most {self._hello.longest}")
         packed = packed_ints(tokens)
-        return self._asking(lambda link: link.ask(Decode(packed), Text).text)
+        return self._links.ask(lambda link: link.ask(Decode(packed), Text).text)
 
     def _fetch(self, table: int, first: int, count: int) -> bytes:
-        return self._asking(lambda link: link.ask(Rows(table, first, count), RowData).states)
-
-    def _asking(self, ask: Callable[[Link], Any]) -> Any:
-        """What the server answers to something that needs no text; asked again over a new connection if one ends."""
-
-        def once() -> Any:
-            link = self._connected()
-            try:
-                answer = ask(link)
-            except BaseException:  # an answer may still come
-                link.close()
-                raise
-            self._give_back(link)
-            return answer
-
-        return _patiently(once, self._patience, (LinkLost, ServerRefused))
-
-    def _connected(self) -> Link:
-        """A connection that no other call uses.
-
-        Raises:
-            LinkLost: there is none.
-            ServerRefused: the server does not take it, or serves another target than before.
-        """
-        while True:
-            with self._lock:
-                idle = self._idle.pop() if self._idle else None
-            if idle is None:
-                break
-            if idle.is_open:
-                return idle
-            idle.close()
-        link = Link(self._address, self._timeout)
-        if link.hello.identity != self._hello.identity:
-            link.close()
-            raise ServerRefused("target", "the server has another target than before: connect again")
-        return link
-
-    def _give_back(self, link: Link) -> None:
-        with self._lock:
-            keep = len(self._idle) < _IDLE_LINKS
-            if keep:
-                self._idle.append(link)
-        if not keep:
-            link.close()
+        return self._links.ask(lambda link: link.ask(Rows(table, first, count), RowData).states)
 
     def close(self) -> None:
         """Ends the connections that no call uses."""
-        with self._lock:
-            links, self._idle = self._idle, []
-        for link in links:
-            link.close()
+        self._links.close()
 
     def __enter__(self) -> RemoteModel:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _patiently(step: Callable[[], Any], patience: float, waited_for: tuple[type[Exception], ...]) -> Any:
-    """Does a step, again after errors that are waited for. Of refusals only an overload is."""
-    waiting = Patience(patience)
-    while True:
-        try:
-            return step()
-        except waited_for as error:
-            if isinstance(error, ServerRefused) and error.reason != "overloaded":
-                raise
-            waiting.wait(error, getattr(error, "retry_seconds", 0.0))
 
 
 def _pace(drafter: Drafter, call: DraftCall, drafting: Drafting) -> Any:
