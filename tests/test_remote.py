@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from conftest import VOCAB, make_drafter, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.bench.scripted import ScriptedDrafter
@@ -113,7 +112,7 @@ def test_rows_of_the_target_come_over_once_and_are_its_own(tied: bool, tmp_path,
             monkeypatch.setattr(model, "_fetch", lambda *asked, fetch=fetch: fetched.append(asked) or fetch(*asked))
             found = model.generate(ids, assistant_model=drafter, max_new_tokens=20, do_sample=False)
             assert torch.equal(found, plain(target, ids, max_new_tokens=20, do_sample=False))
-            shell = model._shell
+            shell = model._shell_on(torch.device("cpu"))
             for mine, its in (
                 (shell.get_input_embeddings(), target.get_input_embeddings()),
                 (shell.get_output_embeddings(), target.get_output_embeddings()),
@@ -129,7 +128,7 @@ def test_hidden_states_are_those_of_the_accepted_positions(target, served, model
     count = ids.shape[1]
     states = target(torch.tensor([truth]), output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer][0] for layer in layers], dim=-1)
-    link = model._connected()
+    link = model._links.take()
     link.send(Open(packed_ints(ids[0].tolist()), count, 0, False, {"max_new_tokens": 8}, layers, 2))
     pieces = []
     while isinstance(reply := link.receive(Taps, Opened), Taps):
@@ -143,19 +142,6 @@ def test_hidden_states_are_those_of_the_accepted_positions(target, served, model
     found = unpacked_states(answer.taps, expected.shape[1]).float()
     torch.testing.assert_close(found, expected[count : count + 3], atol=0.03, rtol=0.02)
     link.close()
-
-
-def test_windows_are_of_positions_whatever_texts_share_a_forward() -> None:
-    torch.manual_seed(2)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6, "initializer_range": 0.3}
-    target = MistralForCausalLM(MistralConfig(**sizes, **heads, eos_token_id=None)).eval()
-    ids = prompts(3, seed=11)
-    expected = [plain(target, one, max_new_tokens=24, do_sample=False) for one in ids]
-    drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
-    with in_background(VerifyServer(target)) as port, connect(f"http://127.0.0.1:{port}") as model:
-        for one, text in zip(ids, expected, strict=True):
-            assert torch.equal(model.generate(one, assistant_model=drafter, max_new_tokens=24, do_sample=False), text)
 
 
 def test_a_target_with_recurrent_layers_is_refused() -> None:
@@ -233,10 +219,10 @@ def test_statistics_and_streams_tell_what_happened(target, model) -> None:
 
 def test_drafts_shrink_when_a_server_fills(target, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
-    limits = ServerLimits(max_length=256, max_columns=12, max_batch=3)
+    limits = ServerLimits(max_length=256, max_columns=12, max_nodes=11, max_batch=3)
     server = VerifyServer(target, limits=limits)
     with in_background(server) as port, connect(f"http://127.0.0.1:{port}") as model:
-        links = [model._connected() for _ in range(4)]
+        links = [model._links.take() for _ in range(4)]
         opening = Open(packed_ints([5, 6]), 2, 0, False, {"max_new_tokens": 9}, [], 0)
         assert [link.ask(opening, Opened).nodes for link in links] == [11, 5, 3, 3]
         ids = prompts(1)[0]
@@ -253,22 +239,3 @@ def test_packed_weights_change_no_text(target) -> None:
         found = model.generate(ids, CachebackDrafter(), max_new_tokens=40, do_sample=False)
     assert torch.equal(found, plain(target, ids, max_new_tokens=40, do_sample=False))
     assert server._reader.packed
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_either_attention_reads_texts_together(attention: str) -> None:
-    target = make_target(attention, seed=8)
-    ids = prompts(3, seed=12)
-    expected = [plain(target, one, max_new_tokens=20, do_sample=False) for one in ids]
-    drafter = ScriptedDrafter(make_drafter(target), [one[0].tolist() for one in expected])
-    server = VerifyServer(target, limits=ServerLimits(wait_seconds=0.1))
-    with (
-        in_background(server) as port,
-        connect(f"http://127.0.0.1:{port}") as model,
-        ThreadPoolExecutor(3) as threads,
-    ):
-
-        def decode(one: torch.Tensor) -> torch.Tensor:
-            return model.generate(one, assistant_model=drafter, max_new_tokens=20, do_sample=False)
-
-        assert all(map(torch.equal, threads.map(decode, ids), expected))

@@ -78,6 +78,7 @@ def test_devices_of_the_bench_decode_in_processes_of_their_own(target, name: str
         restless = Order(order.url, name, 2, order.prompts, 1, options, soak_seconds=4.0)
         soaked = soak(restless, drafter)
         assert soaked["kills"] and soaked["texts"] and not soaked["wrong"]
+        assert not soaked["stuck"] and not soaked["failures"]
         end = time.monotonic() + 10
         while len(server.sessions) and time.monotonic() < end:
             time.sleep(0.05)

@@ -120,7 +120,10 @@ def test_a_restart_of_the_server_changes_no_text(target, sample: bool, drafter) 
                 ids, drafter, seed=3, streamer=Restarting(), return_dict_in_generate=True, **options
             )
         assert torch.equal(output.sequences, plain(target, ids, 3, **options))
-        assert output.link.reopened == (1 if drafter else output.link.reopened)
+        if drafter:
+            assert output.link.reopened == 1
+        else:  # what a server has decoded by itself may have been under way already
+            assert output.link.reopened <= 1
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -183,7 +186,7 @@ def test_memory_is_bounded_before_a_prompt_is_read(target) -> None:
         assert server.status()["reserved_bytes"] == (60 + 128 + 60 // 4) * size  # with room to grow into
 
 
-def test_a_text_that_fails_takes_no_other_one_along(target, monkeypatch) -> None:
+def test_a_text_that_fails_takes_no_other_one_along(target, monkeypatch, caplog) -> None:
     server, ids = VerifyServer(target, limits=ServerLimits(max_length=256, wait_seconds=0.2)), prompts(2)
     read, broken = server._reader.read, []
 
@@ -206,6 +209,7 @@ def test_a_text_that_fails_takes_no_other_one_along(target, monkeypatch) -> None
             link.ask(packed_tree(1, DraftTree.root(first.token)), Accepted)
         thread.join()
         assert torch.equal(found[0], plain(target, ids[1], max_new_tokens=9, do_sample=False))
+        assert server.status()["batches"]["failures"] == 1 and "MemoryError" in caplog.text
 
 
 def test_silent_connections_are_closed(target) -> None:
@@ -230,7 +234,7 @@ def test_tokens_are_wanted_and_in_no_log(target, caplog) -> None:
             assert "secret" not in str(refused.value)
         with connect(f"http://127.0.0.1:{port}", secret) as model:
             model.generate(ids, max_new_tokens=3)
-            assert secret not in repr(model._address)
+            assert secret not in repr(model._links._address)
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {secret}\r\nbro ken\r\n\r\n".encode())
             raw.recv(1000)

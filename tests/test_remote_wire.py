@@ -19,7 +19,7 @@ from hf_hsdraft import DraftTree
 from hf_hsdraft.bench.remote_fuzz import fuzz, malformed
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fitted_line, fleet_point, most_sessions, saturates_at
-from hf_hsdraft.remote.link import Address, Link
+from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import TO_CLIENT, TO_SERVER, Accepted, Draft, Open
 from hf_hsdraft.remote.packing import (
     packed_ints,
@@ -96,14 +96,14 @@ def test_twenty_thousand_malformed_messages_allocate_nothing_large() -> None:
     assert peak < 2**20
 
 
-def test_a_server_outlives_malformed_messages(target) -> None:
-    with in_background(VerifyServer(target, limits=ServerLimits(max_length=256))) as port:
+def test_a_server_outlives_malformed_messages(target, own_tokenizer) -> None:
+    with in_background(VerifyServer(target, own_tokenizer, limits=ServerLimits(max_length=256))) as port:
         address = Address.of(f"http://127.0.0.1:{port}")
         with connect(f"http://127.0.0.1:{port}") as model:
             before = model.generate([5, 6, 7], max_new_tokens=20, do_sample=False)
             report = fuzz(address, 400)
-            assert sum(report.reactions.values()) == 400
-            assert not {"failed"} & report.reactions.keys()
+            assert {"malformed", "invalid", "size", "Tokens"} <= report.reactions.keys()
+            assert not report.faults
             assert torch.equal(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False), before)
 
 
@@ -111,7 +111,7 @@ def test_a_message_that_is_too_large_ends_its_connection(target) -> None:
     server = VerifyServer(target, limits=ServerLimits(max_length=128))
     with in_background(server) as port:
         link = Link(Address.of(f"http://127.0.0.1:{port}"))
-        with pytest.raises(OSError):
+        with pytest.raises((LinkLost, ServerRefused), match=r"ended|larger"):
             link.send(Open(bytes(4 * 10**6), 1, 0, False, {}, [], 0))
             link.receive(*TO_CLIENT.values())
         assert Link(Address.of(f"http://127.0.0.1:{port}")).hello.longest == 128
@@ -136,12 +136,12 @@ def simulated(server: ServerCosts, load: DeviceLoad, sessions: int, rounds: int 
 
 
 @pytest.mark.parametrize("sessions", [1, 3, 10, 40, 160])
-@pytest.mark.parametrize("away", [0.02, 0.2])
+@pytest.mark.parametrize("away", [0.0, 0.002, 0.02, 0.2])
 def test_a_plan_is_what_a_simulation_gives(sessions: int, away: float) -> None:
     server = ServerCosts(0.02, 0.0005, 1000, 10**9, most_texts=16)
     load = DeviceLoad(tokens=2.5, columns=6, draft_seconds=away, sent=10, received=20)
     point = fleet_point(server, load, sessions)
-    assert point.tokens_per_second == pytest.approx(simulated(server, load, sessions), rel=0.15)
+    assert point.tokens_per_second == pytest.approx(simulated(server, load, sessions), rel=0.08)
     assert point.each_tokens_per_second * sessions == pytest.approx(point.tokens_per_second)
     assert point.sent == pytest.approx(point.tokens_per_second / 2.5 * 10)
 

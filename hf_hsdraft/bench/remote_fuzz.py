@@ -1,14 +1,16 @@
 """Malformed messages for a server that verifies: `python -m hf_hsdraft.bench.remote_fuzz --messages 20000`.
 
 It starts a server of a tiny target on a thread, sends what no device would send, and says what became of it: how the
-server reacted, by how much the memory of the process grew, and whether a text still decodes as before.
+server reacted, by how much the memory of the process grew, and whether a text still decodes as before. It ends with 1
+if the server has failed, was silent, or grew, or if the text is another one.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import random
-import resource
 import struct
 import sys
 import time
@@ -18,11 +20,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from websockets.exceptions import ConnectionClosed
 
 from ..remote.link import Address, Link, LinkLost, ServerRefused
-from ..remote.messages import TO_CLIENT, Close, Decode, Draft, Encode, Message, Open, Resume, Rows
+from ..remote.messages import TO_CLIENT, Close, Decode, Draft, Encode, Message, Open, Resume, Rows, Taps
 from ..remote.packing import packed_ints
+from ..remote.remote_model import RemoteModel
+from ..remote.verify_server import VerifyServer, in_background
 from ..remote.wire import WireError, decode, encode
+from .remote_processes import resident_mebibytes
+from .tiny import VOCABULARY, tiny_config, tiny_model
+
+_MOST_GROWTH = 64.0  # MiB
 
 _VALID: tuple[Callable[[random.Random], Message], ...] = (
     lambda rng: Open(
@@ -146,40 +157,47 @@ class FuzzReport:
 
     Attributes:
         messages: number sent.
-        reactions: how often each reaction was seen.
+        reactions: how often each reaction was seen: answers, reasons of refusals, and codes of connections that ended.
         seconds: in all.
-        grown_kib: by how much the greatest memory of this process grew.
+        grown_mebibytes: by how much the memory of this process grew after the first tenth of the messages.
     """
 
     messages: int
     reactions: Counter[str]
     seconds: float
-    grown_kib: int
+    grown_mebibytes: float
+
+    @property
+    def faults(self) -> list[str]:
+        """What a server should not have done."""
+        found = [name for name in ("failed", "fault", "no answer") if self.reactions[name]]
+        return found + ([] if self.grown_mebibytes < _MOST_GROWTH else [f"{self.grown_mebibytes:.0f} MiB of growth"])
 
 
 def fuzz(address: Address, messages: int, seed: int = 0) -> FuzzReport:
     """Sends malformed messages to a server, on new connections where it ends one.
 
     Args:
-        address: of the server.
+        address: of the server, on this machine.
         messages: number to send.
         seed: of what is sent.
     """
-    rng, reactions = random.Random(seed), Counter[str]()
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rng, reactions, before = random.Random(seed), Counter[str](), 0.0
+    began = time.monotonic()
     link: Link | None = None
-    for _ in range(messages):
-        if link is None:
+    for number in range(messages):
+        if number == messages // 10:
+            before = resident_mebibytes(os.getpid())
+        if link is None or not link.is_open:
             link = Link(address)
         reaction = _reaction(link, rng)
         reactions[reaction] += 1
-        if reaction in ("malformed", "closed"):
+        if reaction == "malformed" or reaction.startswith("closed"):
             link.close()
-            link = None
     if link is not None:
         link.close()
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return FuzzReport(messages, reactions, time.monotonic() - began, after - before)
+    gc.collect()
+    return FuzzReport(messages, reactions, time.monotonic() - began, resident_mebibytes(os.getpid()) - before)
 
 
 def _reaction(link: Link, rng: random.Random) -> str:
@@ -193,11 +211,18 @@ def _reaction(link: Link, rng: random.Random) -> str:
             link._socket.send(data)
             if _has_no_answer(data):
                 return "no answer is due"
-        return type(link.receive(*TO_CLIENT.values())).__name__
+        answer: Message = link.receive(*TO_CLIENT.values())
+        while isinstance(answer, Taps):  # comes before the answer
+            answer = link.receive(*TO_CLIENT.values())
+        return type(answer).__name__
     except ServerRefused as refusal:
         return refusal.reason
-    except (LinkLost, OSError, WireError):
-        return "closed"
+    except LinkLost as lost:
+        return "no answer" if "said nothing" in str(lost) else f"closed {lost.code}"
+    except ConnectionClosed as closed:
+        return f"closed {closed.rcvd.code if closed.rcvd else None}"
+    except (OSError, WireError) as error:
+        return f"closed by {type(error).__name__}"
 
 
 def _has_no_answer(data: bytes) -> bool:
@@ -207,31 +232,39 @@ def _has_no_answer(data: bytes) -> bool:
         return False
 
 
+def _tokenizer() -> Any:
+    """A tokenizer of a word for each token, with a chat template."""
+    words = {word: number for number, word in enumerate(["<unk>", *(f"w{number}" for number in range(VOCABULARY - 1))])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", chat_template=template)
+
+
 def main() -> int:
-    """The command; 1 if a text came out otherwise afterwards."""
+    """The command; 1 if a text came out otherwise afterwards, or the server did what it should not."""
     parser = argparse.ArgumentParser(description="Sends malformed messages to a server of a tiny target.")
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ..remote.remote_model import RemoteModel
-    from ..remote.verify_server import VerifyServer, in_background
-    from .tiny import tiny_config, tiny_model
-
     target = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
-    with in_background(VerifyServer(target)) as port:
+    server = VerifyServer(target, _tokenizer())
+    with in_background(server) as port:
         address = Address.of(f"http://127.0.0.1:{port}")
         with RemoteModel(address) as model:
             before = str(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False))
             report = fuzz(address, asked.messages, asked.seed)
             same = str(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False)) == before
-    print(f"{report.messages} messages in {report.seconds:.1f} s; memory grew by {report.grown_kib / 1024:.1f} MiB")
+        status = server.status()
+    print(f"{report.messages} messages in {report.seconds:.1f} s; memory grew by {report.grown_mebibytes:.1f} MiB")
     for reaction, count in report.reactions.most_common():
         print(f"{count:8} {reaction}")
     print("a text decodes as before" if same else "a text decodes otherwise than before")
-    return 0 if same else 1
+    faults = report.faults + ([] if same else ["another text"])
+    faults += ["failures of the target"] if status["batches"]["failures"] else []
+    for each in faults:
+        print(f"fault: {each}")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

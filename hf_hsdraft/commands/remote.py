@@ -28,11 +28,11 @@ def verify_server(
     key: Annotated[Path | None, typer.Option(help="Key of the certificate, PEM.")] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 64,
     max_mebibytes: Annotated[int, typer.Option(min=1, help="Of keys and values, of all texts.")] = 2048,
-    max_length: Annotated[int, typer.Option(min=16, help="Tokens of a text.")] = 4096,
+    max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Tokens of a text.")] = 4096,
     max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Of a draft tree.")] = 64,
     max_batch: Annotated[int, typer.Option(min=1, help="Texts in a forward.")] = 32,
     max_columns: Annotated[
-        int, typer.Option(min=1, help="Nodes of all texts in a forward, as devices are told.")
+        int, typer.Option(min=2, help="Texts in a forward times nodes of the largest tree.")
     ] = 256,
     wait_ms: Annotated[float, typer.Option(min=0.0, help="That the first text of a batch waits for others.")] = 2.0,
     idle_seconds: Annotated[float, typer.Option(min=1.0, help="Until a silent connection is closed.")] = 120.0,
@@ -86,13 +86,14 @@ def _token(file: Path | None) -> str:
     """The bearer token, by a file or by the environment: command lines are seen by other users.
 
     Raises:
-        ValueError: the file is empty.
+        ValueError: the file is empty, or the token cannot stand in a header.
     """
-    if file is None:
-        return os.environ.get(_TOKEN, "")
-    token = file.read_text(encoding="utf-8").strip()
-    if not token:
-        raise ValueError(f"{file} is empty: expected a token")
+    source = f"the variable {_TOKEN}" if file is None else str(file)
+    token = (os.environ.get(_TOKEN, "") if file is None else file.read_text(encoding="utf-8")).strip()
+    if file is not None and not token:
+        raise ValueError(f"{source} is empty: expected a token")
+    if not all(33 <= ord(letter) <= 126 for letter in token):
+        raise ValueError(f"{source} holds spaces or letters beyond ASCII: expected a token that a header can hold")
     return token
 
 

@@ -33,7 +33,8 @@ def connect(
         url: `https://host:port`, or `http://` on this machine or where no token is needed.
         token: bearer token that the server wants.
         tls: trusts other certificates than the machine does, and gives certificates of its own.
-        patience: seconds that a lost connection or an overloaded server is waited for; 0 raises at once.
+        patience: seconds that a lost connection or an overloaded server is waited for; 0 raises at once. A server
+            that is not there at first is not waited for.
         timeout: seconds that an answer may take.
 
     Returns:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..common.refusals import DraftingRefused
 from ..trees.draft_tree import DraftTree
 from .messages import (
+    PIECE_BYTES,
     Accepted,
     Close,
     Decode,
@@ -25,15 +27,20 @@ from .messages import (
     Text,
     Tokens,
 )
-from .micro_batches import Job, MicroBatches, Verified
+from .micro_batches import Job, MicroBatches, PieceRead, Verified
 from .packing import packed_ints, unpacked_ints, unpacked_tree
 from .sessions import Overloaded, ServedSession, Sessions
 from .verified_text import Opening, VerifiedText
+from .verify_logging import log_failure
 from .weight_tables import ServedTables
-from .wire import Message, WireError
+from .wire import MOST_TEXT, Message, WireError
 
 Send = Callable[[Message], Awaitable[None]]
 RETRY_FAILED = 1.0  # seconds
+
+
+class DeviceGone(Exception):
+    """The connection has ended."""
 
 
 class Desk:
@@ -46,6 +53,7 @@ class Desk:
         batches: runs the target.
         tables: the rows that drafters borrow.
         longest: greatest number of tokens of a text.
+        vocab_size: of the target's logits.
     """
 
     def __init__(
@@ -56,9 +64,10 @@ class Desk:
         batches: MicroBatches,
         tables: ServedTables,
         longest: int,
+        vocab_size: int,
     ) -> None:
         self.target, self.tokenizer, self.sessions, self.batches = target, tokenizer, sessions, batches
-        self.tables, self.longest = tables, longest
+        self.tables, self.longest, self.vocab_size = tables, longest, vocab_size
         self.tokenizing = asyncio.Lock()  # a tokenizer serves one thread at a time
 
 
@@ -67,8 +76,8 @@ class Conversation:
 
     Args:
         desk: what all connections share.
-        send: sends a message.
-        is_open: whether the connection is open; asked from any thread.
+        send: sends a message; raises `DeviceGone` if it cannot.
+        is_open: whether the connection is open.
     """
 
     def __init__(self, desk: Desk, send: Send, is_open: Callable[[], bool]) -> None:
@@ -85,13 +94,22 @@ class Conversation:
         }
 
     async def answer(self, message: Message) -> None:
-        """Does what a message asks for, and sends what there is to say."""
+        """Does what a message asks for, and sends what there is to say.
+
+        Raises:
+            DeviceGone: the connection has ended.
+        """
         try:
             reply = await self._steps[type(message)](message)
+        except DeviceGone:
+            raise
         except Overloaded as overload:
             reply = Refused("overloaded", str(overload), overload.retry_seconds)
         except (WireError, ValueError, TypeError, DraftingRefused) as error:
             reply = Refused("invalid", str(error)[:2048], 0.0)
+        except Exception as error:
+            log_failure(f"a {type(message).__name__} could not be answered", error)
+            reply = _failed(error)
         if reply is not None:
             await self._send(reply)
 
@@ -103,7 +121,7 @@ class Conversation:
 
     async def _open(self, message: Open) -> Message | None:
         self._forget()
-        desk, loop, news = self._desk, asyncio.get_running_loop(), asyncio.Queue[Any]()
+        desk = self._desk
         opening = Opening(
             unpacked_ints(message.ids),
             message.prompt_length,
@@ -113,27 +131,46 @@ class Conversation:
             message.taps_from,
             message.plain,
         )
-        text = VerifiedText(desk.target, opening, desk.longest)
-        await asyncio.to_thread(text.most_tokens)  # prepares the rules
+        text = await asyncio.to_thread(VerifiedText, desk.target, opening, desk.longest, desk.vocab_size)
         session = self._session = desk.sessions.open(text, self)
-
-        def tell(what: Any) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, what)
-
         try:
-            desk.batches.submit(Job(text, None, tell, tell, lambda: not self._is_open()))
-            while isinstance(found := await news.get(), bytes):
-                await self._send(Taps(found))
+            found = await self._first(text)
+            if isinstance(found, Exception):
+                self._forget()
+                return _failed(found)
+            if found.finished:
+                session.finish()
+            nodes = self._most_nodes(desk.sessions.attached)
+            session.used = time.monotonic()
+            await self._send(Opened(session.name, found.tokens[0], found.reach, nodes, found.finished))
         except BaseException:
             self._forget()  # its name is not known to the device yet
             raise
-        if isinstance(found, Exception):
-            self._forget()
-            return _failed(found)
-        await self._send(
-            Opened(session.name, found.tokens[0], found.reach, self._most_nodes(desk.sessions.attached), found.finished)
-        )
         return await self._decode_plainly(session) if message.plain else None
+
+    async def _first(self, text: VerifiedText) -> Verified | Exception:
+        """Has a prompt read. Each piece is asked for when the hidden states of the last one have been sent."""
+        while True:
+            if not self._is_open():
+                raise DeviceGone
+            read = await self._outcome(text)
+            if isinstance(read, Exception):
+                return read
+            for begin in range(0, len(read.taps), PIECE_BYTES):
+                await self._send(Taps(read.taps[begin : begin + PIECE_BYTES]))
+            if read.first is not None:
+                return read.first
+
+    async def _outcome(self, text: VerifiedText) -> PieceRead | Exception:
+        """Has the next piece of a prompt read."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[PieceRead | Exception] = loop.create_future()
+
+        def done(what: PieceRead | Exception) -> None:
+            loop.call_soon_threadsafe(lambda: None if outcome.cancelled() else outcome.set_result(what))
+
+        self._desk.batches.submit(Job(text, None, done))
+        return await outcome
 
     async def _decode_plainly(self, session: ServedSession) -> Message | None:
         """Goes on without drafts until the text ends; returns a refusal if that fails."""
@@ -151,8 +188,7 @@ class Conversation:
         if session.holder is not self:
             self._session = None
             return Refused("replaced", "another connection goes on with this text", 0.0)
-        if session.verifying is not None:  # sent again over a new connection, while it is being verified
-            await asyncio.shield(session.verifying)
+        session.used = time.monotonic()
         if message.number == session.number and session.answer is not None:
             return session.answer  # it came in twice
         if message.number != session.number + 1:
@@ -208,7 +244,9 @@ class Conversation:
             self._desk.sessions.remove(session)
             answer.set_result(_failed(outcome))
             return
-        session.number = number
+        session.number, session.used = number, time.monotonic()
+        if outcome.finished:
+            session.finish()
         session.answer = Accepted(
             number,
             packed_ints(outcome.tokens),
@@ -243,15 +281,20 @@ class Conversation:
         self._session = None
 
     async def _rows(self, message: Rows) -> Message:
-        return RowData(self._desk.tables.rows(message.table, message.first, message.count))
+        return RowData(await asyncio.to_thread(self._desk.tables.rows, message.table, message.first, message.count))
 
     async def _encode(self, message: Encode) -> Message:
         ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
         return Tokens(packed_ints(ids))
 
     async def _decode(self, message: Decode) -> Message:
-        ids = unpacked_ints(message.ids)
-        return Text(await self._tokenized(lambda tokenizer: tokenizer.decode(ids, skip_special_tokens=True)))
+        ids, rows = unpacked_ints(message.ids), self._desk.tables.shape[0]
+        if not all(0 <= token < rows for token in ids):
+            raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")
+        text = await self._tokenized(lambda tokenizer: tokenizer.decode(ids, skip_special_tokens=True))
+        if len(text.encode()) > MOST_TEXT:
+            raise ValueError(f"the text has {len(text.encode())} bytes, more than a message holds: decode it in parts")
+        return Text(text)
 
     async def _tokenized(self, work: Callable[[Any], Any]) -> Any:
         if self._desk.tokenizer is None:

@@ -2,9 +2,10 @@
 
 N devices go round in a circle: each drafts and waits for the way there and back (Z seconds), then for the forward that
 is running, then for its own. A forward over b texts takes f(b) = fixed + per_column * b * columns. A server that always
-reads takes as many texts into a forward as have come in during the last one. So N = (b / f(b)) * (Z + f(b) / 2 + f(b)),
-which is solved for b. A batch below one text means that the server waits for devices, and one above the limit that
-devices wait for the server.
+reads begins one forward as the last one ends. So a device that was away for Z seconds has missed w = ceil(Z / f(b))
+forwards when it is read again: a text that is never away misses none. The mean of w is taken over ways that take up to
+30% more or less time. N = b * (1 + w) is solved for b. A batch below one text means that the server waits for devices,
+and one above the limit that devices wait for the server.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+_SPREAD = 0.3  # by which the time of a way varies
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class DeviceLoad:
 
     Attributes:
         tokens: that a round emits, the target's own included.
-        columns: nodes of a draft, the root included.
+        columns: nodes that a forward reads of a text: those of its largest tree, the root included.
         draft_seconds: of a draft.
         sent, received: bytes of a round.
         round_trip_seconds: of the way there and back.
@@ -100,7 +103,7 @@ def fleet_point(server: ServerCosts, load: DeviceLoad, sessions: int) -> FleetPo
     seconds = server.forward(batch, load.columns)
     if batch >= server.most_texts:  # devices wait for the server
         rate, busy = server.most_texts / seconds, 1.0
-    elif batch > 1.0:
+    elif sessions >= _devices(server, load, 1.0):
         rate, busy = batch / seconds, 1.0
     else:  # the server waits for devices; one of them meets the forward of another by chance
         rate = sessions / (load.away + seconds)
@@ -128,18 +131,29 @@ def _batch(server: ServerCosts, load: DeviceLoad, sessions: int) -> float:
     low, high = 1.0, float(server.most_texts)
     for _ in range(60):
         batch = (low + high) / 2
-        seconds = server.forward(batch, load.columns)
-        if batch / seconds * (load.away + 1.5 * seconds) < sessions:
+        if _devices(server, load, batch) < sessions:
             low = batch
         else:
             high = batch
     return 1.0 if low < 1.0 + 1e-9 else min(high, sessions)
 
 
+def _devices(server: ServerCosts, load: DeviceLoad, batch: float) -> float:
+    """The number of devices that fills forwards with so many texts: the N of the module's equation."""
+    missed = load.away / server.forward(batch, load.columns)
+    least, most = (1 - _SPREAD) * missed, (1 + _SPREAD) * missed
+    return batch * (1 + ((_ceil_area(most) - _ceil_area(least)) / (most - least) if missed else 0.0))
+
+
+def _ceil_area(end: float) -> float:
+    """The integral of ceil(x) from 0 to `end`."""
+    whole = math.floor(end)
+    return whole * (whole + 1) / 2 + (end - whole) * (whole + 1)
+
+
 def saturates_at(server: ServerCosts, load: DeviceLoad) -> int:
     """Returns the number of devices from which on the server cannot emit more."""
-    seconds = server.forward(server.most_texts, load.columns)
-    return math.ceil(server.most_texts / seconds * (load.away + 1.5 * seconds))
+    return math.ceil(_devices(server, load, server.most_texts))
 
 
 def most_sessions(server: ServerCosts, load: DeviceLoad, least_tokens_per_second: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,21 +30,17 @@ def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
         return replace(
             costs_of_status(status), free_bytes=others.free_bytes, most_texts=int(status["limits"]["max_batch"])
         )
-    except (KeyError, TypeError, json.JSONDecodeError):
+    except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} holds no status of a server: expected what the bench remote_sessions wrote") from None
 
 
-def costs_of_status(status: dict[str, object]) -> ServerCosts:
+def costs_of_status(status: dict[str, Any]) -> ServerCosts:
     """Returns the costs in what a server says at `/status`."""
     batches = status["batches"]
-    assert isinstance(batches, dict)
     names = ("forwards", "columns", "columns_squared", "verify_seconds", "columns_seconds")
     fixed, slope = fitted_line([float(batches[name]) for name in names])
     limits = status["limits"]
-    assert isinstance(limits, dict)
-    return ServerCosts(
-        fixed, slope, int(str(status["token_bytes"])), int(limits["max_bytes"]), int(limits["max_batch"])
-    )
+    return ServerCosts(fixed, slope, int(status["token_bytes"]), int(limits["max_bytes"]), int(limits["max_batch"]))
 
 
 def print_fleet(server: ServerCosts, load: DeviceLoad, least: float, console: Console) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, WebSocketException
+from websockets.frames import CloseCode
+from websockets.protocol import State
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
@@ -23,7 +25,15 @@ R = TypeVar("R", bound=Message)
 
 
 class LinkLost(OSError):
-    """The connection has ended, or could not be made. A new one may work."""
+    """The connection has ended, or could not be made. A new one may work.
+
+    Attributes:
+        code: that the connection was closed with; `None` where it was not closed in order.
+    """
+
+    def __init__(self, message: str = "", code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ServerRefused(RuntimeError):
@@ -95,6 +105,7 @@ class Link:
         self.sent = self.received = 0
         headers = {"Authorization": f"Bearer {address.token}"} if address.token else None
         self._closing = contextlib.ExitStack()
+        here = urllib.parse.urlsplit(address.url).hostname in _LOOPBACK
         try:
             self._socket = self._closing.enter_context(
                 connect(
@@ -107,6 +118,7 @@ class Link:
                     close_timeout=1.0,
                     max_size=MOST_ANSWER,
                     user_agent_header=None,
+                    proxy=None if here else True,  # what is said to this machine does not leave it
                     logger=silent_logger(),
                 )
             )
@@ -121,19 +133,24 @@ class Link:
         if self._socket.subprotocol != PROTOCOL:
             self.close()
             raise ServerRefused("version", f"what answers does not speak {PROTOCOL}")
-        self.hello = self.receive(Hello)
+        try:
+            self.hello = self.receive(Hello)
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, message: Message) -> None:
         """Sends a message.
 
         Raises:
             LinkLost: the connection has ended.
+            ServerRefused: it has ended because of a message.
         """
         data = encode(message)
         try:
             self._socket.send(data)
         except (ConnectionClosed, OSError) as error:
-            raise LinkLost(f"the connection has ended: {error}") from None
+            raise _ended(error) from None
         self.sent += len(data)
 
     def receive(self, *kinds: type[R]) -> R:
@@ -150,7 +167,7 @@ class Link:
             self.close()
             raise LinkLost(f"the server said nothing for {self._timeout:g} s") from None
         except (ConnectionClosed, OSError) as error:
-            raise LinkLost(f"the connection has ended: {error}") from None
+            raise _ended(error) from None
         self.received += len(data)
         message = decode(data, TO_CLIENT)
         if isinstance(message, Refused):
@@ -164,9 +181,24 @@ class Link:
         self.send(message)
         return self.receive(kind)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection has not ended, as far as is known."""
+        return self._socket.state is State.OPEN
+
     def close(self) -> None:
         """Ends the connection."""
         self._closing.close()
+
+
+def _ended(error: Exception) -> Exception:
+    """The error for a connection that has ended: a new one works, unless the same messages would end it too."""
+    closed = (error.rcvd or error.sent) if isinstance(error, ConnectionClosed) else None
+    if closed is not None and closed.code == CloseCode.MESSAGE_TOO_BIG:
+        return ServerRefused("size", "a message is larger than is taken here or there")
+    if closed is not None and closed.code == CloseCode.INTERNAL_ERROR and "ping" not in closed.reason:
+        return ServerRefused("fault", "the server has a fault: its log says which")
+    return LinkLost(f"the connection has ended: {error}", closed.code if closed is not None else None)
 
 
 def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
@@ -176,8 +208,12 @@ def _refusal_of(status: int, headers: Mapping[str, Any]) -> Exception:
     if status == 503:
         after = str(headers.get("Retry-After", "1"))
         return ServerRefused(
-            "overloaded", "the server has too many connections", float(after) if after.isdigit() else 1
+            "overloaded",
+            "the server has too many connections, or is being stopped",
+            float(after) if after.isdigit() else 1,
         )
+    if status == 400:
+        return ServerRefused("version", f"what answers does not speak {PROTOCOL}")
     if status in (502, 504):
         return LinkLost(f"the server is not reached: HTTP status {status}")
     return ServerRefused("address", f"what answers is no server that verifies: HTTP status {status}")

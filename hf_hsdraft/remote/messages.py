@@ -11,10 +11,10 @@ Tokens are int32, parents int16, and hidden states and rows bfloat16, all with t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from .wire import Message, by_code, flag, layers, packed, real, settings, whole, words
+from .wire import Message, by_code, digest, flag, layers, packed, real, settings, whole, words
 
 PROTOCOL = "hsdraft.1"
 MOST_LENGTH = 2**20  # tokens of a text
@@ -120,6 +120,7 @@ class Hello(Message):
         width: of a row; of hidden states too, for most targets.
         tied: whether the output layer multiplies by the input embedding.
         fingerprint: SHA-256 of the rows as they are sent, of both tables; a device may keep them under it.
+        weights: SHA-256 of a few numbers of every weight: by it a device knows the target again.
         longest: greatest number of tokens of a text.
         most_nodes: of a tree beside the root.
     """
@@ -131,14 +132,20 @@ class Hello(Message):
     rows: Annotated[int, whole(1, 2**31)]
     width: Annotated[int, whole(1, 2**20)]
     tied: Annotated[bool, flag()]
-    fingerprint: Annotated[str, words(64)]
+    fingerprint: Annotated[str, digest()]
+    weights: Annotated[str, digest()]
     longest: Annotated[int, whole(1, MOST_LENGTH)]
     most_nodes: Annotated[int, whole(1, MOST_NODES)]
+
+    @property
+    def identity(self) -> Hello:
+        """What is the same wherever and whenever the same target is served."""
+        return replace(self, longest=1, most_nodes=1)
 
 
 @dataclass(frozen=True)
 class Taps(Message):
-    """Hidden states of a piece of the prompt. All pieces come before `Opened`."""
+    """A part of the hidden states of the prompt. All parts come before `Opened`; they may end within a position."""
 
     code: ClassVar[int] = 17
     states: Annotated[bytes, packed(2)]
@@ -206,7 +213,7 @@ class Refused(Message):
 
     Attributes:
         reason: `"overloaded"`, `"unknown"` (no such text), `"out of order"`, `"invalid"`, `"malformed"`, `"failed"` or
-            `"replaced"` (the text goes on over another connection).
+            `"replaced"` (the text goes on over another connection). A device has reasons of its own too, see `Link`.
         message: for people.
         retry_seconds: when to try again; 0 where that is of no use.
     """

@@ -1,12 +1,14 @@
 """Micro-batches: the one thread that runs the target, for as many waiting texts at once as may share a forward.
 
 A batch is read when it is full, when every text that may still ask has asked, or when the first one has waited long
-enough. Prompts are read one after the other, in pieces, between two batches: a long prompt delays nobody for long.
+enough. Prompts are read in pieces between two batches, one piece at a time and the texts by turns: a long prompt delays
+nobody for long, neither drafts nor short prompts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -22,6 +24,7 @@ from .joined_cache import grown
 from .packing import packed_states
 from .tree_reader import TreeReader, TreesRead
 from .verified_text import VerifiedText
+from .verify_logging import log_failure
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,31 @@ class Verified:
 
 
 @dataclass(frozen=True)
+class PieceRead:
+    """What became of a piece of a prompt.
+
+    Attributes:
+        taps: hidden states that are wanted of it, as they are sent.
+        first: the first token, after the last piece.
+    """
+
+    taps: bytes
+    first: Verified | None
+
+
+@dataclass(frozen=True)
 class Job:
     """Something that a text waits for.
 
     Attributes:
         text: the text.
-        tree: to verify; `None` to read the prompt and emit the first token.
-        piece: told of each piece of the prompt, with the hidden states that are wanted of it.
-        done: told of the outcome: what became of the tree, or the error.
-        gone: whether nobody waits any more: a prompt is not read on then.
+        tree: to verify; `None` to read the next piece of the prompt, and after the last one to emit the first token.
+        done: told of the outcome: what became of the tree or of the piece, or the error.
     """
 
     text: VerifiedText
     tree: DraftTree | None
-    done: Callable[[Verified | Exception], None]
-    piece: Callable[[bytes], None] = lambda states: None
-    gone: Callable[[], bool] = lambda: False
+    done: Callable[[Any], None]
 
 
 @dataclass
@@ -78,6 +90,7 @@ class BatchStatistics:
         verify_seconds: of all verifying forwards, keeping what is accepted included.
         columns, columns_squared, columns_seconds: sums over forwards: of their texts times the nodes of the largest
             tree, of the square of that, and of its product with the seconds. A line of costs is fitted to them.
+        failures: number of prompts and trees that could not be read.
     """
 
     forwards: int = 0
@@ -89,6 +102,7 @@ class BatchStatistics:
     columns: int = 0
     columns_squared: int = 0
     columns_seconds: float = 0.0
+    failures: int = 0
 
     def add(self, texts: int, nodes: int, tokens: int, seconds: float) -> None:
         """Counts a verifying forward."""
@@ -108,50 +122,105 @@ class MicroBatches:
     Args:
         reader: of the target.
         most: greatest number of texts in a forward.
+        columns: greatest number of texts in a forward times nodes of the largest tree. A tree that is larger is read
+            alone.
         wait_seconds: how long the first text of a batch waits for others.
         expected: returns how many texts may still ask, those that have asked included.
         piece: number of tokens of a prompt that are read at once.
+
+    Attributes:
+        running: whether the thread takes jobs.
     """
 
     def __init__(
-        self, reader: TreeReader, most: int, wait_seconds: float, expected: Callable[[], int], piece: int = 512
+        self,
+        reader: TreeReader,
+        most: int,
+        columns: int,
+        wait_seconds: float,
+        expected: Callable[[], int],
+        piece: int = 512,
     ) -> None:
-        self._reader, self._most, self._wait, self._expected = reader, most, wait_seconds, expected
-        self._piece = piece
-        self.statistics = BatchStatistics()
+        self._reader, self._most, self._columns, self._wait = reader, most, columns, wait_seconds
+        self._expected, self._piece = expected, piece
+        self._statistics = BatchStatistics()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._prompts: deque[Job] = deque()
         self._trees: deque[Job] = deque()
         self._ended = False
+        self._lock = threading.Lock()  # held to change `running`, and statistics
+        self.running = True
         self._thread = threading.Thread(target=self._run, name="micro-batches", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queues a job; its `done` is called on the thread."""
-        self._jobs.put(job)
+        """Queues a job; its `done` is called on the thread, or here where the thread has ended."""
+        with self._lock:
+            if self.running:
+                self._jobs.put(job)
+                return
+        job.done(_stopped())
 
     def close(self) -> None:
         """Ends the thread, after the forward that is running."""
         self._jobs.put(None)
         self._thread.join()
 
+    def status(self) -> dict[str, Any]:
+        """Returns the statistics as they are now."""
+        with self._lock:
+            return dataclasses.asdict(self._statistics)
+
+    def prompt_seconds(self, tokens: int) -> float:
+        """Returns how long so many tokens of prompts take to read, by those that were read."""
+        with self._lock:
+            return tokens * self._statistics.prompt_seconds / max(self._statistics.prompt_tokens, 1)
+
     def _run(self) -> None:
-        with torch.no_grad():
-            while not self._ended:
-                self._collect()
-                self._verify([self._trees.popleft() for _ in range(min(self._most, len(self._trees)))])
-                if self._prompts:
-                    self._read_piece(self._prompts[0])
-        for job in (*self._trees, *self._prompts):
+        try:
+            with torch.no_grad():
+                while not self._ended:
+                    self._collect()
+                    self._verify(self._batch())
+                    if self._prompts:
+                        self._read_piece(self._prompts.popleft())
+        except BaseException as error:
+            log_failure("the thread that runs the target has ended", error)
+        finally:
+            self._answer_all()
+
+    def _answer_all(self) -> None:
+        """Tells all that still wait that nothing is read any more."""
+        with self._lock:
+            self.running = False
+        left = [*self._trees, *self._prompts]
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            left += [] if job is None else [job]
+        for job in left:
             with contextlib.suppress(RuntimeError):  # nobody may listen any more
-                job.done(RuntimeError("the server is being stopped"))
+                job.done(_stopped())
+
+    def _batch(self) -> list[Job]:
+        """Takes waiting trees that fit into a forward together, in their order. The first one always does."""
+        batch, largest, left = list[Job](), 0, deque[Job]()
+        for job in self._trees:
+            nodes = max(largest, len(job.tree or ()))
+            if not batch or (len(batch) < self._most and (len(batch) + 1) * nodes <= self._columns):
+                batch.append(job)
+                largest = nodes
+            else:
+                left.append(job)
+        self._trees = left
+        return batch
 
     def _collect(self) -> None:
         """Takes the jobs that have come in; waits for the first one, and for others as long as that is worth it."""
         deadline = None
         while not self._ended:
             waiting = len(self._trees)
-            full = waiting >= min(self._most, max(self._expected(), 1))
+            columns = waiting * max((len(job.tree or ()) for job in self._trees), default=0)
+            full = waiting >= min(self._most, max(self._expected(), 1)) or columns >= self._columns
             idle = not waiting and not self._prompts
             if waiting and deadline is None:
                 deadline = time.monotonic() + self._wait
@@ -167,32 +236,33 @@ class MicroBatches:
                 (self._prompts if job.tree is None else self._trees).append(job)
 
     def _read_piece(self, job: Job) -> None:
-        """Reads a piece of the first prompt; after the last one its text goes on."""
+        """Reads the next piece of a prompt; after the last one its text goes on."""
         text = job.text
-        if job.gone():
-            self._prompts.popleft()
-            job.done(ConnectionAbortedError("the device has gone"))
-            return
         try:
             began, before = time.monotonic(), text.cache.get_seq_length()
             ids = text.unread[:, : self._piece]
             output = self._reader.read_prompt(text.cache, ids, text.taps)
             wanted = output.taps[0, text.wants_taps(before, before + ids.shape[1])]
-            states = packed_states(wanted) if text.taps else b""
-            self.statistics.prompt_tokens += ids.shape[1]
-            self.statistics.prompt_seconds += time.monotonic() - began
-            if states:
-                job.piece(states)
-            if text.unread.shape[1]:
-                return
-            self._prompts.popleft()
-            grown(text.cache)
-            token = text.begin(output.logits[0])
-            job.done(Verified([token], 0, text.reach, text.finished, b"", 1, time.monotonic() - began))
+            taps = packed_states(wanted) if text.taps else b""
+            first = None
+            if not text.unread.shape[1]:
+                grown(text.cache)
+                token = text.begin(output.logits[0])
+                first = Verified([token], 0, text.reach, text.finished, b"", 1, time.monotonic() - began)
         except Exception as error:
-            if self._prompts and self._prompts[0] is job:
-                self._prompts.popleft()
-            job.done(error)
+            self._fail(job, error)
+            return
+        with self._lock:
+            self._statistics.prompt_tokens += ids.shape[1]
+            self._statistics.prompt_seconds += time.monotonic() - began
+        job.done(PieceRead(taps, first))
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """Tells the operator and the device that a job has failed."""
+        log_failure("a prompt could not be read" if job.tree is None else "a draft could not be verified", error)
+        with self._lock:
+            self._statistics.failures += 1
+        job.done(error)
 
     def _verify(self, jobs: Sequence[Job]) -> None:
         """Verifies trees in one forward. If it fails, each is tried alone: no text suffers from another one."""
@@ -204,21 +274,24 @@ class MicroBatches:
             read = self._reader.read([job.text.cache for job in jobs], trees, [job.text.taps for job in jobs])
         except Exception as error:
             if len(jobs) == 1:
-                jobs[0].done(error)
+                self._fail(jobs[0], error)
             else:
+                log_failure(f"{len(jobs)} drafts could not be verified together, so each is by itself", error)
                 for job in jobs:
                     self._verify([job])
             return
         outcomes: list[Any] = [self._judged(read, place, job) for place, job in enumerate(jobs)]
         seconds = time.monotonic() - began
         emitted = sum(len(each[0]) for each in outcomes if isinstance(each, tuple))
-        self.statistics.add(len(jobs), max(map(len, trees)), emitted, seconds)
+        with self._lock:
+            self._statistics.add(len(jobs), max(map(len, trees)), emitted, seconds)
         for job, outcome in zip(jobs, outcomes, strict=True):
-            if isinstance(outcome, tuple):
-                tokens, drafted, taps = outcome
-                text = job.text
-                outcome = Verified(tokens, drafted, text.reach, text.finished, taps, len(jobs), seconds)
-            job.done(outcome)
+            if isinstance(outcome, Exception):
+                self._fail(job, outcome)
+                continue
+            tokens, drafted, taps = outcome
+            text = job.text
+            job.done(Verified(tokens, drafted, text.reach, text.finished, taps, len(jobs), seconds))
 
     def _judged(self, read: TreesRead, place: int, job: Job) -> tuple[list[int], int, bytes] | Exception:
         """Emits and keeps what is accepted of one tree: its tokens, how many were drafted, and their hidden states."""
@@ -230,3 +303,7 @@ class MicroBatches:
             return tokens, drafted, taps
         except Exception as error:
             return error
+
+
+def _stopped() -> RuntimeError:
+    return RuntimeError("the server is being stopped")

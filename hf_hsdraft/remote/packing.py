@@ -36,7 +36,7 @@ def packed_states(states: torch.Tensor) -> bytes:
     return states.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def unpacked_states(data: bytes, width: int) -> torch.Tensor:
+def unpacked_states(data: bytes | bytearray, width: int) -> torch.Tensor:
     """Returns the vectors `[n, width]`, bfloat16, in some bytes.
 
     Raises:

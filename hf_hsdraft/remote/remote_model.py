@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,15 @@ from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
 from ..engine.round_loop import decode
 from ..pace.pacing import FixedPace, KindOfCall, pace_for
 from ..trees.draft_tree import DraftTree
-from .link import Address, Link, LinkLost, ServerRefused
+from .link import Address
+from .link_pool import LinkPool
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens
 from .packing import packed_ints, unpacked_ints
 from .remote_target import LinkStatistics, RemoteCall, RemoteTarget
 from .target_shell import TargetShell
 from .verified_text import check_options
-
-_IDLE_LINKS = 4  # connections that are kept for later calls
+from .weight_tables import kept_tables
+from .wire import MOST_TEXT
 
 
 @dataclass
@@ -82,8 +83,7 @@ class RemoteModel:
 
     Args:
         address: of the server.
-        patience: seconds that a lost connection or an overloaded server is waited for.
-        timeout: seconds that an answer may take.
+        patience, timeout: see `LinkPool`.
 
     Attributes:
         config: the target's text configuration.
@@ -94,12 +94,10 @@ class RemoteModel:
     """
 
     def __init__(self, address: Address, patience: float = 60.0, timeout: float = 60.0) -> None:
-        self._address, self._patience, self._timeout = address, patience, timeout
-        self._lock, self._idle = threading.Lock(), list[Link]()
-        link = self._connected()
-        self._hello = link.hello
-        self._shell = TargetShell(link.hello)
-        self._give_back(link)
+        self._links = LinkPool(address, patience, timeout)
+        self._hello = self._links.hello
+        self._shell = TargetShell(self._hello)
+        self._loading, self._with_rows = threading.Lock(), dict[torch.device, TargetShell]()
 
     @property
     def config(self) -> Any:
@@ -144,25 +142,30 @@ class RemoteModel:
             ValueError: an argument is wrong.
         """
         check_options(options)
+        if most_taps is not None and most_taps < 1:
+            raise ValueError(f"most_taps={most_taps} is invalid: expected a positive number, or None for all positions")
         ids = self._ids(inputs if input_ids is None else input_ids, attention_mask, chat)
+        self._check_size(ids, options)
         seed = secrets.randbits(63) if seed is None else seed
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed={seed} is invalid: expected 0 to 2**63 - 1")
         draft, taps = self._prepared(assistant_model, options)
+        drafter_options = None if draft is None else draft.options
         call = RemoteCall(
-            self._connected, ids, seed, options, taps, most_taps, self._patience, plain=assistant_model is None
+            self._links.take, ids, seed, options, taps, most_taps, self._links.patience, plain=assistant_model is None
         )
-        target = RemoteTarget(call, draft, self._hello.width)
+        target = RemoteTarget(call, drafter_options, self._hello.width)
         statistics = DraftStatistics()
         keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         try:
-            self._decode(target, assistant_model, draft, keeper, [_Streaming(streamer)] if streamer else [])
+            observers = [] if streamer is None else [_Streaming(streamer)]
+            self._decode(target, assistant_model, draft, keeper, observers)
         finally:
             link = target.end()
             if link is not None:
-                self._give_back(link)
+                self._links.give_back(link)
         keeper.finish()
         statistics.new_tokens = len(target.tokens) - len(ids)
         sequences = torch.tensor([target.tokens])
@@ -176,7 +179,7 @@ class RemoteModel:
         self,
         target: RemoteTarget,
         drafter: Drafter | None,
-        draft: DraftOptions | None,
+        draft: DraftCall | None,
         keeper: StatisticsKeeper,
         observers: Sequence[Observer],
     ) -> None:
@@ -191,22 +194,15 @@ class RemoteModel:
             while not target.finished:
                 _tell(observers, target.receive())
             return
-        drafting = _SharedDrafting(drafter, DraftCall(self._shell, 1, draft), target)
+        drafting = _SharedDrafting(drafter, draft, target)
         drafting.observe([first])
-        drafting.pace = FixedPace() if draft.tree_sizing == "fixed" else self._pace(drafter, draft, drafting)
-        timer = PaceTimer(drafting, Acceleration(self._shell), lambda: None)
+        drafting.pace = FixedPace() if draft.options.tree_sizing == "fixed" else _pace(drafter, draft, drafting)
+        timer = PaceTimer(drafting, Acceleration(draft.target), lambda: None)
         decode(target, drafting, lambda: not target.finished, lambda: None, [keeper, timer, *observers])
         drafting.session.end()
 
-    def _pace(self, drafter: Drafter, draft: DraftOptions, drafting: Drafting) -> Any:
-        """The pace of a call. The way there and back is in the cost of every round, so drafts grow deeper."""
-        session = drafting.session
-        by = (type(session).__qualname__, *session.kind, draft.beam_width, repr(sorted(draft.own.items())))
-        depth = 0 if session.free else draft.depth
-        return pace_for(self._shell, drafter, KindOfCall(by, by, depth, draft.tree_size), draft.costs)
-
-    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[DraftOptions | None, Sequence[int]]:
-        """The drafting options of a call, and the hidden states that its drafter reads."""
+    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[DraftCall | None, Sequence[int]]:
+        """What a drafter is called with, and the hidden states that it reads."""
         if drafter is None:
             return None, ()
         if not isinstance(drafter, Drafter):
@@ -220,9 +216,25 @@ class RemoteModel:
                 "token by the target alone, as verification='walk' does"
             )
         taps = tuple(sorted(drafter.taps_of(self._shell)))
-        if taps:  # such drafters borrow the target's rows
-            self._shell.load_rows(self._fetch, getattr(drafter, "device", torch.device("cpu")))
-        return draft, taps
+        # Drafters that read hidden states borrow the target's rows.
+        shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
+        return DraftCall(shell, 1, draft), taps
+
+    def _shell_on(self, device: torch.device) -> TargetShell:
+        """The target with the rows that drafters on a device borrow."""
+        with self._loading:
+            if device not in self._with_rows:
+                self._with_rows[device] = TargetShell(self._hello, kept_tables(self._hello, self._fetch), device)
+            return self._with_rows[device]
+
+    def _check_size(self, ids: Sequence[int], options: Mapping[str, Any]) -> None:
+        """Raises a ValueError for a text that is longer than the server takes."""
+        new, longest = options.get("max_new_tokens"), self._hello.longest
+        most = len(ids) + (new if isinstance(new, int) else 1)
+        if most > longest:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens may become a text of {most}: this server takes at most {longest}"
+            )
 
     def _ids(self, inputs: Any, mask: torch.Tensor | None, chat: bool) -> list[int]:
         """The tokens of a prompt.
@@ -231,7 +243,11 @@ class RemoteModel:
             ValueError: there is none, or more than one.
         """
         if isinstance(inputs, str):
-            return self._asking(lambda link: unpacked_ints(link.ask(Encode(inputs, chat), Tokens).ids))
+            if len(inputs.encode()) > MOST_TEXT:
+                raise ValueError(
+                    f"the prompt has {len(inputs.encode())} bytes: at most {MOST_TEXT} can be sent as text"
+                )
+            return self._links.ask(lambda link: unpacked_ints(link.ask(Encode(inputs, chat), Tokens).ids))
         if inputs is None:
             raise ValueError("there is no prompt: give a text, or input_ids")
         ids = torch.as_tensor(inputs)
@@ -246,54 +262,37 @@ class RemoteModel:
         return ids[0].tolist()
 
     def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
-        """Returns the text of tokens `[length]`, without special tokens, by the server's tokenizer."""
-        packed = packed_ints(torch.as_tensor(ids).flatten().tolist())
-        return self._asking(lambda link: link.ask(Decode(packed), Text).text)
+        """Returns the text of tokens `[length]`, without special tokens, by the server's tokenizer.
+
+        Raises:
+            ValueError: there are more of them than a text of this server has.
+        """
+        tokens = torch.as_tensor(ids).flatten().tolist()
+        if len(tokens) > self._hello.longest:
+            raise ValueError(f"{len(tokens)} tokens are too many: this server takes at most {self._hello.longest}")
+        packed = packed_ints(tokens)
+        return self._links.ask(lambda link: link.ask(Decode(packed), Text).text)
 
     def _fetch(self, table: int, first: int, count: int) -> bytes:
-        return self._asking(lambda link: link.ask(Rows(table, first, count), RowData).states)
-
-    def _asking(self, ask: Callable[[Link], Any]) -> Any:
-        """What the server answers to something that needs no text; asked again over a new connection if one ends."""
-        link = self._connected()
-        try:
-            answer = ask(link)
-        except LinkLost:
-            link.close()
-            link = Link(self._address, self._timeout)
-            answer = ask(link)
-        except ServerRefused:
-            link.close()
-            raise
-        self._give_back(link)
-        return answer
-
-    def _connected(self) -> Link:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return Link(self._address, self._timeout)
-
-    def _give_back(self, link: Link) -> None:
-        with self._lock:
-            keep = len(self._idle) < _IDLE_LINKS
-            if keep:
-                self._idle.append(link)
-        if not keep:
-            link.close()
+        return self._links.ask(lambda link: link.ask(Rows(table, first, count), RowData).states)
 
     def close(self) -> None:
         """Ends the connections that no call uses."""
-        with self._lock:
-            links, self._idle = self._idle, []
-        for link in links:
-            link.close()
+        self._links.close()
 
     def __enter__(self) -> RemoteModel:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _pace(drafter: Drafter, call: DraftCall, drafting: Drafting) -> Any:
+    """The pace of a call. The way there and back is in the cost of every round, so drafts grow deeper."""
+    session, draft = drafting.session, call.options
+    by = (type(session).__qualname__, *session.kind, draft.beam_width, repr(sorted(draft.own.items())))
+    depth = 0 if session.free else draft.depth
+    return pace_for(call.target, drafter, KindOfCall(by, by, depth, draft.tree_size), draft.costs)
 
 
 def _tell(observers: Sequence[Observer], news: News) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from ..trees.draft_tree import DraftTree
 from .link import Link, LinkLost, ServerRefused
 from .messages import Accepted, Close, Open, Opened, Resume, Resumed, Taps
 from .packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
+from .patience import Patience
 from .wire import Message, WireError
 
 _GONE = ("unknown", "failed", "overloaded")  # refusals after which a text may be opened again
@@ -153,14 +153,14 @@ class RemoteTarget:
 
     def _opened(self, taps_from: int) -> News:
         """Opens the text with its tokens so far; returns the news of the positions from `taps_from` on."""
-        call, link, before = self._call, self._linked(), len(self.tokens)
+        call, link = self._call, self._linked()
         ids = packed_ints(self.tokens)
         options = dict(call.options)
         link.send(Open(ids, len(call.ids), call.seed, call.plain, options, list(call.taps), taps_from))
-        states = []
+        states = bytearray()
         reply: Message = link.receive(Taps, Opened)
         while isinstance(reply, Taps):
-            states.append(unpacked_states(reply.states, self._width))
+            states += reply.states
             reply = link.receive(Taps, Opened)
         assert isinstance(reply, Opened)
         self._session, self._number = reply.session, 0
@@ -168,8 +168,7 @@ class RemoteTarget:
         self.tokens.append(reply.token)
         self.statistics.reopened += self.forwards > 0
         self.forwards += 1
-        taps = torch.cat(states) if states else torch.zeros(before - taps_from, 0)
-        return self._told(taps, taps_from, [reply.token], 0)
+        return self._told(states, taps_from, [reply.token], 0)
 
     def _news(self, answer: Accepted) -> News:
         begin, tokens = len(self.tokens) - 1, unpacked_ints(answer.tokens)
@@ -179,12 +178,12 @@ class RemoteTarget:
         self.forwards += 1
         self.statistics.batches.append(answer.batch)
         self.statistics.server_seconds += answer.seconds
-        return self._told(unpacked_states(answer.taps, self._width), begin, tokens, answer.drafted)
+        return self._told(answer.taps, begin, tokens, answer.drafted)
 
-    def _told(self, taps: torch.Tensor, begin: int, tokens: list[int], drafted: int) -> News:
+    def _told(self, states: bytes | bytearray, begin: int, tokens: list[int], drafted: int) -> News:
         """What a drafter is told of the positions from `begin` on, which the target has read."""
         following = torch.tensor(self.tokens[begin + 1 :])
-        taps = taps if self._width else torch.zeros(len(following), 0)
+        taps = unpacked_states(states, self._width) if self._width else torch.zeros(len(following), 0)
         if len(taps) != len(following):
             raise WireError(f"hidden states of {len(taps)} positions came in: expected {len(following)}")
         places = torch.arange(begin, begin + len(following))
@@ -209,7 +208,7 @@ class RemoteTarget:
 
     def _persistently(self, step: Callable[[], News]) -> News:
         """Does a step, again if the connection ends or the server has no place or has lost the text."""
-        deadline, pause = time.monotonic() + self._call.patience, 0.05
+        patience = Patience(self._call.patience)
         while True:
             try:
                 self._waits = True
@@ -217,24 +216,20 @@ class RemoteTarget:
                 self._waits = False
                 self._count()
                 return news
-            except LinkLost:
+            except LinkLost as error:
                 self._drop()
-                wait = pause
-                if time.monotonic() + wait > deadline:
-                    raise
+                patience.wait(error)
             except ServerRefused as refusal:
-                wait = max(refusal.retry_seconds, pause)
-                if refusal.reason not in _GONE or time.monotonic() + wait > deadline:
+                if self._link is not None:  # else no connection was made, and the text may still be there
+                    self._session = ""
+                if refusal.reason not in _GONE:
                     self._drop()
                     raise
-                self._session = ""
                 if refusal.reason == "overloaded":
                     self._drop()
-                    self.statistics.waited_seconds += wait
-                elif refusal.reason == "unknown":
-                    wait = 0.0
-            time.sleep(wait)
-            pause = min(2 * pause, 2.0)
+                    self.statistics.waited_seconds += patience.wait(refusal, refusal.retry_seconds)
+                elif refusal.reason == "failed":
+                    patience.wait(refusal, refusal.retry_seconds)
 
     def _count(self) -> None:
         if self._link is not None:

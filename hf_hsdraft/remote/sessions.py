@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..common.tuning import TUNING
-from .messages import Accepted, Refused
+from .messages import MOST_LENGTH, MOST_NODES, Accepted, Refused
 from .verified_text import VerifiedText
 
 
@@ -21,14 +21,15 @@ class ServerLimits:
         max_sessions: texts at a time.
         max_bytes: of the keys and values that these may come to have.
         max_connections: connections at a time.
-        idle_seconds: after which a connection that says nothing is closed.
+        idle_seconds: after which a connection that says nothing is closed, and a text without new drafts forgotten.
         keep_seconds: that a text is kept after its connection has ended.
         max_length: tokens of a text.
         max_nodes: of a draft tree beside the root.
         max_batch: texts in a forward.
-        max_columns: nodes of all texts in a forward, roots counted; devices are told to draft no more.
+        max_columns: texts in a forward times nodes of the largest tree, roots counted; devices are told their share.
         wait_seconds: that the first text of a batch waits for others.
         piece: tokens of a prompt that are read at once.
+        prompt_seconds: that reading the prompts which wait may take before another text is refused.
     """
 
     max_sessions: int = 64
@@ -42,11 +43,18 @@ class ServerLimits:
     max_columns: int = 256
     wait_seconds: float = 0.002
     piece: int = 512
+    prompt_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 0 or (value == 0 and name != "wait_seconds"):
                 raise ValueError(f"{name}={value} is invalid: expected a positive number")
+        for name, most in (("max_length", MOST_LENGTH), ("max_nodes", min(MOST_NODES, self.max_columns) - 1)):
+            if getattr(self, name) > most:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is invalid: expected at most {most}, where max_columns is "
+                    f"{self.max_columns}"
+                )
 
 
 class Overloaded(Exception):
@@ -67,13 +75,14 @@ class ServedSession:
 
     Attributes:
         text: the text.
-        size: bytes that its keys and values may come to have.
+        size: bytes that its keys and values and the hidden states of a message may come to have.
         name: by which it is resumed.
         number: of the last draft that was verified; 0 before the first one.
         answer: what was said to that draft.
         verifying: while a draft of it is being verified.
         holder: the connection that goes on with it; `None` after that has ended.
         began: when it was opened.
+        used: when a device last went on with it.
         left: when its connection ended.
     """
 
@@ -85,7 +94,13 @@ class ServedSession:
     verifying: asyncio.Future[Accepted | Refused] | None = None
     holder: object | None = None
     began: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.monotonic)
     left: float = 0.0
+
+    def finish(self) -> None:
+        """Frees what only a text needs that goes on."""
+        self.text.release()
+        self.size = 0
 
 
 class Sessions:
@@ -94,10 +109,11 @@ class Sessions:
     Args:
         limits: on them.
         token_bytes: size of keys and values of a token.
+        prompt_seconds: returns how long so many tokens of prompts take to read.
     """
 
-    def __init__(self, limits: ServerLimits, token_bytes: int) -> None:
-        self.limits, self.token_bytes = limits, token_bytes
+    def __init__(self, limits: ServerLimits, token_bytes: int, prompt_seconds: Callable[[int], float]) -> None:
+        self.limits, self.token_bytes, self._prompt_seconds = limits, token_bytes, prompt_seconds
         self._by_name: dict[str, ServedSession] = {}
         self._lifetime = 5.0  # seconds that a text is held, a running mean
         self.attached = 0  # texts that a connection goes on with
@@ -111,7 +127,7 @@ class Sessions:
 
     @property
     def reserved_bytes(self) -> int:
-        """Size that the keys and values of all texts may come to have."""
+        """Size that all texts may come to have."""
         return sum(each.size for each in self._by_name.values())
 
     def open(self, text: VerifiedText, holder: object) -> ServedSession:
@@ -123,10 +139,17 @@ class Sessions:
         """
         tokens = text.most_tokens()
         size = (tokens + TUNING.spare_tokens + tokens // TUNING.spare_part) * self.token_bytes  # with room to grow into
+        size += 2 * min(tokens, self.limits.piece) * text.position_bytes  # of a piece, as it is read and as it is sent
         if size > self.limits.max_bytes:
             raise ValueError(
-                f"the text may come to have {size >> 20} MiB of keys and values: this server has "
+                f"the text may come to have {size >> 20} MiB of keys, values and hidden states: this server has "
                 f"{self.limits.max_bytes >> 20}; ask for fewer tokens by max_new_tokens"
+            )
+        waits = self._prompt_seconds(sum(each.text.waiting for each in self))
+        if waits > self.limits.prompt_seconds:
+            self.refused += 1
+            raise Overloaded(
+                f"the server has prompts of {waits:.0f} s to read", min(waits - self.limits.prompt_seconds + 0.2, 30.0)
             )
         self._make_room(size)
         session = ServedSession(text, size)
@@ -138,17 +161,17 @@ class Sessions:
     def _make_room(self, size: int) -> None:
         """Drops texts whose connections have ended, the longest gone first, as far as a new one needs their room."""
         gone = sorted((each for each in self if each.holder is None), key=lambda each: each.left)
-        while not self._fits(size) and gone:
+        count, room, dropped = len(self), self.limits.max_bytes - self.reserved_bytes, 0
+        while count >= self.limits.max_sessions or room < size:
+            if dropped == len(gone):  # nothing is dropped where that does not help
+                self.refused += 1
+                raise Overloaded(
+                    f"the server verifies for {len(self)} texts and has no room for another one", self.retry_seconds()
+                )
+            count, room, dropped = count - 1, room + gone[dropped].size, dropped + 1
+        for each in gone[:dropped]:
             self.lost += 1
-            self.remove(gone.pop(0))
-        if not self._fits(size):
-            self.refused += 1
-            raise Overloaded(
-                f"the server verifies for {len(self)} texts and has no room for another one", self.retry_seconds()
-            )
-
-    def _fits(self, size: int) -> bool:
-        return len(self) < self.limits.max_sessions and self.reserved_bytes + size <= self.limits.max_bytes
+            self.remove(each)
 
     def retry_seconds(self) -> float:
         """When one of the texts may have ended."""
@@ -161,13 +184,18 @@ class Sessions:
     def attach(self, session: ServedSession, holder: object) -> None:
         """Lets a connection go on with a text; another one that did so does no more."""
         self.attached += session.holder is None
-        session.holder = holder
+        session.holder, session.used = holder, time.monotonic()
 
     def leave(self, session: ServedSession, holder: object) -> None:
-        """The connection has ended: the text waits for it to come back."""
-        if session.holder is holder:
-            session.holder, session.left = None, time.monotonic()
-            self.attached -= 1
+        """The connection has ended: the text waits for it to come back, unless it is decoded plainly."""
+        if session.holder is not holder:
+            return
+        if session.text.plain:  # its tokens are sent as they come: the device opens it again with those that it has
+            self.lost += 1
+            self.remove(session)
+            return
+        session.holder, session.left = None, time.monotonic()
+        self.attached -= 1
 
     def remove(self, session: ServedSession) -> None:
         """Forgets a text."""
@@ -178,9 +206,11 @@ class Sessions:
         self._lifetime += 0.1 * (time.monotonic() - session.began - self._lifetime)
 
     def forget_old(self) -> None:
-        """Forgets the texts whose connections have been gone too long."""
+        """Forgets the texts whose connections have been gone too long, and those that no draft has come for."""
         now = time.monotonic()
         for each in self:
-            if each.holder is None and now - each.left > self.limits.keep_seconds:
+            gone = each.holder is None and now - each.left > self.limits.keep_seconds
+            idle = each.verifying is None and not each.text.waiting and now - each.used > self.limits.idle_seconds
+            if gone or idle:
                 self.lost += 1
                 self.remove(each)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from .messages import INPUT, OUTPUT, Hello
-from .weight_tables import kept_tables
 
 
 class TargetShell:
@@ -19,6 +18,8 @@ class TargetShell:
 
     Args:
         hello: of the server.
+        tables: rows by `INPUT` and `OUTPUT`; `None` for drafters that borrow none.
+        device: to keep them on.
 
     Attributes:
         config: the target's text configuration.
@@ -30,30 +31,24 @@ class TargetShell:
     training = False
     generation_config = None
 
-    def __init__(self, hello: Hello) -> None:
-        self._hello = hello
+    def __init__(
+        self,
+        hello: Hello,
+        tables: Mapping[int, torch.Tensor] | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         self.config = _config_of(hello)
         self.name_or_path = hello.target
         self.dtype = getattr(torch, hello.dtype, torch.float32)
-        self.device = torch.device("cpu")
+        self.device = device
         with torch.device("meta"):  # of drafters that read no hidden states: they ask for sizes only
             self._input = nn.Embedding(hello.rows, hello.width)
             self._output = nn.Linear(hello.width, hello.rows, bias=False)
-
-    def load_rows(self, fetch: Callable[[int, int, int], bytes], device: torch.device) -> None:
-        """Gets the rows that drafters borrow, once; see `kept_tables`.
-
-        Args:
-            fetch: asks the server for rows of a table.
-            device: to keep them on.
-        """
-        if not self._input.weight.is_meta:
-            return
-        tables = {which: table.to(device, self.dtype) for which, table in kept_tables(self._hello, fetch).items()}
-        self.device = device
-        self._input.weight = nn.Parameter(tables[INPUT], requires_grad=False)
-        output = tables[INPUT] if self._hello.tied else tables[OUTPUT]
-        self._output.weight = nn.Parameter(output, requires_grad=False)
+        if tables is not None:
+            rows = tables[INPUT].to(device, self.dtype)
+            self._input.weight = nn.Parameter(rows, requires_grad=False)
+            output = rows if hello.tied else tables[OUTPUT].to(device, self.dtype)
+            self._output.weight = nn.Parameter(output, requires_grad=False)
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Returns the input embedding."""

@@ -64,6 +64,7 @@ class TreeReader:
 
     Attributes:
         longest: length of text up to which the target reads every token alike.
+        vocab_size: of its logits.
 
     Raises:
         DraftingRefused: trees of several texts cannot be read in one forward of this target.
@@ -95,7 +96,8 @@ class TreeReader:
         """Raises a DraftingRefused unless branches of two texts of different lengths are read as these texts are."""
         device, vocabulary = self.target.device, text_config(self.target).vocab_size
         ids = (torch.arange(1, 15, device=device) * 7 % vocabulary)[None]
-        own = getattr(self.target(ids[:, :5], use_cache=True), "past_key_values", None)
+        outputs = self.target(ids[:, :5], use_cache=True)
+        own, self.vocab_size = getattr(outputs, "past_key_values", None), outputs.logits.shape[-1]
         check_cache(self.target, own)
         if reason := why_no_trees(self.target, own):
             raise self._refusal(reason)

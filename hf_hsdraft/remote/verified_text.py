@@ -14,6 +14,7 @@ from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Draws
 from ..verifiers.own_choice import OwnChoice
 from .joined_cache import empty_cache
+from .messages import PIECE_BYTES
 from .wire import MOST_ITEMS, is_setting
 
 # Options of `generate()` that a device may set: what chooses tokens and what ends the text. All are cheap to follow.
@@ -54,7 +55,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, sorted(OPTIONS), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise ValueError(
                 f"{name[:64]!r} is not possible with a remote target{hint} Possible are {', '.join(sorted(OPTIONS))}"
             )
@@ -74,21 +75,38 @@ def check_tokens(options: Mapping[str, Any], rows: int) -> None:
 
 
 class SeededTexts(DecodedTexts):
-    """The one text of a session. Its draws are those of a local call after `torch.manual_seed` with the same seed."""
+    """The one text of a session, with random numbers of its own."""
 
-    def seed(self, seed: int, vocab_size: int, drawn: int) -> None:
-        """Sets the random numbers, as they are after so many draws.
+    def draw_by(self, draws: Draws) -> None:
+        """Sets what draws the tokens."""
+        self._draws = [draws]
 
-        Args:
-            vocab_size: of the target's logits.
-            drawn: number of draws that were made already.
-        """
-        device = self.rows[0].ids.device
-        generator = torch.Generator(device).manual_seed(seed)
-        self._draws = [Draws(generator, vocab_size)]
-        even = torch.full((1, vocab_size), 1.0 / vocab_size, device=device)
-        for _ in range(drawn if self._config.do_sample else 0):  # the numbers of a draw are taken, whatever is drawn
-            torch.multinomial(even, num_samples=1, generator=generator)
+
+def seeded(seed: int, device: torch.device, vocab_size: int, drawn: int) -> torch.Generator:
+    """Returns the random numbers of a local call after `torch.manual_seed(seed)`, as they are after so many draws.
+
+    A draw takes the same numbers whatever is drawn. On some devices it takes as many for one token to choose from as
+    for the whole vocabulary. Where that is so, the draws that were made are passed over by the cheapest ones.
+
+    Args:
+        device: of the target's logits.
+        vocab_size: of the target's logits.
+        drawn: number of draws that were made already.
+    """
+
+    def after_draw(size: int) -> torch.Tensor:
+        torch.multinomial(torch.ones(1, size, device=device), num_samples=1, generator=generator)
+        return generator.get_state()
+
+    generator = torch.Generator(device).manual_seed(seed)
+    if drawn:
+        begin, whole = generator.get_state(), after_draw(vocab_size)
+        generator.set_state(begin)
+        size = 1 if torch.equal(after_draw(1), whole) else vocab_size
+        generator.set_state(whole)
+        for _ in range(drawn - 1):
+            after_draw(size)
+    return generator
 
 
 class VerifiedText:
@@ -98,24 +116,26 @@ class VerifiedText:
         target: the model that verifies.
         opening: what it begins with.
         longest: greatest number of tokens of a text.
+        vocab_size: of the target's logits.
 
     Attributes:
         cache: keys and values of all tokens but the last, once the prompt was read.
         taps: hidden states that its device wants.
+        position_bytes: size of those of one position, as they are sent.
 
     Raises:
         ValueError: an option is not possible here, or the text is too long.
     """
 
-    def __init__(self, target: Any, opening: Opening, longest: int) -> None:
-        self._target, self._opening, self._longest = target, opening, longest
+    def __init__(self, target: Any, opening: Opening, longest: int, vocab_size: int) -> None:
+        self._opening = opening
         check_options(opening.options or {})
         if not 1 <= opening.prompt_length <= len(opening.ids) < longest:
             raise ValueError(
                 f"a text of {len(opening.ids)} tokens came in, {opening.prompt_length} of them the prompt: this server "
                 f"takes 1 to {longest - 1}"
             )
-        rows = target.get_input_embeddings().weight.shape[0]
+        rows, width = target.get_input_embeddings().weight.shape
         if not all(0 <= token < rows for token in opening.ids):
             raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")
         check_tokens(opening.options or {}, rows)
@@ -123,9 +143,18 @@ class VerifiedText:
         if any(layer > layers for layer in opening.taps):
             raise ValueError(f"hidden states {list(opening.taps)} are wanted: the target has 0 to {layers}")
         self.taps, self.cache = opening.taps, empty_cache()
+        self.position_bytes = 2 * width * len(opening.taps)
+        if self.position_bytes > PIECE_BYTES:
+            raise ValueError(
+                f"{len(opening.taps)} hidden states of a position are wanted: they do not fit into a message"
+            )
         self._ids = torch.tensor([list(opening.ids)], device=target.device)
         self._texts: SeededTexts | None = None
-        self._prepared: tuple[Any, Any, Any] | None = None
+        self._rules = _rules(target, self._ids[:, : opening.prompt_length], opening.options or {}, longest)
+        self._draws: Draws | None = None
+        if self._rules[2].do_sample:
+            drawn = len(opening.ids) - opening.prompt_length
+            self._draws = Draws(seeded(opening.seed, self._ids.device, vocab_size, drawn), vocab_size)
 
     @property
     def plain(self) -> bool:
@@ -141,39 +170,25 @@ class VerifiedText:
         """Which of the positions `begin` to `end` the device wants hidden states of."""
         return slice(min(max(self._opening.taps_from - begin, 0), end - begin), None)
 
+    @property
+    def waiting(self) -> int:
+        """How many tokens of the prompt wait to be read."""
+        return self.unread.shape[1] if self._texts is None else 0
+
     def most_tokens(self) -> int:
         """Returns how many tokens the text may come to have."""
-        return int(self._rules()[2].max_length)
+        return int(self._rules[2].max_length)
 
     def begin(self, logits: torch.Tensor) -> int:
         """Emits the first token, by logits `[1, V]`, and returns it."""
-        processors, criteria, config = self._rules()
+        processors, criteria, config = self._rules
         texts = SeededTexts(self._ids, config, processors, criteria, None, OwnChoice())
         texts.prompt_length = self._opening.prompt_length
-        drawn = len(self._opening.ids) - self._opening.prompt_length
-        if config.do_sample:
-            texts.seed(self._opening.seed, logits.shape[-1], drawn)
+        if self._draws is not None:
+            texts.draw_by(self._draws)
         self._texts = texts
         self.advance(DraftTree.root(-1), logits)
         return texts.last_token(0)
-
-    def _rules(self) -> tuple[Any, Any, Any]:
-        """What `generate()` makes of the options: processors, criteria, and the whole configuration."""
-
-        def prepared(
-            model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any
-        ) -> tuple[Any, Any, Any]:
-            return logits_processor, stopping_criteria, generation_config
-
-        if self._prepared is None:
-            prompt, options = self._ids[:, : self._opening.prompt_length], dict(self._opening.options or {})
-            mask = torch.ones_like(prompt)
-            self._prepared = self._target.generate(prompt, attention_mask=mask, custom_generate=prepared, **options)
-            assert self._prepared is not None
-            config = self._prepared[2]
-            config.max_length = min(int(config.max_length), self._longest)
-            config.return_dict_in_generate = False
-        return self._prepared
 
     def advance(self, tree: DraftTree, logits: torch.Tensor) -> tuple[list[int], list[int], int]:
         """Judges a tree by its nodes' logits `[nodes, V]`, and emits what is accepted.
@@ -203,10 +218,41 @@ class VerifiedText:
 
     @property
     def reach(self) -> int:
-        """How deep a draft may be: the token after it is the target's own."""
-        return max(self._running.room(0) - 1, 0) if not self.finished else 0
+        """How deep a draft may be: the token after it is the target's own, and hidden states have to fit a message."""
+        if self.finished:
+            return 0
+        room = self._running.room(0)
+        return max(min(room, PIECE_BYTES // self.position_bytes if self.position_bytes else room) - 1, 0)
+
+    def release(self) -> None:
+        """Frees the keys and values of a text that has ended."""
+        self.cache = empty_cache()
 
     @property
     def length(self) -> int:
         """Number of tokens so far."""
         return self._ids.shape[1] if self._texts is None else self._running.length()
+
+
+def _rules(target: Any, prompt: torch.Tensor, options: Mapping[str, Any], longest: int) -> tuple[Any, Any, Any]:
+    """What `generate()` makes of the options for a prompt `[1, n]`: processors, criteria, and the whole configuration.
+
+    Raises:
+        ValueError: the text may become longer than it may be here.
+    """
+
+    def prepared(
+        model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any
+    ) -> tuple[Any, Any, Any]:
+        return logits_processor, stopping_criteria, generation_config
+
+    mask = torch.ones_like(prompt)
+    rules = target.generate(prompt, attention_mask=mask, custom_generate=prepared, **options)
+    config = rules[2]
+    if int(config.max_length) > longest:  # a text that is cut would end otherwise than a local one
+        raise ValueError(
+            f"the text may come to have {config.max_length} tokens: this server takes at most {longest}; ask for fewer "
+            "by max_new_tokens"
+        )
+    config.return_dict_in_generate = False
+    return rules

@@ -1,8 +1,17 @@
-"""Logging of connections: none, as a line may hold a token."""
+"""Logging of connections: none, as a line may hold a token. And of failures, without what devices have sent."""
 
 from __future__ import annotations
 
 import logging
+import traceback
+
+logger = logging.getLogger("hf_hsdraft.remote")
+
+
+def log_failure(what: str, error: BaseException) -> None:
+    """Writes what has failed and where. The text of the error is left out: it may hold what a device has sent."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("%s: %s\n%s", what, type(error).__name__, where)
 
 
 def silent_logger() -> logging.Logger:

@@ -8,7 +8,6 @@ import dataclasses
 import hmac
 import http
 import json
-import logging
 import signal
 import socket
 import ssl
@@ -24,17 +23,15 @@ from websockets.protocol import State
 from websockets.typing import Subprotocol
 
 from ..target.target_limits import text_config
-from .desk import Conversation, Desk
+from .desk import Conversation, Desk, DeviceGone
 from .joined_cache import bytes_of, empty_cache
 from .messages import PROTOCOL, TO_SERVER, Hello, Refused, most_request
 from .micro_batches import MicroBatches
 from .sessions import ServerLimits, Sessions
 from .tree_reader import TreeReader
-from .verify_logging import silent_logger
-from .weight_tables import ServedTables
+from .verify_logging import log_failure, silent_logger
+from .weight_tables import ServedTables, weights_digest
 from .wire import Message, WireError, decode, encode
-
-logger = logging.getLogger(__name__)
 
 
 class VerifyServer:
@@ -65,16 +62,17 @@ class VerifyServer:
         self._token = token.encode()
         self._reader = TreeReader(target, packed_weights)
         longest = min(self._reader.longest, self.limits.max_length)
-        self.sessions = Sessions(self.limits, token_bytes(self._reader))
+        size, tables = token_bytes(self._reader), ServedTables(target)
+        self.sessions = Sessions(self.limits, size, lambda tokens: self._batches.prompt_seconds(tokens))
         self._batches = MicroBatches(
             self._reader,
             self.limits.max_batch,
+            self.limits.max_columns,
             self.limits.wait_seconds,
             lambda: self.sessions.attached,
             min(self.limits.piece, longest),
         )
-        tables = ServedTables(target)
-        self._desk = Desk(target, tokenizer, self.sessions, self._batches, tables, longest)
+        self._desk = Desk(target, tokenizer, self.sessions, self._batches, tables, longest, self._reader.vocab_size)
         rows, width = tables.shape
         self._hello = Hello(
             name[:1024],
@@ -84,6 +82,7 @@ class VerifyServer:
             width,
             tables.tied,
             tables.fingerprint,
+            weights_digest(target),
             longest,
             self.limits.max_nodes,
         )
@@ -105,6 +104,7 @@ class VerifyServer:
             compression=None,  # a small message cannot become a large one
             max_size=most_request(self._desk.longest),
             max_queue=2,
+            create_connection=_counted(2 * self.limits.max_connections),
             open_timeout=10.0,
             close_timeout=2.0,
             ping_interval=20.0,
@@ -117,20 +117,29 @@ class VerifyServer:
     async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         """Listens until it is cancelled, or the process is told to end."""
         task = asyncio.current_task()
-        with contextlib.suppress(NotImplementedError):  # on systems without such signals
+        with contextlib.suppress(RuntimeError):  # on systems without such signals, and on other threads
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task and task.cancel())
         with contextlib.suppress(asyncio.CancelledError):
             async with await self.start(listener, tls):
-                await self.tend()
+                try:
+                    await self.tend()
+                finally:  # while there is still somebody to answer to
+                    await asyncio.to_thread(self.close)
 
     async def tend(self) -> None:
-        """Forgets texts whose devices do not come back. Never returns."""
+        """Forgets texts whose devices do not come back. Never returns.
+
+        Raises:
+            RuntimeError: the thread that runs the target has ended.
+        """
         while True:
             await asyncio.sleep(min(self.limits.keep_seconds / 2, 1.0))
             self.sessions.forget_old()
+            if not self._batches.running:
+                raise RuntimeError("the thread that runs the target has ended: the log says why")
 
     def close(self) -> None:
-        """Ends the thread that runs the target."""
+        """Ends the thread that runs the target. What waits for it is answered."""
         self._batches.close()
 
     def status(self) -> dict[str, Any]:
@@ -147,7 +156,7 @@ class VerifyServer:
             "lost": self.sessions.lost,
             "token_bytes": self.sessions.token_bytes,
             "limits": dataclasses.asdict(self.limits),
-            "batches": dataclasses.asdict(self._batches.statistics),
+            "batches": self._batches.status(),
         }
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -181,7 +190,11 @@ class VerifyServer:
         """Serves one connection until it ends."""
 
         async def send(message: Message) -> None:
-            await asyncio.wait_for(connection.send(encode(message)), self.limits.idle_seconds)
+            data = encode(message)
+            try:
+                await asyncio.wait_for(connection.send(data), self.limits.idle_seconds)
+            except (ConnectionClosed, asyncio.TimeoutError, OSError) as error:
+                raise DeviceGone from error
 
         conversation = Conversation(self._desk, send, lambda: connection.state is State.OPEN)
         self._connections += 1
@@ -200,15 +213,35 @@ class VerifyServer:
                     await connection.close(1002)
                     break
                 await conversation.answer(message)
-        except (ConnectionClosed, asyncio.TimeoutError, OSError):
+        except (DeviceGone, ConnectionClosed, OSError):
             pass  # the device has gone; its text waits for it
         except Exception as error:
-            logger.warning("a connection was ended by %s", type(error).__name__)
+            log_failure("a connection was ended", error)
             with contextlib.suppress(Exception):
                 await connection.close(1011)
         finally:
             self._connections -= 1
             conversation.end()
+
+
+def _counted(most: int) -> type[ServerConnection]:
+    """Returns a class of connections. Those beyond a number are ended at once, before they have said who they are."""
+    count = 0
+
+    class Counted(ServerConnection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            nonlocal count
+            count += 1
+            super().connection_made(transport)
+            if count > most:
+                self.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            nonlocal count
+            count -= 1
+            super().connection_lost(exc)
+
+    return Counted
 
 
 def token_bytes(reader: TreeReader) -> int:
@@ -235,14 +268,10 @@ def in_background(server: VerifyServer, port: int = 0, tls: ssl.SSLContext | Non
 
     async def run() -> None:
         listener = socket.create_server(("127.0.0.1", port))
-        listening = await server.start(listener, tls)
-        found.update(loop=asyncio.get_running_loop(), port=listening.sockets[0].getsockname()[1])
-        found["stop"] = stop = asyncio.Event()
-        tending = asyncio.create_task(server.tend())
+        serving = asyncio.create_task(server.run(listener, tls))
+        found.update(loop=asyncio.get_running_loop(), port=listener.getsockname()[1], serving=serving)
         started.set()
-        async with listening:
-            await stop.wait()
-        tending.cancel()
+        await serving
 
     def begin() -> None:
         try:
@@ -254,11 +283,13 @@ def in_background(server: VerifyServer, port: int = 0, tls: ssl.SSLContext | Non
     thread = threading.Thread(target=begin, daemon=True)
     thread.start()
     started.wait()
-    if "error" in found:
-        raise found["error"]
     try:
+        if "port" not in found:
+            raise found["error"]
         yield found["port"]
     finally:
-        found["loop"].call_soon_threadsafe(found["stop"].set)
+        if thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                found["loop"].call_soon_threadsafe(found["serving"].cancel)
         thread.join()
         server.close()

@@ -66,6 +66,17 @@ class ServedTables:
         return packed_states(chosen[first : first + count])
 
 
+def weights_digest(target: Any) -> str:
+    """Returns a SHA-256 of the names, shapes and some numbers of all weights: another target has another one."""
+    digest = hashlib.sha256()
+    for name, weight in target.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        if not weight.is_meta:  # as it is where layers are kept elsewhere
+            few = weight.detach().flatten()[:: max(weight.numel() // 64, 1)]
+            digest.update(few.to("cpu", torch.float32).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[int, torch.Tensor]:
     """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
 
@@ -80,9 +91,9 @@ def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[i
     """
     path = Path(HF_HOME) / "hf_hsdraft" / f"{hello.fingerprint}.safetensors"
     wanted = [INPUT] if hello.tied else [INPUT, OUTPUT]
-    if path.is_file():
-        kept = load_file(path)
-    else:
+    kept = load_file(path) if path.is_file() else {}
+    shapes = {name: (tuple(table.shape), table.dtype) for name, table in kept.items()}
+    if shapes != {_NAMES[table]: ((hello.rows, hello.width), torch.bfloat16) for table in wanted}:
         kept = {_NAMES[table]: _fetched(hello, table, fetch) for table in wanted}
         _check(hello, kept)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ flat containers of them is ever made of what comes in, so a message can hold no 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -53,6 +54,11 @@ def flag() -> Check:
 def words(most: int = MOST_TEXT) -> Check:
     """A field of text of at most so many characters."""
     return lambda value: type(value) is str and len(value) <= most
+
+
+def digest() -> Check:
+    """A field of a SHA-256 in hexadecimal digits."""
+    return lambda value: type(value) is str and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def packed(width: int) -> Check:

@@ -1,0 +1,101 @@
+"""The connections of a device to one server, which calls on any thread share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .link import Address, Link, LinkLost, ServerRefused
+from .patience import Patience
+
+_IDLE_LINKS = 4  # connections that are kept for later calls
+
+
+class LinkPool:
+    """Connections to a server.
+
+    Args:
+        address: of the server.
+        patience: seconds that a lost connection or an overloaded server is waited for. A server that is not there at
+            first is not waited for: the address may be wrong.
+        timeout: seconds that an answer may take.
+
+    Attributes:
+        hello: what the server said first.
+
+    Raises:
+        LinkLost: there is no connection.
+        ServerRefused: the server does not take it.
+    """
+
+    def __init__(self, address: Address, patience: float, timeout: float) -> None:
+        self._address, self.patience, self._timeout = address, patience, timeout
+        self._lock, self._idle = threading.Lock(), list[Link]()
+        link = _patiently(lambda: Link(address, timeout), patience, (ServerRefused,))
+        self.hello = link.hello
+        self.give_back(link)
+
+    def take(self) -> Link:
+        """Returns a connection that no other call uses.
+
+        Raises:
+            LinkLost: there is none.
+            ServerRefused: the server does not take it, or has another target than before.
+        """
+        while True:
+            with self._lock:
+                idle = self._idle.pop() if self._idle else None
+            if idle is None:
+                break
+            if idle.is_open:
+                return idle
+            idle.close()
+        link = Link(self._address, self._timeout)
+        if link.hello.identity != self.hello.identity:
+            link.close()
+            raise ServerRefused("target", "the server has another target than before: connect again")
+        return link
+
+    def give_back(self, link: Link) -> None:
+        """Keeps a connection for later calls, or closes it."""
+        with self._lock:
+            keep = len(self._idle) < _IDLE_LINKS
+            if keep:
+                self._idle.append(link)
+        if not keep:
+            link.close()
+
+    def ask(self, question: Callable[[Link], Any]) -> Any:
+        """Returns the answer to a question that needs no text. It is asked again where a connection ends."""
+
+        def once() -> Any:
+            link = self.take()
+            try:
+                answer = question(link)
+            except BaseException:  # an answer may still come
+                link.close()
+                raise
+            self.give_back(link)
+            return answer
+
+        return _patiently(once, self.patience, (LinkLost, ServerRefused))
+
+    def close(self) -> None:
+        """Ends the connections that no call uses."""
+        with self._lock:
+            links, self._idle = self._idle, []
+        for link in links:
+            link.close()
+
+
+def _patiently(step: Callable[[], Any], patience: float, waited_for: tuple[type[Exception], ...]) -> Any:
+    """Does a step, again after errors that are waited for. Of refusals only an overload is."""
+    waiting = Patience(patience)
+    while True:
+        try:
+            return step()
+        except waited_for as error:
+            if isinstance(error, ServerRefused) and error.reason != "overloaded":
+                raise
+            waiting.wait(error, getattr(error, "retry_seconds", 0.0))

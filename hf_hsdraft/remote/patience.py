@@ -1,0 +1,32 @@
+"""How long a device waits for a server that is not there or has no room."""
+
+from __future__ import annotations
+
+import time
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds
+
+
+class Patience:
+    """Waits between tries, longer each time, until it ends.
+
+    Args:
+        seconds: of all tries together; with 0 the first error is raised.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end, self._pause = time.monotonic() + seconds, _FIRST_PAUSE
+
+    def wait(self, error: Exception, least: float = 0.0) -> float:
+        """Waits until the next try; returns the seconds.
+
+        Args:
+            error: of the last try; raised if the patience ends before the next one.
+            least: seconds before which another try is of no use.
+        """
+        seconds = max(self._pause, least)
+        if time.monotonic() + seconds > self._end:
+            raise error
+        time.sleep(seconds)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return seconds
