@@ -31,9 +31,7 @@ def verify_server(
     max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Tokens of a text.")] = 4096,
     max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Of a draft tree.")] = 64,
     max_batch: Annotated[int, typer.Option(min=1, help="Texts in a forward.")] = 32,
-    max_columns: Annotated[
-        int, typer.Option(min=2, help="Texts in a forward times nodes of the largest tree.")
-    ] = 256,
+    max_columns: Annotated[int, typer.Option(min=2, help="Texts in a forward times nodes of the largest tree.")] = 256,
     wait_ms: Annotated[float, typer.Option(min=0.0, help="That the first text of a batch waits for others.")] = 2.0,
     idle_seconds: Annotated[float, typer.Option(min=1.0, help="Until a silent connection is closed.")] = 120.0,
     keep_seconds: Annotated[float, typer.Option(min=0.1, help="That a text waits for a lost device.")] = 30.0,
