@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from rich.table import Table
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter, cli
@@ -408,6 +408,12 @@ def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
     arguments = ["estimate", str(tmp_path / "target"), "--middle", str(tmp_path / "small")]
     result = CliRunner().invoke(cli.app, [*arguments, "--tau", "2"])
     assert result.exit_code == 0 and "of the best drafter alone" in result.output
+    assert "a vocabulary of equal size does not say so" in result.output
+    near(target, 0.0, layers=1).config.save_pretrained(tmp_path / "other")
+    other = AutoConfig.from_pretrained(tmp_path / "other", vocab_size=VOCAB + 600)
+    other.save_pretrained(tmp_path / "other")
+    misfit = CliRunner().invoke(cli.app, [*arguments[:2], "--middle", str(tmp_path / "other"), "--tau", "2"])
+    assert misfit.exit_code == 2 and "vocab_size=697" in misfit.output, misfit.output
     assert CliRunner().invoke(cli.app, arguments).exit_code == 2, "it is about decoding"
     for shares, told in (("0.4,x", "'0.4,x' is invalid"), ("0.4,0.4,1.0", "below 1"), ("0.4,0.4", "three numbers")):
         refused = CliRunner().invoke(cli.app, [*arguments, "--tau", "2", "--shares", shares])
