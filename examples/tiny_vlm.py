@@ -200,7 +200,7 @@ class Run:
         folder: where checkpoints and the model are written.
         clock: how long it has trained.
         rng: decides the pictures and questions.
-        part: 1 while visual tokens learn words, 2 while all learns answers.
+        part: 1 while visual tokens learn words, 2 while the language model learns answers.
         step: number of steps of this part.
         optimizer: of this part.
     """

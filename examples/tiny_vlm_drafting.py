@@ -19,7 +19,7 @@ import tiny_vlm
 import torch
 
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.bench.layer_reuse import HEADER, compare
+from hf_hsdraft.bench.layer_reuse import HEADER, Compared, compare
 from hf_hsdraft.training.arguments import training_arguments
 from hf_hsdraft.training.conversations import TokenizedConversation
 from hf_hsdraft.training.families.lm import LMFamily
@@ -110,16 +110,21 @@ def tiny_budget(minutes: float) -> Any:
     return TimeBudget.resumed(minutes, {})
 
 
-def measure(folder: Path, names: list[str], pictures: int, options: dict[str, Any]) -> None:
-    """Prints whether answers are those of plain decoding, tau, speed-up, and how many answers are right."""
+def measure(folder: Path, names: list[str], pictures: int, options: dict[str, Any]) -> list[Compared]:
+    """Prints whether answers are those of plain decoding, tau, speed-up, and how many answers are right.
+
+    Returns what was measured of each drafter.
+    """
     model, tokenizer = tiny_vlm.load(folder)
     model.generation_config.pad_token_id = tokenizer.eos_token_id
     asked = tiny_vlm.examination(pictures)
     inputs = [tiny_vlm.inputs_of(tokenizer, ask, pixels, model.dtype) for _, ask, pixels, _ in asked]
     print(HEADER)
+    measured = []
     for name in names:
         drafter = AutoDrafter.from_pretrained(name, dtype=model.dtype).eval()
         found = compare(model, drafter, inputs, NEW_TOKENS, **options)
+        measured.append(found)
         print(found.line(name), flush=True)
         for way in ("plain", "reuse"):
             right: Counter[str] = Counter()
@@ -127,6 +132,7 @@ def measure(folder: Path, names: list[str], pictures: int, options: dict[str, An
                 right[kind] += words in tokenizer.decode(text, skip_special_tokens=True)
             print("plain decoding:" if way == "plain" else "drafted:")
             tiny_vlm.print_accuracy(Counter(kind for kind, *_ in asked), right)
+    return measured
 
 
 def main() -> None:

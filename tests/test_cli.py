@@ -66,6 +66,8 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
         (["--kinds", "gossip"], "gossip"),
         (["--kinds", "code", "--prompts", "chats.jsonl"], "--kinds is for invented prompts"),
         (["--objective", "ctc"], "ctc"),
+        (["--prompts", "chats.jsonl"], "chats.jsonl holds no prompts"),
+        (["--init-from", "./nothere"], "no such drafter folder: "),
         (["--answers-from", "http://localhost:1", "--invented-turns", "1"], "a server cannot invent turns"),
     ],
 )

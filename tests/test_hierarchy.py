@@ -9,9 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from rich.table import Table
+from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
-from hf_hsdraft import CachebackDrafter, CausalLMDrafter, cli
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter, cli
+from hf_hsdraft.bench import hierarchy_costs, hierarchy_run
 from hf_hsdraft.bench.decoding_estimate import Device
 from hf_hsdraft.bench.hierarchy import (
     Acceptance,
@@ -36,7 +39,10 @@ from hf_hsdraft.bench.hierarchy_costs import (
     seconds_of,
 )
 from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_levels, forward_of, needed_acceptance
-from hf_hsdraft.bench.hierarchy_run import Plans, cascade_of, compare
+from hf_hsdraft.bench.hierarchy_fits import Fits
+from hf_hsdraft.bench.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
+from hf_hsdraft.bench.run import Measured
+from hf_hsdraft.common.refusals import DraftingRefused
 
 
 def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, **fields) -> Levels:
@@ -232,11 +238,80 @@ def test_what_is_measured_becomes_plans_that_decode_exactly(target, tmp_path):
     assert plans.chosen.speed_up >= max(plan.speed_up for plan in plans.singles)
     text = "\n".join(plans.lines())
     assert f"recommended: {plans.chosen.title}, speed-up {plans.chosen.speed_up:.3f}" in text
-    measured, table = compare(plans, target, drafters, inputs_of(2), 24, 1)
-    assert table.row_count == len(plans.all) == len(measured.runs) - 1
+    for below, upper in levels.acceptances:
+        assert levels.rounds[f"{below} for {upper}"] > 0
+    compared = compare(plans, target, drafters, inputs_of(2), 24, 1)
+    measured = compared.measured
+    own = {f"{name}, own defaults" for name in drafters}
+    saved = {f"{plans.cascade.title}, as saved"} if plans.cascade else set()
+    assert set(measured.runs) == {"plain", *(plan.title for plan in plans.all), *own, *saved}
+    assert compared.table.row_count == len(measured.runs) - 1
     assert all(run.same_rows == 1 for runs in measured.runs.values() for run in runs)
-    cascade = cascade_of(decoding(levels, ("n-grams", "middle"), (2, 4)), drafters)
-    assert cascade.tokens == (2, 4) and cascade.generation_config.tree_sizing == "fixed"
+    plan = decoding(levels, ("n-grams", "middle"), (2, 4))
+    cascade = cascade_of(plan, drafters)
+    assert cascade.tokens == (2, 4) and cascade.generation_config.tree_sizing == "cost"
+    assert system_of(plan, drafters).options["tree_sizing"] == "fixed", "it is measured as it was calculated"
+
+
+plain = Measuring._plain
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"hidden_size": 16}])
+def test_a_drafter_of_a_middle_model_is_planned_below_it(target, other, monkeypatch):
+    """The middle model has fewer layers or another width than the target, so the drafter fits only that model."""
+    middle = make_target(seed=5, **other)
+    drafters = {"n-grams": CachebackDrafter(), "middle": CausalLMDrafter(middle), "states": make_drafter(middle)}
+    # How quick tiny models are is chance: here a forward of the middle model takes a third of a step.
+    curves = {id(middle): Curve(((1, 0.01),)), id(target): Curve(((1, 0.03),))}
+    monkeypatch.setattr(hierarchy_costs, "forward_curve", lambda model, ids: curves[id(model)])
+    monkeypatch.setattr(Measuring, "_plain", lambda self: plain(self) and 0.03)
+    levels = Measuring(target, drafters, inputs_of(1), 16).levels()
+    pairs = {("n-grams", "middle"), ("states", "middle"), ("n-grams", TARGET), ("middle", TARGET)}
+    assert set(levels.acceptances) == pairs and set(levels.left_out) == {("states", TARGET)}
+    plans = Plans.of(levels)
+    [line] = [line for line in plans.lines() if line.startswith("left out: ")]
+    size = next(iter(other))
+    assert line.startswith(f"left out: states for target: the target has {size}=")
+    assert {plan.names for plan in cascades(levels)} == {("n-grams", "middle"), ("states", "middle")}
+    assert {plan.names for plan in plans.singles} == {("n-grams",), ("middle",)}
+    cascade = cascade_of(decoding(levels, ("states", "middle"), (3, 5)), drafters)
+    [each] = inputs_of(1)
+    drafted = target.generate(
+        **each, do_sample=False, max_new_tokens=16, assistant_model=cascade, return_dict_in_generate=True
+    )
+    assert torch.equal(drafted.sequences, target.generate(**each, do_sample=False, max_new_tokens=16))
+    assert sum(drafted.statistics.drafted_nodes) > 0
+    lonely = {name: drafters[name] for name in ("n-grams", "states")}
+    with pytest.raises(DraftingRefused, match=r"states fits no model here. target: the target has"):
+        Measuring(target, lonely, inputs_of(1), 16).levels()
+
+
+def test_pairs_in_which_a_middle_model_saves_nothing_are_left_out():
+    fits = Fits([("words", "slow"), ("words", "quick"), ("slow", "target"), ("near", "quick")])
+    forwards = {"slow": Curve(((1, 2.0),)), "quick": Curve(((1, 0.5),)), "near": Curve(((1, 0.6),))}
+    hierarchy_costs._leave_out_slow(fits, forwards, 1.0)
+    assert fits.pairs == [("words", "quick"), ("slow", "target")]
+    assert fits.left_out["words", "slow"] == "a forward of slow takes as long as a plain step of the target"
+    assert fits.left_out["near", "quick"] == "a forward of near takes as long as one of quick"
+
+
+def test_nothing_slower_than_a_drafter_with_its_own_defaults_is_kept():
+    plan = decoding(made(0.9), ("words", "middle"), (3, 6))
+    saved = f"{plan.title}, as saved"
+    speed_ups = {"plain": 1.0, plan.title: 3.0, saved: 2.0, "words (3)": 2.5, "words, own defaults": 1.9}
+    assert judged(plan, speed_ups) == (None, f"measured: {saved} was the fastest, 2.000 x plain")
+    faster, told = judged(plan, {**speed_ups, "words, own defaults": 2.1})
+    assert faster == ("words, own defaults", 2.1) and "2.100 against 2.000 x plain" in told
+    assert judged(plan, {**speed_ups, saved: 0.9, "words, own defaults": 0.8})[0] == ("plain", 1.0)
+
+
+def test_few_rounds_are_said_to_be_few():
+    levels = made(0.9, rounds={"words for target": 8, "middle for target": 40})
+    text = "\n".join(Plans.of(levels).lines())
+    assert "rounds measured: 8 of words for target, 40 of middle for target" in text
+    assert "fewer than 20 rounds of words for target: figures from these are rough" in text
+    assert CONDITION in text
+    assert "rough" not in "\n".join(Plans.of(replace(levels, rounds={"words for target": 20})).lines())
 
 
 def test_the_command_prints_its_arithmetic(target, tokenizer, tmp_path):
@@ -249,7 +324,10 @@ def test_the_command_prints_its_arithmetic(target, tokenizer, tmp_path):
     assert result.exit_code == 0, result.output
     for words in ("forward of middle, ms by tokens", "speed-up: ", "recommended: ", "expected and measured"):
         assert words in result.output
+    assert "middle, own defaults" in result.output and "no --drafter is named" not in result.output
     assert str(tmp_path) not in result.output
+    alone = CliRunner().invoke(cli.app, ["plan", "--target", str(tmp_path / "nothere")])
+    assert alone.output.startswith("no --drafter is named: only n-grams are planned")
     twice = CliRunner().invoke(cli.app, ["plan", *arguments, "--drafter", str(tmp_path / "middle")])
     assert "two drafters have one name" in str(twice.exception)
 
@@ -277,6 +355,14 @@ def test_a_hierarchy_is_saved_and_a_single_drafter_is_not(target, tokenizer, tmp
     assert result.exit_code == 0, result.output
     assert out.exists() == (len(names) == 2) == ("saved: " in result.output and "not saved" not in result.output)
     assert ("not saved: what is recommended, middle" in result.output) == (len(names) == 1)
+    assert ("--measure does that" in result.output) == (len(names) == 2)
+    if out.exists():
+        assert AutoDrafter.from_pretrained(out).generation_config.tree_sizing == "cost"
+        slower = Compared(Measured(), Table(), ("middle, own defaults", 1.5), "")
+        monkeypatch.setattr(hierarchy_run, "compare", lambda *_: slower)
+        again = [*command[:-1], str(tmp_path / "again"), "--measure"]
+        kept = CliRunner().invoke(cli.app, again)
+        assert "not saved: middle, own defaults, was faster" in kept.output and not (tmp_path / "again").exists()
     out.mkdir(exist_ok=True)
     (out / "mine.txt").write_text("mine")
     monkeypatch.setattr(Measuring, "levels", None)  # nothing is measured for a folder that is full
@@ -297,11 +383,23 @@ def test_forwards_are_estimated_by_reading_or_by_products(target):
         assert forward(count) == pytest.approx(longer, rel=0.02)
 
 
+def test_the_documented_hierarchy_pays_as_documented():
+    """The shapes of Llama-3.1-8B and Llama-3.2-1B on an H100, at shares of 0.4, 0.4 and 0.8; see docs/drafters.md."""
+    shape = {"vocab_size": 128256, "num_key_value_heads": 8}
+    large = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, **shape
+    )
+    small = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
+        tie_word_embeddings=True, **shape,
+    )  # fmt: skip
+    lines = estimate_cascade(estimated_levels(large, small, (0.4, 0.4, 0.8), Device(3.35e12, 0.99e15), 1024))
+    assert any(line.startswith("the hierarchy pays: 2.331 against 2.023 ") for line in lines), lines
+
+
 def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
     small = near(target, 0.0, layers=1).config
     levels = estimated_levels(target.config, small, (0.4, 0.4, 0.9), DEVICE, 100)
-    lines = estimate_cascade(levels)
-    assert f"the hierarchy {'pays' if len(recommended(levels).names) > 1 else 'does not pay'}" in " ".join(lines)
     assert "does not pay" in " ".join(estimate_cascade(levels, other=50.0))
     with pytest.raises(ValueError, match="expected three numbers of 0 or more and below 1"):
         estimated_levels(target.config, small, (0.4, 1.0, 0.9), DEVICE, 100)
@@ -310,6 +408,12 @@ def test_a_hierarchy_is_estimated_by_sizes(target, tmp_path):
     arguments = ["estimate", str(tmp_path / "target"), "--middle", str(tmp_path / "small")]
     result = CliRunner().invoke(cli.app, [*arguments, "--tau", "2"])
     assert result.exit_code == 0 and "of the best drafter alone" in result.output
+    assert "a vocabulary of equal size does not say so" in result.output
+    near(target, 0.0, layers=1).config.save_pretrained(tmp_path / "other")
+    other = AutoConfig.from_pretrained(tmp_path / "other", vocab_size=VOCAB + 600)
+    other.save_pretrained(tmp_path / "other")
+    misfit = CliRunner().invoke(cli.app, [*arguments[:2], "--middle", str(tmp_path / "other"), "--tau", "2"])
+    assert misfit.exit_code == 2 and "vocab_size=697" in misfit.output, misfit.output
     assert CliRunner().invoke(cli.app, arguments).exit_code == 2, "it is about decoding"
     for shares, told in (("0.4,x", "'0.4,x' is invalid"), ("0.4,0.4,1.0", "below 1"), ("0.4,0.4", "three numbers")):
         refused = CliRunner().invoke(cli.app, [*arguments, "--tau", "2", "--shares", shares])

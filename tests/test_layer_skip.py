@@ -32,6 +32,8 @@ def test_skipped_layers_are_saved_as_a_list(target, tmp_path):
     drafter.generation_config.tree_size = 9
     drafter.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
+    told = CliRunner().invoke(app, ["info", str(tmp_path)]).output
+    assert "skipped_layers" in told and "[1, 3]" in told
     loaded = AutoDrafter.from_pretrained(tmp_path, dtype=torch.float32, beam_width=2)
     assert type(loaded) is LayerSkipDrafter and loaded.config == drafter.config
     assert loaded.generation_config.tree_size == 9 and loaded.generation_config.beam_width == 2
@@ -90,7 +92,10 @@ def test_the_search_leaves_out_what_does_nothing(target):
     texts = written_texts(lazy, [padded(1)], 24)
     lines: list[str] = []
     best = search(lazy, texts, most=3, report=lines.append)
-    assert len(lines) == 3 and lines[1].startswith("without [2, 4]: agreement 1.000") and {2, 4} <= set(best.skipped)
+    found = [line for line in lines if line.startswith("without ")]
+    assert len(found) == 3 and found[1].startswith("without [2, 4]: agreement 1.000") and {2, 4} <= set(best.skipped)
+    told = [line for line in lines if line.startswith("judging lists of layers")]
+    assert told[-1].startswith("judging lists of layers: 9/9 lists"), told  # 4 + 3 + 2
     found = judged(lazy, [2, 4], texts)
     assert found.agreement == 1.0 and found.speed > judged(lazy, [1, 3], texts).speed
     sizes = sum(weight.numel() for weight in lazy.model.layers[0].parameters())
@@ -109,6 +114,9 @@ def test_the_command_searches(target, tokenizer, tmp_path):
     depth = int(found.output.split("best without")[1].split("with chains of ")[1].split(";")[0])
     options = loaded.generation_config
     assert (options.num_assistant_tokens, options.beam_width, options.tree_size) == (depth, 1, depth)
+    assert options.ngram_length == 0 and "writing texts" in found.output
+    speed = float(found.output.split("best without")[1].split(" forwards, ")[1].split(" x plain")[0])
+    assert ("this does not pay here: " in found.output) == (speed <= 1.0)
     inputs = padded(1)
     assert (
         target.generate(**inputs, **GREEDY).tolist()
@@ -124,6 +132,28 @@ def test_what_was_judged_is_what_is_drafted(target):
         rounds = output.statistics.rounds - 1  # the last one may be shorter
         assert rounds > 1 and output.statistics.drafted_nodes[:rounds] == [depth] * rounds
         assert output.statistics.accepted_lengths[:rounds] == [depth] * rounds
+
+
+def test_a_list_that_is_slower_than_plain_decoding_is_said_to_be(target, tokenizer, tmp_path, monkeypatch):
+    for part in (target, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    rows = [{"turns": [f"w{index}"], "category": category} for index, category in enumerate("aab")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["skip-layers", "--target", str(tmp_path / "target"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    for speed, told in ((0.86, True), (1.2, False)):
+        asked = []
+
+        def written(model, inputs, *_, asked=asked):
+            asked.extend(each["input_ids"][0].tolist() for each in inputs)
+
+        monkeypatch.setattr(layer_search, "written_texts", written)
+        monkeypatch.setattr(layer_search, "search", lambda *_, speed=speed: Judged((1,), 0.1, 0.9, speed, 1))
+        out = tmp_path / str(speed)
+        found = CliRunner().invoke(app, [*command, "--limit", "2", "--max-new-tokens", "4", "--out", str(out)])
+        assert found.exit_code == 0, (found.output, found.exception)
+        assert ("this does not pay here: 0.86 x plain" in found.output) == told
+        words = [tokenizer.convert_ids_to_tokens(ids) for ids in asked]
+        assert ["w0" in words[0], "w2" in words[1]] == [True, True], "a prompt of each category"
 
 
 def test_errors_come_before_the_target_writes(target, tokenizer, tmp_path, monkeypatch):

@@ -157,6 +157,12 @@ def test_a_new_steering_is_drafted_as_deep_as_it_is_trained(tied, tokenizer, tmp
         assert drafter.num_draft_steps == drafter.generation_config.num_assistant_tokens == steps
 
 
+def test_a_steering_that_is_not_trained_yet_drafts_as_deep_as_it_will_be_trained(tied):
+    for given, steps in (({}, 8), ({"num_draft_steps": 4}, 4)):
+        drafter = TRAINABLE["steered-lm"].untrained(tied, given)
+        assert drafter.generation_config.num_assistant_tokens == steps
+
+
 def test_a_steering_without_a_language_model_is_refused(tied, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"name the model by --init-from.*--family lm` makes one"):
         prepared(planned(tmp_path, "steered-lm"), {}, "cpu")

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from conftest import make_target
 from lm_helpers import layered_target, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from hf_hsdraft import AutoDrafter, CausalLMDrafter
 from hf_hsdraft.cli import app
 from hf_hsdraft.drafters.causal_lm.layer_subset import evenly, layers_of
 from hf_hsdraft.training.pruning import prune
+from hf_hsdraft.training.trainable import TRAINABLE
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,8 @@ def test_layers_are_spread_evenly():
     assert evenly(30, 6) == [0, 6, 12, 17, 23, 29] and evenly(5, 5) == [0, 1, 2, 3, 4] and evenly(7, 1) == [0]
     with pytest.raises(ValueError, match="num_layers=8 is invalid: expected 1 to 7"):
         evenly(7, 8)
+    with pytest.raises(ValueError, match="num_hidden_layers=40 is invalid"):
+        TRAINABLE["lm"].config_for(make_target(), {"num_hidden_layers": 40})
 
 
 @pytest.mark.parametrize("kept", [[], [0, 0], [2, 1], [0, 6], [-1, 2]])

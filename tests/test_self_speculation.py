@@ -343,6 +343,21 @@ def test_layers_that_were_misread_are_not_reused(monkeypatch, caplog):
     assert "all layers of LlamaForCausalLM are computed anew" in caplog.text
 
 
+def test_layers_are_tried_again_as_texts_grow(monkeypatch, tuned):
+    """A trial holds for texts of twice its length, as every trial of a target does."""
+    tuned(sure_length=1)
+    target, noted, tried = early(target_of("llama")), [], FirstLayers._tried
+
+    def noting(self, *args):
+        noted.append(self._call.slots.length)
+        return tried(self, *args)
+
+    monkeypatch.setattr(FirstLayers, "_tried", noting)
+    plain, drafted = both(target, make_self(target), padded(1), max_new_tokens=90)
+    assert drafted.sequences.tolist() == plain.sequences.tolist() and drafted.statistics.reused_share > 0
+    assert len(noted) > 1 and all(later > 2 * sooner for sooner, later in itertools.pairwise(noted)), noted
+
+
 def test_what_cannot_be_taken_apart_is_refused():
     target = target_of("llama")
     target.model.forward = target.model.forward
@@ -523,6 +538,7 @@ def test_wrong_fields_are_named():
     target = target_of("llama")
     for fields, message in (
         ({"draft_layers": 4}, "draft_layers=4 is invalid: it must be below target_num_hidden_layers=4"),
+        ({"draft_layers": 9}, "draft_layers=9 is invalid: it must be below target_num_hidden_layers=4"),
         ({"draft_layers": 0}, "draft_layers=0 is invalid: expected an integer of 1 or more"),
         ({"num_attention_heads": 4}, "has no num_attention_heads"),
     ):

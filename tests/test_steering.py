@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
 from lm_helpers import GREEDY, drafted_call, drafts_of, layered_target, padded, steered, tiny, with_fixed
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -152,6 +154,12 @@ def test_a_steered_drafter_is_saved_beside_an_ordinary_model(target, tmp_path):
     unsteered = with_fixed(CausalLMDrafter(with_layers(target, [0, 2, 5])))
     assert drafts_of(target, plain, padded(1)) == drafts_of(target, unsteered, padded(1))
     assert drafts_of(target, plain, padded(1)) != drafts_of(target, drafter, padded(1))
+    weights = load_file(tmp_path / "steering.safetensors")
+    for taps in ([5, 3, 1], [1, 1, 3]):
+        sizes = {"taps": taps, "inner_sizes": list(drafter.steering.sizes.inner_sizes), "target_hidden_size": 32}
+        save_file(weights, tmp_path / "steering.safetensors", {"sizes": json.dumps(sizes)})
+        with pytest.raises(ValueError, match=r"steering\.safetensors is damaged \(sizes .* are invalid"):
+            AutoDrafter.from_pretrained(tmp_path)
     (tmp_path / "steering.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"steering\.safetensors is damaged"):
         AutoDrafter.from_pretrained(tmp_path)
@@ -206,7 +214,12 @@ def test_a_chat_goes_on_from_what_a_steered_drafter_had_read(target):
 
 def test_what_a_draft_reads_is_counted(target):
     drafter = steered(target)
-    layers, head, steering = drafter.reads(3, 4)
+    layers, head, *table, steering = drafter.reads(3, 4)
+    untied = not drafter.model.config.tie_word_embeddings
+    assert [(each.weights, each.times) for each in table] == [(VOCAB * 32, 0)] * untied, "in memory, not in a draft"
+    config = drafter.model.config
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * (32 // config.num_attention_heads) * 50
+    assert drafter.numbers_kept(50) == kept
     assert layers.weights == sum(weight.numel() for weight in drafter.model.model.layers.parameters()) + 32  # the norm
     assert (layers.times, layers.rows, head.weights) == (3, 4, VOCAB * 32)
     assert steering.weights == sum(weight.numel() for weight in drafter.steering.parameters()) and steering.times == 1
@@ -217,4 +230,7 @@ def test_the_command_estimates_decoding_with_a_language_model(target, tmp_path, 
     target.config.save_pretrained(tmp_path)
     found = CliRunner().invoke(app, ["estimate", str(tmp_path), "--tau", "2.5", "--family", family])
     assert found.exit_code == 0, (found.output, found.exception)
+    assert "drafter's keys and values" in found.output
+    if family == "steered-lm":  # as deep as it is trained
+        assert "times 8" in found.output or "x 8" in found.output, found.output
     assert "draft: layers" in found.output and ("draft: steering" in found.output) == (family == "steered-lm")

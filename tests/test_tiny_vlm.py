@@ -70,5 +70,11 @@ def test_each_family_that_is_offered_trains_and_drafts(drafting, folder, tmp_pat
     assert family in drafting.FAMILIES
     fields = {"num_draft_steps": 3, "draft_vocab_size": 40, "tree_size": 16}
     drafting.train(folder, tmp_path / "out", family, fields, pictures=24, minutes=0.05)
-    drafting.measure(folder, [str(tmp_path / "out")], 3, {"beam_width": 1, "tree_sizing": "fixed", "ngram_length": 0})
-    assert "3 of 3" in capsys.readouterr().out
+    options = {"beam_width": 1, "tree_sizing": "fixed", "ngram_length": 0}
+    [found] = drafting.measure(folder, [str(tmp_path / "out")], 3, options)
+    assert "3 and 3 of 3" in capsys.readouterr().out
+    for way in ("reuse", "anew"):
+        assert sum(sum(call.drafted_nodes) for call in found.calls[way]) > 0, (
+            "a drafter that drafts nothing is exact too"
+        )
+    assert (found.reused > 0) == (family == "self")

@@ -78,6 +78,9 @@ def estimate_decoding(
     add, width = sheet.add, bytes_per_weight
     add("target in memory", "B", "weights x bytes", sum(parts.values()), width)
     add("drafter in memory", "B", "its own weights that a draft reads x bytes", own, width)
+    kept = drafter.numbers_kept(plan.length)
+    if kept:
+        add("drafter's keys and values", "B", "numbers kept of the text x bytes", kept, width)
     kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     formula = "2 x layers x heads x head size x tokens x bytes"

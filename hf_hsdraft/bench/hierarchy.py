@@ -134,15 +134,19 @@ class Levels:
         plain: seconds of a plain step.
         rest: seconds of a round of the target besides forward and draft.
         trees: by name, drafters that also draft trees: tokens a round, nodes, and seconds of such a draft.
+        rounds: number of measured rounds that a figure rests on, by what it is about; empty where all is assumed.
+        left_out: pairs of a drafter and a model that are not planned, with the reason.
     """
 
-    first: Mapping[str, Drafting]
+    first: dict[str, Drafting]
     forwards: Mapping[str, Curve]
-    acceptances: Mapping[tuple[str, str], Acceptance]
+    acceptances: dict[tuple[str, str], Acceptance]
     target: str
     plain: float
     rest: float = 0.0
-    trees: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    trees: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+    left_out: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def middles(self) -> list[str]:
@@ -260,9 +264,9 @@ def _plan(
 
 
 def singles(levels: Levels) -> list[Plan]:
-    """Returns the best plan of each drafter alone, the best of all first."""
+    """Returns the best plan of each drafter of the target alone, the best of all first."""
     best = []
-    for name in levels.first:
+    for name in (name for name in levels.first if (name, levels.target) in levels.acceptances):
         plans = [decoding(levels, (name,), (count,)) for count in levels.first[name].counts]
         plans += [tree_drafting(levels, name)] if name in levels.trees else []
         best.append(max(plans, key=lambda plan: plan.speed_up))
@@ -275,7 +279,7 @@ def cascades(levels: Levels) -> Iterator[Plan]:
         for middles in itertools.combinations(levels.middles, count):
             for first in levels.first:
                 names = (first, *middles)
-                pairs = itertools.pairwise(names)
+                pairs = itertools.pairwise((*names, levels.target))
                 if first in middles or not all(pair in levels.acceptances for pair in pairs):
                     continue
                 for tokens in itertools.product(levels.first[first].counts, *[_HELD] * count):

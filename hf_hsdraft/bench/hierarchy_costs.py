@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..trees.draft_tree import DraftTree
 from .calls import ArrivalStreamer
 from .hierarchy import Acceptance, Curve, Drafting, Levels
+from .hierarchy_fits import Fits, fitting
 from .machine import synchronise
 from .run import Inputs
 from .wrapped_drafter import WrappedDrafter
@@ -161,6 +162,7 @@ class Measuring:
         inputs: of the prompts.
         max_new_tokens: of each text.
         tell: told of each step, in words.
+        tokenizer: the target's; `None` if it is not at hand.
 
     Attributes:
         texts: of the target, prompts included.
@@ -171,44 +173,57 @@ class Measuring:
     inputs: Sequence[Inputs]
     max_new_tokens: int
     tell: Callable[[str], None] = lambda words: None
+    tokenizer: Any = None
     texts: list[list[int]] = field(default_factory=list)
 
     def levels(self) -> Levels:
-        """Measures all."""
+        """Measures all.
+
+        Raises:
+            DraftingRefused: a drafter fits neither the target nor a middle model. Nothing is measured then.
+        """
+        middles = {name: each.verifying_model for name, each in self.drafters.items()}
+        models = {name: model for name, model in middles.items() if model is not None} | {TARGET: self.target}
+        fits = fitting(self.drafters, models, TARGET, self.tokenizer)
         self.tell("plain decoding")
         plain = self._plain()
-        models = {
-            name: each.verifying_model for name, each in self.drafters.items() if each.verifying_model is not None
-        }
         forwards = {}
-        for name, model in {**models, TARGET: self.target}.items():
+        for name, model in models.items():
             self.tell(f"forwards of {name}")
             forwards[name] = forward_curve(model, self.texts[0])
-        first, acceptances, trees, rests = {}, {}, {}, []
-        for name, drafter in self.drafters.items():
+        _leave_out_slow(fits, forwards, plain)
+        levels = Levels({}, forwards, {}, TARGET, plain, left_out=fits.left_out)
+        rests = self._above_target(levels, fits)
+        for below, name in fits.pairs:
+            if name != TARGET:
+                self.tell(f"drafts of {below} for {name}")
+                self._note(levels, (below, name), self._spans(self.drafters[below], models[name]))
+                if below not in levels.first:  # it does not fit the target: the middle model's own texts time it
+                    notes, _ = self._decode(self.drafters[below], DEEPEST, model=models[name])
+                    levels.first[below] = self._drafting(self.drafters[below], notes, models[name])
+        return replace(levels, rest=max(median(rests or [0.0]), 0.0))
+
+    def _above_target(self, levels: Levels, fits: Fits) -> list[float]:
+        """Notes what each drafter does for the target; returns for each the mean seconds of the rest of a round."""
+        rests = []
+        for name in [below for below, upper in fits.pairs if upper == TARGET]:
+            drafter = self.drafters[name]
             self.tell(f"drafts of {name} for {TARGET}")
             notes, rest = self._decode(drafter, DEEPEST)
-            rests.append(rest - fmean(forwards[TARGET](note.nodes + 1) for note in notes) if notes else 0.0)
-            acceptances[name, TARGET] = acceptance_of(notes)
-            first[name] = self._drafting(drafter, notes)
+            if notes:
+                rests.append(rest - fmean(levels.forwards[TARGET](note.nodes + 1) for note in notes))
+            self._note(levels, (name, TARGET), notes)
+            levels.first[name] = self._drafting(drafter, notes)
             if drafter.generation_config.beam_width > 1:
                 of_trees, _ = self._decode(drafter, None)
-                trees[name] = _tree(of_trees)
-        for name, middle in models.items():
-            for below, drafter in self.drafters.items():
-                if below != name and drafter.supposes and self._stands_below(drafter, middle, below, name, forwards):
-                    self.tell(f"drafts of {below} for {name}")
-                    acceptances[below, name] = acceptance_of(self._spans(drafter, middle))
-        return Levels(first, forwards, acceptances, TARGET, plain, max(median(rests), 0.0), trees)
+                levels.trees[name] = _tree(of_trees)
+                levels.rounds[f"trees of {name}"] = len(of_trees)
+        return rests
 
     @staticmethod
-    def _stands_below(drafter: Drafter, model: Any, below: str, name: str, forwards: Mapping[str, Curve]) -> bool:
-        quicker = below not in forwards or forwards[below](1) < forwards[name](1)
-        try:
-            drafter.check(model)
-        except ValueError:
-            return False
-        return quicker
+    def _note(levels: Levels, pair: tuple[str, str], notes: Sequence[Note]) -> None:
+        levels.acceptances[pair] = acceptance_of(notes)
+        levels.rounds[f"{pair[0]} for {pair[1]}"] = len(notes)
 
     def _plain(self) -> float:
         """Decodes all prompts without a drafter; returns the seconds of a step."""
@@ -227,18 +242,24 @@ class Measuring:
     def _greedy(self) -> dict[str, Any]:
         return {"max_new_tokens": self.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
 
-    def _decode(self, drafter: Drafter, depth: int | None, prompts: int | None = None) -> tuple[list[Note], float]:
-        """Decodes prompts with a drafter; returns its drafts, and the mean seconds of a round without its draft."""
+    def _decode(
+        self, drafter: Drafter, depth: int | None, prompts: int | None = None, model: Any = None
+    ) -> tuple[list[Note], float]:
+        """Decodes prompts with a drafter; returns its drafts, and the mean seconds of a round without its draft.
+
+        The target decodes, or else `model`.
+        """
         noted, seconds, rounds = NotedDrafter(drafter, depth), 0.0, 0
         for each in self.inputs[:prompts]:
-            done = self.target.generate(**each, **self._greedy, assistant_model=noted).statistics
+            inputs = {name: tensor.to((model or self.target).device) for name, tensor in each.items()}
+            done = (model or self.target).generate(**inputs, **self._greedy, assistant_model=noted).statistics
             seconds += done.total_seconds - done.prefill_seconds - done.draft_seconds
             rounds += done.rounds
         return noted.notes, seconds / max(rounds, 1)
 
-    def _drafting(self, drafter: Drafter, notes: Sequence[Note]) -> Drafting:
+    def _drafting(self, drafter: Drafter, notes: Sequence[Note], model: Any = None) -> Drafting:
         depth = min(DEEPEST, drafter.num_draft_steps)
-        short, _ = self._decode(drafter, 1, _TIMED)
+        short, _ = self._decode(drafter, 1, _TIMED, model)
         points = ((1, seconds_of(short, 1)), (depth, seconds_of(notes, depth)))
         lengths = lengths_of(notes, depth)
         asked = lengths.get(depth, 0.0) > 0.99  # it drafts as many tokens as it is asked for
@@ -259,6 +280,17 @@ class Measuring:
             ids = torch.tensor([text[:length]], device=model.device)
             model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **call, assistant_model=noted)
         return noted.notes
+
+
+def _leave_out_slow(fits: Fits, forwards: Mapping[str, Curve], plain: float) -> None:
+    """Leaves out pairs in which a middle model would save nothing."""
+    for below, name in list(fits.pairs):
+        if name == TARGET:
+            continue
+        if forwards[name](1) >= plain:
+            fits.leave_out((below, name), f"a forward of {name} takes as long as a plain step of the target")
+        elif below in forwards and forwards[below](1) >= forwards[name](1):
+            fits.leave_out((below, name), f"a forward of {below} takes as long as one of {name}")
 
 
 def _tree(notes: Sequence[Note]) -> tuple[float, float, float]:

@@ -11,6 +11,11 @@ from .decoding_estimate import Device
 from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
 
 NGRAMS, MIDDLE, TARGET = "n-grams", "middle", "target"
+SAME_TOKENS = (
+    "the middle model has to have the target's tokenizer; a vocabulary of equal size does not say so, and is all that "
+    "is compared here"
+)
+_PADDING = 512  # tokens; tables are padded to multiples of powers of two
 _LOOK_UP = 1e-4  # seconds of a draft by n-grams
 
 
@@ -42,6 +47,16 @@ def check_shares(shares: Sequence[float]) -> None:
         raise ValueError(
             f"shares={list(shares)} is invalid: expected three numbers of 0 or more and below 1, of n-grams by the "
             "target, of n-grams by the middle model, and of the middle model by the target"
+        )
+
+
+def check_vocabularies(config: Any, middle: Any) -> None:
+    """Raises a ValueError for vocabularies whose sizes differ by more than padding."""
+    sizes = [each.get_text_config().vocab_size for each in (config, middle)]
+    if abs(sizes[0] - sizes[1]) > _PADDING:
+        raise ValueError(
+            f"the middle model has vocab_size={sizes[1]:,}, the target {sizes[0]:,}: expected a model with the "
+            "target's tokenizer, whose size differs by padding at most"
         )
 
 

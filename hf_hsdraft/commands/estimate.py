@@ -164,7 +164,7 @@ def _decoding(
     from transformers import AutoConfig
 
     from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
-    from ..bench.hierarchy_estimate import estimate_cascade, estimated_levels
+    from ..bench.hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
 
     config, device, length = AutoConfig.from_pretrained(target), Device(*speeds), drafting["length"]
     made = _drafter(config, *drafter)
@@ -175,8 +175,13 @@ def _decoding(
     lines = list(found.lines)
     if hierarchy is not None:
         middle, shares = hierarchy
-        levels = estimated_levels(config, AutoConfig.from_pretrained(middle), shares, device, length)
-        lines += ["", *estimate_cascade(levels, found.figures["speed-up, at most"])]
+        of_middle = AutoConfig.from_pretrained(middle)
+        try:
+            check_vocabularies(config, of_middle)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--middle") from None
+        levels = estimated_levels(config, of_middle, shares, device, length)
+        lines += ["", *estimate_cascade(levels, found.figures["speed-up, at most"]), SAME_TOKENS]
     return lines
 
 

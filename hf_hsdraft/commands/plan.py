@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, check_fit, console
+from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+
+if TYPE_CHECKING:
+    from ..bench.hierarchy import Plan
 
 app = typer.Typer()
 NGRAMS = "n-grams"
@@ -37,11 +40,12 @@ def plan(
     """Calculates the best hierarchy of n-grams, the drafters named and the target, from costs and acceptances.
 
     Both are measured here. All figures are printed with their arithmetic. What is recommended is never expected to be
-    slower than the best drafter alone.
+    slower than the best drafter alone with drafts of fixed sizes. With --measure, nothing is saved that was slower than
+    a drafter alone with its own defaults.
     """
     from ..bench.default_prompts import DEFAULT_PROMPTS, NOTE
     from ..bench.hierarchy_costs import Measuring
-    from ..bench.hierarchy_run import Plans, cascade_of, compare
+    from ..bench.hierarchy_run import Plans, compare
     from ..bench.measure import encode_prompt
     from ..bench.run import spread
     from ..drafters.ngrams.cacheback import CachebackDrafter
@@ -51,6 +55,8 @@ def plan(
 
     if out is not None:
         check_empty(out)
+    if not drafter:
+        console.print("no --drafter is named: only n-grams are planned, and no hierarchy", highlight=False)
     if not prompts:
         console.print(NOTE, highlight=False, soft_wrap=True)
     found = [prompt for path in prompts for prompt in read_prompts(path)] if prompts else DEFAULT_PROMPTS
@@ -59,25 +65,37 @@ def plan(
         raise typer.BadParameter("no questions: the prompt files hold no line with `turns`", param_hint="--prompts")
     drafters: dict[str, Any] = {NGRAMS: CachebackDrafter(), **_loaded(drafter or [], dtype, device)}
     model, tokenizer = load_target(target, dtype.torch, device)
-    for each in drafters.values():
-        check_fit(each, model, tokenizer)
     inputs = [encode_prompt(tokenizer, question.turns[0], model.device) for question in questions]
 
     def tell(words: str) -> None:
         console.print(f"measuring: {words}", highlight=False, soft_wrap=True)
 
-    plans = Plans.of(Measuring(model, drafters, inputs, max_new_tokens, tell).levels())
+    plans = Plans.of(Measuring(model, drafters, inputs, max_new_tokens, tell, tokenizer).levels())
     for line in plans.lines():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    found_faster = None
     if measure:
-        _, table = compare(plans, model, drafters, inputs, max_new_tokens, repeats)
-        console.print(table)
+        compared = compare(plans, model, drafters, inputs, max_new_tokens, repeats)
+        console.print(compared.table)
+        console.print(compared.verdict, highlight=False, markup=False, soft_wrap=True)
+        found_faster = compared.faster
     if out is not None:
-        told = f"not saved: what is recommended, {plans.chosen.title}, is no hierarchy of drafters"
-        if len(plans.chosen.names) > 1:
-            cascade_of(plans.chosen, drafters).save_pretrained(out)
-            told = f"saved: {out}"
-        console.print(told, highlight=False, soft_wrap=True)
+        console.print(
+            _saved(plans.chosen, drafters, found_faster, measure, out), highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | None, measured: bool, out: Path) -> str:
+    """Saves the recommended hierarchy, unless it is none or something simpler was faster; returns what is told."""
+    from ..bench.hierarchy_run import cascade_of
+
+    if len(chosen.names) < 2:
+        return f"not saved: what is recommended, {chosen.title}, is no hierarchy of drafters"
+    if faster is not None:
+        return f"not saved: {faster[0]}, was faster"
+    cascade_of(chosen, drafters).save_pretrained(out)
+    compared = "" if measured else " It was not compared with each drafter's own defaults: --measure does that."
+    return f"saved: {out}. It drafts what pays, up to what is planned (tree_sizing='cost').{compared}"
 
 
 def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def skip_layers(
         Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
     ] = None,
     target: TargetOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts in all.")] = 4,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts in all, evenly from all categories.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,
     most: Annotated[int | None, typer.Option(min=1, help="Layers to leave out at most; default: all but two.")] = None,
     dtype: DtypeOption = Dtype.float32,
@@ -67,23 +67,29 @@ def skip_layers(
     The drafter drafts chains of the length that was best.
     """
     from ..bench.measure import encode_prompt
+    from ..bench.run import spread
     from ..target.target_loading import DEFAULT_TARGET, load_target
     from ..training.conversations import read_prompts
     from ..training.layer_search import as_drafter, check_target, search, written_texts
     from ..training.parity import PROMPTS
+    from ..training.progress import Reporter
     from ..training.pruning import check_empty
 
     check_empty(out)
-    texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    found = None if prompts is None else spread(read_prompts(prompts), limit)
+    texts = list(PROMPTS[:limit]) if found is None else [prompt.turns[0] for prompt in found]
     if not texts:
         raise typer.BadParameter(f"no prompts: {prompts} holds no line with `turns`", param_hint="--prompts")
     model, tokenizer = load_target(target, dtype.torch, device)
     check_target(model)
-    written = written_texts(model, [encode_prompt(tokenizer, text, device) for text in texts[:limit]], max_new_tokens)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    best = search(model, written, most, say)
+    report = Reporter(say, console=console if console.is_terminal else None)
+    inputs = [encode_prompt(tokenizer, text, device) for text in texts]
+    best = search(model, written_texts(model, inputs, max_new_tokens, report), most, report)
     as_drafter(model, best, target or DEFAULT_TARGET).save_pretrained(out)
     say(f"best {best}; saved in {out}")
+    if best.speed <= 1.0:
+        say(f"this does not pay here: {best.speed:.2f} x plain. Plain decoding is faster than this drafter")

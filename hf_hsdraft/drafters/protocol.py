@@ -294,6 +294,10 @@ class Drafter:
         """
         raise NotImplementedError(f"{type(self).__name__} has no model that verifies")
 
+    def numbers_kept(self, length: int) -> int:
+        """Returns how many numbers its model keeps of a text of so many tokens, keys and values; 0 if not counted."""
+        return 0
+
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         """What a draft of one text multiplies by; () where that takes no time worth counting.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ class WeightlessDrafter(Drafter):
 
     Attributes:
         config_class: class of its configuration, with the `model_type` that its family is registered by.
+        shown_fields: what `hsdraft info` shows of its config.json.
     """
 
     config_class: Any
+    shown_fields: Sequence[str] = ()
 
     @classmethod
     def of_document(

@@ -166,9 +166,14 @@ def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 
 def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
     """What is known of a drafter of another family than the hidden-state one."""
-    options = stored_options(folder / OPTIONS)
+    options, drafter, document = stored_options(folder / OPTIONS), FAMILIES[family].drafter, read_json(folder / CONFIG)
+    shown = {field: document[field] for field in getattr(drafter, "shown_fields", ()) if field in document}
     return {
-        "drafter": {"name": name, "family": f"{family}, {FAMILIES[family].drafter.__name__}"},
+        "drafter": {
+            "name": name,
+            "family": f"{family}, {drafter.__name__}",
+            **{field: printable(value, 400) for field, value in shown.items()},
+        },
         "options": {printable(option): printable(value) for option, value in options.items()},
     }
 

@@ -169,7 +169,7 @@ def _why_not_fetched(failure: NotFetched) -> str:
     if isinstance(error, LocalEntryNotFoundError):
         return (
             f"{elsewhere} {name} at {revision!r} is not complete in the cache, while the Hub cannot be reached, has no "
-            f"such repository (a name is user/name), or offline mode is on: {error}"
+            "such repository (a name is user/name), or offline mode is on"
         )
     kind = "" if isinstance(error, HfHubHTTPError) else f"{type(error).__name__}: "
     return (

@@ -27,7 +27,7 @@ from .layer_split import LayerSplit
 from .misreading import same_but_rounding
 from .read_ahead import KeysValues, Path, ReadAhead, columns_of, gathered, node_paths
 from .target_call import TargetCall
-from .target_limits import text_config
+from .target_limits import known_until, text_config
 from .text_configs import decoder_layers
 from .tree_reading import node_inputs, read_trees
 
@@ -120,8 +120,8 @@ class FirstLayers:
     def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
         """The target's outputs for a tree of each row, as `read_trees` has them; `None` if nothing was read ahead.
 
-        The first time that a target's layers are taken apart, both ways are tried. Where they differ by more than
-        rounding, nothing is reused from then on.
+        The first time that a target's layers are taken apart, both ways are tried, and again when texts have grown as
+        far as trials of a target hold. Where they differ by more than rounding, nothing is reused from then on.
 
         Args:
             columns: of the forward.
@@ -130,8 +130,8 @@ class FirstLayers:
         self.verified += sum(map(len, trees)) * decoder_layers(text_config(self._call.target))
         if read is None or read.kept != self._call.rows.kept:
             return None
-        known = _trusted.setdefault(self._call.target, {}).get(self._kind)
-        if known is None:
+        known, until = _trusted.setdefault(self._call.target, {}).get(self._kind, (False, -1))
+        if self._call.slots.length > until:
             return self._tried(read, trees, columns)
         self._reuse = known
         if not known:
@@ -150,7 +150,8 @@ class FirstLayers:
             same_but_rounding(found[row, : len(tree)], plain.logits[row, -columns:][: len(tree)])
             for row, tree in enumerate(trees)
         )
-        self._reuse = _trusted[call.target][self._kind] = known
+        self._reuse, until = known, known_until(call.target, call.slots.length)
+        _trusted[call.target][self._kind] = known, until
         if not known:
             name = type(call.target).__name__
             logger.warning_once(f"all layers of {name} are computed anew in verifying: in two parts it reads otherwise")
@@ -250,4 +251,5 @@ class FirstLayers:
 
 
 # Whether the layers of a target turned out to be taken apart rightly, by `_kind`.
-_trusted: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = weakref.WeakKeyDictionary()
+# By target and kind of call: whether its layers can be taken apart, and up to which length of text that holds.
+_trusted: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[bool, int]]] = weakref.WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,17 @@ from .server import answer_by_server
 Asked = TypeVar("Asked", Conversation, Prompt)
 
 
+_NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
+
+
+def check_not_empty(path: str) -> None:
+    """Raises a ValueError for a file of prompts without any line; what the lines say is not looked at."""
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if not any(line.strip() for line in file):
+                raise ValueError(_NO_PROMPTS.format(path))
+
+
 def read_sources(
     plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
 ) -> tuple[list[Conversation], list[Prompt]]:
@@ -48,7 +60,7 @@ def read_sources(
     for path in plan.prompts:
         chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line)
         if not chats and not asked:
-            raise ValueError(f"{path} holds no prompts: expected lines with `turns` or `messages`")
+            raise ValueError(_NO_PROMPTS.format(path))
         finished += chats
         prompts += asked
     if plan.dataset is not None:

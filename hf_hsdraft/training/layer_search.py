@@ -7,6 +7,7 @@ chains of K drafted tokens emit (1 - a^(K+1)) / (1 - a) tokens on average, and t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from ..drafters.causal_lm.layer_skip import LayerSkipDrafter
 from ..drafters.causal_lm.layer_subset import layers_of, with_layers
+from .progress import Reporter
 
 _MOST_DRAFTED = 8  # greatest length of a chain that is considered
 
@@ -70,7 +72,10 @@ def check_target(target: Any) -> None:
 
 @torch.no_grad()
 def written_texts(
-    target: Any, prompts: Sequence[dict[str, torch.Tensor]], max_new_tokens: int
+    target: Any,
+    prompts: Sequence[dict[str, torch.Tensor]],
+    max_new_tokens: int,
+    report: Callable[[str], None] = print,
 ) -> list[tuple[torch.Tensor, int]]:
     """Returns greedy texts `[1, length]` of the target, and the length of each prompt.
 
@@ -78,11 +83,14 @@ def written_texts(
         target: the target.
         prompts: inputs of `generate()`, one text each.
         max_new_tokens: greatest number of tokens of an answer.
+        report: told of the progress: a function that takes lines, or a `Reporter`.
     """
     texts = []
-    for inputs in prompts:
-        text = target.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
-        texts.append((text, inputs["input_ids"].shape[1]))
+    with Reporter.of(report).stage("writing texts", "texts", len(prompts)) as stage:
+        for done, inputs in enumerate(prompts, 1):
+            text = target.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+            texts.append((text, inputs["input_ids"].shape[1]))
+            stage.advance(done)
     return texts
 
 
@@ -98,10 +106,15 @@ def judged(target: Any, skipped: Sequence[int], texts: Sequence[tuple[torch.Tens
     layers = layers_of(target)[1]
     kept = [number for number in range(len(layers)) if number not in skipped]
     part, right, total = with_layers(target, kept).eval(), 0, 0
+    keeps_few = "logits_to_keep" in inspect.signature(part.forward).parameters
     for text, start in texts:
-        logits = part(input_ids=text[:, :-1], use_cache=False).logits[0, start - 1 :]
+        count = text.shape[1] - start
+        if not count:
+            continue
+        few = {"logits_to_keep": count} if keeps_few else {}  # those of the prompt are not looked at
+        logits = part(input_ids=text[:, :-1], use_cache=False, **few).logits[0, -count:]
         right += int((logits.argmax(dim=-1) == text[0, start:].to(logits.device)).sum())
-        total += text.shape[1] - start
+        total += count
     agreement = right / max(total, 1)
     head = target.get_output_embeddings().weight.numel()
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
@@ -125,7 +138,7 @@ def search(
         target: the target.
         texts: see `written_texts`.
         most: greatest number of layers to leave out; all but two by default.
-        report: told of the best list of each length.
+        report: told of the best list of each length and of the progress: a function that takes lines, or a `Reporter`.
 
     Raises:
         ValueError: see `check_target`; or there is no text.
@@ -137,18 +150,24 @@ def search(
     most = count - 2 if most is None else min(most, count - 2)
     now: tuple[int, ...] = ()
     best: Judged | None = None
-    for _ in range(most):
-        further = [number for number in range(1, count - 1) if number not in now]
-        found = max((judged(target, sorted({*now, number}), texts) for number in further), key=lambda each: each.speed)
-        report(str(found))
-        now, best = found.skipped, found if best is None or found.speed > best.speed else best
+    report = Reporter.of(report)
+    lists, done = sum(count - 2 - skipped for skipped in range(most)), 0
+    with report.stage("judging lists of layers", "lists", lists) as stage:
+        for _ in range(most):
+            judgements = []
+            for number in (number for number in range(1, count - 1) if number not in now):
+                judgements.append(judged(target, sorted({*now, number}), texts))
+                stage.advance(done := done + 1)
+            found = max(judgements, key=lambda each: each.speed)
+            report(str(found))
+            now, best = found.skipped, found if best is None or found.speed > best.speed else best
     if best is None:
         raise ValueError(f"most={most} is invalid: expected 1 or more layers to leave out")
     return best
 
 
 def as_drafter(target: Any, found: Judged, target_name: str = "") -> LayerSkipDrafter:
-    """Returns the drafter of a list of layers. It drafts the chains that the list was judged by.
+    """Returns the drafter of a list of layers. It drafts the chains that the list was judged by, without n-grams.
 
     Args:
         target: the target.
@@ -158,5 +177,5 @@ def as_drafter(target: Any, found: Judged, target_name: str = "") -> LayerSkipDr
     drafter = LayerSkipDrafter.for_target(target, found.skipped, target_name)
     options = drafter.generation_config
     options.num_assistant_tokens = options.tree_size = found.depth
-    options.beam_width = 1
+    options.beam_width, options.ngram_length = 1, 0  # n-grams would take nodes of the chain's
     return drafter

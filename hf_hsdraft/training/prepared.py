@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..repository.care import care
+from ..repository.drafter_files import CONFIG, find_folder
 from .arguments import DrafterTrainingArguments, training_arguments
 from .ctc_loss import CTC
+from .gather import check_not_empty
 from .kinds import chosen_kinds
 from .plan import TrainingPlan
 from .trainable import family_for
@@ -27,6 +30,7 @@ def prepared(
     Raises:
         ValueError: plan and arguments do not fit together.
         TypeError: there is no such argument.
+        OSError: there is no such drafter to start from.
     """
     plan.check_invents()
     chosen_kinds(plan.kinds)
@@ -35,4 +39,9 @@ def prepared(
     if args.objective == CTC:
         plan = replace(plan, drafter={**plan.drafter, "ctc": True})
         family_for(plan)  # raises where such a drafter has no frames
+    if plan.init_from is not None:
+        with care().loading(plan.init_from):
+            find_folder(plan.init_from, (CONFIG,))
+    for path in plan.prompts:
+        check_not_empty(path)
     return plan, args

@@ -81,6 +81,7 @@ class LayerSkipDrafter(WeightlessDrafter):
     """
 
     config_class = LayerSkipConfig
+    shown_fields = ("skipped_layers", "num_hidden_layers", "target_name")
     num_draft_steps = 32
     takes_tree_builders = True
     why_not_exported = "it has no weights: other programs leave layers out by methods of their own"

@@ -46,18 +46,19 @@ def are_layers(numbers: Sequence[Any], count: int) -> bool:
     return right and list(numbers) == sorted(set(numbers))
 
 
-def evenly(num_layers: int, num_kept: int) -> list[int]:
+def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int]:
     """Returns the numbers of layers spread evenly over a model, the first and the last among them.
 
     Args:
         num_layers: number of layers that there are.
         num_kept: number of layers wanted; of a single one, the first is returned.
+        name: of that number, for the message.
 
     Raises:
         ValueError: there are fewer layers.
     """
     if not 1 <= num_kept <= num_layers:
-        raise ValueError(f"num_layers={num_kept} is invalid: expected 1 to {num_layers}, as many as the model has")
+        raise ValueError(f"{name}={num_kept} is invalid: expected 1 to {num_layers}, as many as the model has")
     return [round(place * (num_layers - 1) / max(num_kept - 1, 1)) for place in range(num_kept)]
 
 

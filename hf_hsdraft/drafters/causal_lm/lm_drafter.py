@@ -16,6 +16,7 @@ from ...common.refusals import DraftingRefused
 from ...repository.care import care, push_saved
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
+from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..draft_reads import Read, weights_of
 from ..loading_arguments import take_options
@@ -172,8 +173,16 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))
-        body = weights_of(self.model) - head.numel() - (0 if head is table else table.numel())
-        return Read("layers", body, depth, width), Read("head", head.numel(), depth, width)
+        untied = 0 if head is table else table.numel()
+        body = weights_of(self.model) - head.numel() - untied
+        looked_up = () if not untied else (Read("embedding", untied, 0, 1),)  # in memory; a few rows of it are read
+        return Read("layers", body, depth, width), Read("head", head.numel(), depth, width), *looked_up
+
+    def numbers_kept(self, length: int) -> int:
+        config = text_config(self.model)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * decoder_layers(config) * heads * head_dim * length)
 
     def session(self, call: DraftCall) -> CausalLMSession:
         return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)

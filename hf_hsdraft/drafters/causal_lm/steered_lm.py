@@ -194,7 +194,8 @@ def _sizes(text: str) -> SteeringSizes:
     taps, inner, width = (given.get(name) for name in ("taps", "inner_sizes", "target_hidden_size"))
     if isinstance(taps, list) and isinstance(inner, list) and taps and inner and is_integer(width):
         numbers = [width, *taps, *inner]
-        if all(is_integer(number) and 0 <= number < 2**20 for number in numbers):
+        right = all(is_integer(number) and 0 <= number < 2**20 for number in numbers)
+        if right and taps == sorted(set(taps)):
             return SteeringSizes(tuple(taps), numbers[0], tuple(inner))
     raise ValueError(f"sizes {printable(text)} are invalid")
 

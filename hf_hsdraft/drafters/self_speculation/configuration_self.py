@@ -118,12 +118,14 @@ class SelfDraftConfig(TravellingConfig):
         return [self.draft_layers]
 
     def check(self) -> None:
+        layers, count = self.draft_layers, self.target_num_hidden_layers
+        # Before the taps, which are derived from it.
+        demand(is_integer(layers) and layers >= 1, "draft_layers", layers, "expected an integer of 1 or more")
+        demand(layers < count, "draft_layers", layers, f"it must be below target_num_hidden_layers={count}")
         super().check()
-        wanted = f"it must be below target_num_hidden_layers={self.target_num_hidden_layers}"
         weights = self.target_layer_weights
         valid = is_integer(weights) and 0 <= weights < 2**40
         demand(valid, "target_layer_weights", weights, "expected an integer of 0 or more")
-        demand(self.draft_layers < self.target_num_hidden_layers, "draft_layers", self.draft_layers, wanted)
 
     def check_attention(self) -> None:
         """The drafter has no attention of its own."""

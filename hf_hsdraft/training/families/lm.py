@@ -74,7 +74,8 @@ class LMFamily(TrainableFamily):
     def _kept(self, target: Any, fields: Mapping[str, Any]) -> list[int]:
         """The target's layers that a drafter is made of which nobody has made before."""
         count = decoder_layers(text_config(target))
-        return evenly(count, fields.get("num_hidden_layers", max(count // _PRUNED_BY, min(count, 2))))
+        wanted = fields.get("num_hidden_layers", max(count // _PRUNED_BY, min(count, 2)))
+        return evenly(count, wanted, "num_hidden_layers")
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
         """Returns some layers of the target as a drafter, in float32 on the CPU."""

@@ -62,7 +62,9 @@ class SteeredLMFamily(LMFamily):
 
     def made(self, model: Any, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
         steering = Steering(SteeringSizes.of(model, target, fields.get("target_tap_layers")))
-        return self._frozen(TrainedSteeredLM(model, steering=steering))
+        drafter = self._frozen(TrainedSteeredLM(model, steering=steering))
+        drafter.generation_config.num_assistant_tokens = self._steps(fields, self.steps)  # what is trained is drafted
+        return drafter
 
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> TrainedSteeredLM:
         """Returns the drafter to start from: a steered one, or a language model with a new steering.
