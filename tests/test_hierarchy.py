@@ -222,9 +222,21 @@ def test_drafts_are_noted_as_they_were(target):
     assert acceptance_of(noted.notes).reached == (1.0,) * 4
 
 
-def test_what_is_measured_becomes_plans_that_decode_exactly(target, tmp_path):
-    drafters = {"n-grams": CachebackDrafter(), "middle": CausalLMDrafter(near(target, 0.001))}
+plain = Measuring._plain
+
+
+def quick_middle(monkeypatch, middle, target):
+    """Lets a forward of the middle model take a third of a step of the target: how quick tiny models are is chance."""
+    curves = {id(middle): Curve(((1, 0.01),)), id(target): Curve(((1, 0.03),))}
+    monkeypatch.setattr(hierarchy_costs, "forward_curve", lambda model, ids: curves[id(model)])
+    monkeypatch.setattr(Measuring, "_plain", lambda self: plain(self) and 0.03)
+
+
+def test_what_is_measured_becomes_plans_that_decode_exactly(target, monkeypatch):
+    middle = near(target, 0.001)
+    drafters = {"n-grams": CachebackDrafter(), "middle": CausalLMDrafter(middle)}
     drafters["states"] = make_drafter(target)
+    quick_middle(monkeypatch, middle, target)
     measuring = Measuring(target, drafters, inputs_of(2), 24)
     levels = measuring.levels()
     below_middle = {("n-grams", "middle"), ("states", "middle")}  # a drafter for the target fits its copy
@@ -253,18 +265,12 @@ def test_what_is_measured_becomes_plans_that_decode_exactly(target, tmp_path):
     assert system_of(plan, drafters).options["tree_sizing"] == "fixed", "it is measured as it was calculated"
 
 
-plain = Measuring._plain
-
-
 @pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"hidden_size": 16}])
 def test_a_drafter_of_a_middle_model_is_planned_below_it(target, other, monkeypatch):
     """The middle model has fewer layers or another width than the target, so the drafter fits only that model."""
     middle = make_target(seed=5, **other)
     drafters = {"n-grams": CachebackDrafter(), "middle": CausalLMDrafter(middle), "states": make_drafter(middle)}
-    # How quick tiny models are is chance: here a forward of the middle model takes a third of a step.
-    curves = {id(middle): Curve(((1, 0.01),)), id(target): Curve(((1, 0.03),))}
-    monkeypatch.setattr(hierarchy_costs, "forward_curve", lambda model, ids: curves[id(model)])
-    monkeypatch.setattr(Measuring, "_plain", lambda self: plain(self) and 0.03)
+    quick_middle(monkeypatch, middle, target)
     levels = Measuring(target, drafters, inputs_of(1), 16).levels()
     pairs = {("n-grams", "middle"), ("states", "middle"), ("n-grams", TARGET), ("middle", TARGET)}
     assert set(levels.acceptances) == pairs and set(levels.left_out) == {("states", TARGET)}
