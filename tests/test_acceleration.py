@@ -59,8 +59,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_hsdraft import CachebackDrafter
 sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 def decode(attention, **kwargs):
+    torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), attn_implementation=attention).eval()
-    target.generate(torch.tensor([[5, 6, 5, 6]]), max_new_tokens=12, do_sample=False, pad_token_id=0, **kwargs)
+    ids = torch.tensor([[5, 6, 5, 6]])
+    lengths = dict(max_new_tokens=12, min_new_tokens=12)  # a text that ends early drafts nothing
+    target.generate(ids, do_sample=False, pad_token_id=0, **lengths, **kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 print(decode("sdpa"), decode("sdpa", assistant_model=CachebackDrafter()))
 """

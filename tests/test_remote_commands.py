@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from test_remote import plain, prompts
+from test_remote import plain, prompts, until
 
 from hf_hsdraft.bench.remote_clients import Order, run, soak
 from hf_hsdraft.bench.remote_relay import relay
@@ -79,7 +79,4 @@ def test_devices_of_the_bench_decode_in_processes_of_their_own(target, name: str
         soaked = soak(restless, drafter)
         assert soaked["kills"] and soaked["texts"] and not soaked["wrong"]
         assert not soaked["stuck"] and not soaked["failures"]
-        end = time.monotonic() + 10
-        while len(server.sessions) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not len(server.sessions)
+        assert until(lambda: not len(server.sessions))

@@ -10,7 +10,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from conftest import VOCAB, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from test_remote import plain, prompts
+from test_remote import plain, prompts, until
 
 from hf_hsdraft import CachebackDrafter, DraftTree
 from hf_hsdraft.remote.connecting import connect
@@ -39,13 +38,6 @@ def address(port: int) -> Address:
 def opened(link: Link, ids: torch.Tensor, **options) -> Opened:
     options = {"max_new_tokens": 20, "do_sample": False, **options}
     return link.ask(Open(packed_ints(ids[0].tolist()), ids.shape[1], 7, False, options, [], 0), Opened)
-
-
-def until(condition, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_a_vanished_device_is_forgotten_and_disturbs_nobody(target) -> None:

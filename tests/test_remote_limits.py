@@ -17,8 +17,8 @@ from conftest import make_drafter
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
-from test_remote import plain, prompts
-from test_remote_faults import address, opened, until
+from test_remote import plain, prompts, until
+from test_remote_faults import address, opened
 
 from hf_hsdraft import CachebackDrafter, DraftTree
 from hf_hsdraft.bench.scripted import ScriptedDrafter

@@ -18,8 +18,8 @@ pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
 from safetensors.torch import save_file
-from test_remote import plain, prompts
-from test_remote_faults import address, until
+from test_remote import plain, prompts, until
+from test_remote_faults import address
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.cli import app
