@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft.cli import app
 from hf_hsdraft.training import files
-from hf_hsdraft.training.answers import answer_prompts, store_answers, temperature_of
+from hf_hsdraft.training.answers import answer_prompts, prompts_that_fit, store_answers, temperature_of
 from hf_hsdraft.training.conversations import (
     Conversation,
     Prompt,
@@ -136,18 +136,11 @@ def test_chats_go_on_with_turns_the_target_invents(chatty, tokenizer, tmp_path):
     assert any(len(row["messages"]) > 2 for row in rows)
 
 
-def test_long_prompts_are_left_out_and_said_so(chatty, tokenizer, tmp_path):
+def test_long_prompts_are_left_out_and_said_so(tokenizer):
     prompts = [Prompt.of(["w1"]), Prompt.of([" ".join(["w2"] * 50)])]
     skipped = []
-    batches = answer_prompts(
-        chatty,
-        tokenizer,
-        prompts,
-        max_new_tokens=4,
-        max_prompt_tokens=20,
-        on_skip=lambda p, why: skipped.append((p, why)),
-    )
-    assert [answered.prompt for batch in batches for answered in batch] == prompts[:1]
+    fitting = prompts_that_fit(tokenizer, prompts, 20, on_skip=lambda p, why: skipped.append((p, why)))
+    assert fitting == prompts[:1]
     assert skipped[0][0] == prompts[1] and "53 tokens, more than 20" in skipped[0][1]
 
 

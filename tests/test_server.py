@@ -12,11 +12,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import write_prompts
+from conftest import make_target, write_prompts
 
+from hf_hsdraft.training import gather
 from hf_hsdraft.training import server as server_module
 from hf_hsdraft.training.conversations import Prompt
 from hf_hsdraft.training.gather import answer_all, read_sources
@@ -118,7 +120,12 @@ def test_greedy_answers_are_the_targets_own(served, chatty, tokenizer):
 def test_a_run_learns_from_what_the_server_answered(served, chatty, tokenizer, tmp_path, monkeypatch):
     """With the target at hand only for its hidden states; run again, nothing is asked twice."""
     url, model = served
-    monkeypatch.setattr(chatty, "_sample", lambda *_, **__: pytest.fail("the target was asked to answer here"))
+
+    def answer_here(target, tokenizer, prompts, **_):
+        assert not prompts, "the target was asked to answer here"
+        return iter(())
+
+    monkeypatch.setattr(gather, "answer_prompts", answer_here)
     prompts = [str(write_prompts(tmp_path / "prompts.jsonl", 6))]
     plan = TrainingPlan(
         out=str(tmp_path / "out"), prompts=prompts, answers_from=url, server_model=model, temperatures=(0.0, 1.0),
@@ -197,7 +204,11 @@ class Stub(ThreadingHTTPServer):
 
     def asked(self) -> list[dict]:
         """What was asked for the prompts, without the requests that try the server."""
-        return [body for body in self.bodies if body["max_tokens"] > 1]
+        return [body for body in self.bodies if not is_trial(body)]
+
+
+def is_trial(body: dict) -> bool:
+    return body["max_tokens"] == 1 or body["messages"][0]["content"] in server_module.PROBES
 
 
 @contextmanager
@@ -226,13 +237,113 @@ def echoes(body: dict) -> Reply:
     return says(f"about {body['messages'][-1]['content']}")
 
 
+def as_target(target, tokenizer, otherwise: Callable[[dict], Reply]) -> Callable[[dict], Reply]:
+    """Replies as the target to what tries the server, and otherwise to the prompts."""
+
+    def reply(body: dict) -> Reply:
+        if is_trial(body):
+            return says(greedily(target, tokenizer, body["messages"], body["max_tokens"])[0])
+        return otherwise(body)
+
+    return reply
+
+
+def answered_by(server: Stub, target, tokenizer, folder, prompts: list[Prompt], lines: list[str], **fields):
+    """The chats of a run that asks a server."""
+    plan = TrainingPlan(
+        out=str(folder), prompts=["x"], answers_from=server.url, temperatures=(0.0,), max_new_tokens=9, **fields
+    )
+    return answer_all(target, tokenizer, plan, 0, "target", prompts, folder, Reporter.of(lines.append))
+
+
+def test_a_server_with_another_model_is_refused_before_it_is_asked(chatty, tokenizer, tmp_path):
+    other = make_target(seed=7, eos_token_id=4)
+    with stub(as_target(other, tokenizer, echoes)) as server:
+        with pytest.raises(ValueError, match=r"does not answer as the target does.*Serve the target itself"):
+            answered_by(server, chatty, tokenizer, tmp_path, make_prompts(3), [])
+        assert server.asked() == []
+
+
+def test_one_answer_may_differ_by_rounding(chatty, tokenizer, tmp_path):
+    def reply(body: dict) -> Reply:
+        return says("other") if body["messages"][0]["content"] == server_module.PROBES[0] else own(body)
+
+    own = as_target(chatty, tokenizer, echoes)
+    with stub(reply) as server:
+        assert len(answered_by(server, chatty, tokenizer, tmp_path, make_prompts(3), [])) == 3
+
+
+def test_another_model_is_refused_before_the_target_invents_prompts(chatty, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(gather, "invent_prompts", lambda *_, **__: pytest.fail("prompts were invented"))
+    plan = TrainingPlan(out=str(tmp_path), answers_from="", openings=["w1"], num_prompts=3)
+    with stub(as_target(make_target(seed=7, eos_token_id=4), tokenizer, echoes)) as server:
+        plan = replace(plan, answers_from=server.url)
+        with pytest.raises(ValueError, match="does not answer as the target does"):
+            answer_all(chatty, tokenizer, plan, 0, "target", [], tmp_path, Reporter.of(lambda line: None))
+
+
+def test_a_server_is_not_asked_what_is_too_long(chatty, tokenizer, tmp_path):
+    prompts = [*make_prompts(2), Prompt("long", (" ".join(["w1"] * 60),))]
+    lines: list[str] = []
+    with stub(as_target(chatty, tokenizer, echoes)) as server:
+        chats = answered_by(server, chatty, tokenizer, tmp_path, prompts, lines, max_length=40)
+        assert len(chats) == len(server.asked()) == 2
+    assert any("1 prompts left out" in line and "tokens, more than 31" in line for line in lines)
+
+
+def test_a_run_goes_on_after_the_server_has_died(chatty, tokenizer, tmp_path):
+    """What it answered is kept, and only the rest is asked again."""
+    left = iter(range(5))
+
+    def dying(body: dict) -> Reply:
+        return fails(401, "dead") if next(left, None) is None else echoes(body)  # no status that is tried again
+
+    prompts = make_prompts(9)
+    with stub(as_target(chatty, tokenizer, dying)) as server:
+        with pytest.raises(ValueError, match="refuses the API key"):
+            answered_by(server, chatty, tokenizer, tmp_path, prompts, [], answer_batch_size=1)
+        first = [body["messages"][0]["content"] for body in server.asked()][:5]
+    with stub(as_target(chatty, tokenizer, echoes)) as server:
+        chats = answered_by(server, chatty, tokenizer, tmp_path, prompts, [], answer_batch_size=1)
+        second = [body["messages"][0]["content"] for body in server.asked()]
+    assert sorted(first + second) == sorted(prompt.turns[0] for prompt in prompts) and len(second) == 4
+    asked = [prompt.turns[0] for prompt in prompts]
+    assert sorted(chat.messages for chat in chats) == sorted(
+        (("user", text), ("assistant", f"about {text}")) for text in asked
+    )
+
+
+def test_an_error_ends_the_process_although_requests_are_under_way():
+    answered = threading.Event()
+
+    def reply(body: dict) -> Reply:
+        text = body["messages"][-1]["content"]
+        if text == "slow":
+            answered.wait(120)
+        return fails(401, "wrong") if text == "wrong" else echoes(body)
+
+    code = """
+import sys, time
+from hf_hsdraft.training.conversations import Prompt
+from hf_hsdraft.training.server import answer_by_server
+slow, wrong = Prompt("a", ("slow",)), Prompt("b", ("w1", "wrong"))
+list(answer_by_server(sys.argv[1], [slow, wrong], concurrency=2))
+"""
+    with stub(reply) as server:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code, server.url], capture_output=True, text=True, timeout=60, check=False
+            )
+        finally:
+            answered.set()
+    assert done.returncode == 1 and "refuses the API key" in done.stderr
+
+
 def test_a_plan_says_how_many_prompts_are_asked_at_once(chatty, tokenizer, tmp_path):
     together = threading.Barrier(3, timeout=20)
     under_way, most, lock = set(), [], threading.Lock()
 
     def reply(body):
-        if body["max_tokens"] == 1:  # a trial of the server
-            return echoes(body)
         with lock:
             under_way.add(threading.get_ident())
             most.append(len(under_way))
@@ -241,10 +352,15 @@ def test_a_plan_says_how_many_prompts_are_asked_at_once(chatty, tokenizer, tmp_p
             under_way.discard(threading.get_ident())
         return echoes(body)
 
-    with stub(reply) as server:
+    with stub(as_target(chatty, tokenizer, reply)) as server:
         prompts = [str(write_prompts(tmp_path / "prompts.jsonl", 6))]
         plan = TrainingPlan(
-            out=str(tmp_path), prompts=prompts, answers_from=server.url, answer_batch_size=3, temperatures=(0.0,)
+            out=str(tmp_path),
+            prompts=prompts,
+            answers_from=server.url,
+            answer_batch_size=3,
+            temperatures=(0.0,),
+            max_new_tokens=9,
         )
         asked = read_sources(plan, 0, None, lambda line: None)[1]
         chats = answer_all(chatty, tokenizer, plan, 0, "target", asked, tmp_path, Reporter.of(lambda line: None))

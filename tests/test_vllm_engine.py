@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 
 import pytest
@@ -10,7 +11,8 @@ from conftest import make_drafter, make_target
 from typer.testing import CliRunner
 
 from hf_hsdraft.cli import app
-from hf_hsdraft.serving.vllm_engine import check_environment, server_command
+from hf_hsdraft.serving.vllm_checks import check_environment
+from hf_hsdraft.serving.vllm_engine import server_command
 from hf_hsdraft.vllm_plugin.speculation import NGRAMS, speculation_of
 
 
@@ -20,12 +22,13 @@ def written(folder, **fields):
     return folder
 
 
-def speculators(folder, algorithm, tokens):
+def speculators(folder, algorithm, tokens, **fields):
     proposals = [{"proposal_type": "greedy", "speculative_tokens": tokens}]
     return written(
         folder,
         speculators_model_type=algorithm,
         speculators_config={"algorithm": algorithm, "proposal_methods": proposals},
+        **fields,
     )
 
 
@@ -48,13 +51,49 @@ def test_chains_that_the_drafter_does_not_draft_are_refused(drafter, wanted):
         speculation_of(drafter, wanted)
 
 
-def test_formats_of_speculators_are_drafted_by_vllm_itself(tmp_path):
-    found = speculation_of(speculators(tmp_path / "eagle", "eagle3", 7), on_cpu=True)
-    assert (found["method"], found["num_speculative_tokens"]) == ("eagle3", 7)
-    block = speculators(tmp_path / "block", "dspark", 8)
-    assert speculation_of(block)["method"] == "dspark"
-    with pytest.raises(ValueError, match="refuses it on CPUs"):
-        speculation_of(block, on_cpu=True)
+@pytest.mark.parametrize(
+    ("kind", "fields"),  # as `SpeculatorsConfig.build_vllm_speculative_config` of vLLM 0.32 returns them
+    [
+        ("eagle3", {"method": "eagle3"}),
+        ("peagle", {"method": "eagle3", "parallel_drafting": True}),
+        ("dflash", {"method": "dflash"}),
+        ("dflash2", {"method": "dflash"}),
+        ("dspark", {"method": "dspark"}),
+    ],
+)
+def test_formats_of_speculators_are_drafted_by_vllm_itself(tmp_path, kind, fields):
+    saved = speculators(tmp_path / "drafter", kind, 7)
+    assert speculation_of(saved) == {**fields, "model": str(saved), "num_speculative_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "refused"),
+    [
+        ("eagle3", None, False),
+        ("peagle", None, False),
+        ("dspark", None, True),
+        ("dflash2", None, True),
+        ("dflash", None, False),
+        ("dflash", ["full_attention"] * 2, False),
+        ("dflash", ["sliding_attention"] * 2, False),
+        ("dflash", ["sliding_attention", "full_attention"], True),
+    ],
+)
+def test_what_vllms_runner_for_cpus_refuses_is_refused(tmp_path, kind, layers, refused):
+    saved = speculators(tmp_path / "drafter", kind, 7, transformer_layer_config={"layer_types": layers})
+    assert speculation_of(saved)["num_speculative_tokens"] == 7
+    if refused:
+        with pytest.raises(ValueError, match=r"refuses it on CPUs.*--device cuda"):
+            speculation_of(saved, on_cpu=True)
+    else:
+        assert speculation_of(saved, on_cpu=True) == speculation_of(saved)
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_heads_that_vllm_does_not_read_are_refused(tmp_path, head):
+    assert speculation_of(speculators(tmp_path / "one", "dspark", 7, markov_head_type="vanilla"))["method"] == "dspark"
+    with pytest.raises(ValueError, match=f"markov_head_type={head}.*'vanilla' only"):
+        speculation_of(speculators(tmp_path / "other", "dspark", 7, markov_head_type=head))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +110,10 @@ def test_damaged_fields_of_speculators_are_named(tmp_path, fields):
 
 
 def test_ngrams_need_no_drafter():
-    assert speculation_of(NGRAMS, 5)["model"].endswith("NgramProposer")
+    assert speculation_of(NGRAMS)["model"].endswith("NgramProposer")
+    assert [speculation_of(NGRAMS, wanted)["num_speculative_tokens"] for wanted in (None, 1, 24)] == [5, 1, 24]
+    with pytest.raises(ValueError, match="expected 1 to 24"):
+        speculation_of(NGRAMS, 25)
 
 
 def test_what_vllm_does_not_draft_with_is_refused_before_it_starts(tmp_path):
@@ -115,6 +157,7 @@ def test_the_command_has_what_a_cpu_needs(tmp_path):
         (["--max-model-len", "-1"], "4096"),
         (["--max_model_len", "512"], "512"),
         (["--max_model_len=512"], "512"),
+        (["--max-model-len", "512", "--max-model-len=256"], "256"),
     ],
 )
 def test_lengths_of_all_forms_are_left_to_vllm(tmp_path, further, window):
@@ -123,37 +166,158 @@ def test_lengths_of_all_forms_are_left_to_vllm(tmp_path, further, window):
     assert found[found.index("--max-num-batched-tokens") + 1] == window and found[-len(further) :] == further
 
 
-def test_an_environment_without_vllm_is_named_with_what_to_do():
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """A function that makes an interpreter which finds a module `vllm`, and one that it also finds a plugin."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(vllm=True, plugin=False):
+        packages = tmp_path / "packages"
+        packages.mkdir()
+        if vllm:
+            (packages / "vllm.py").touch()
+        if plugin:
+            install_plugin(packages)
+        python = tmp_path / "python"
+        search = shlex.quote(str(packages))
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={search} exec {shlex.quote(sys.executable)} -S "$@"\n')
+        python.chmod(0o755)
+        return str(python)
+
+    return make
+
+
+def install_plugin(folder):
+    """What `pip install hf-hsdraft` leaves in a folder of packages, as far as entry points go."""
+    installed = folder / "hf_hsdraft-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hf_hsdraft\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[vllm.general_plugins]\nhsdraft = hf_hsdraft.x:register\n")
+
+
+def test_an_environment_without_vllm_is_named_with_what_to_do(environment):
     with pytest.raises(ImportError, match=r"does not find vLLM.*python3 -m venv"):
-        check_environment(sys.executable)
+        check_environment(environment(vllm=False), with_plugin=False)
     with pytest.raises(ImportError, match="cannot be started"):
-        check_environment("no/such/python")
+        check_environment("no/such/python", with_plugin=False)
 
 
-def test_the_command_becomes_vllms_server(drafter, tmp_path, monkeypatch):
+def test_the_plugin_has_to_be_installed_where_it_drafts(environment, tmp_path):
+    python = environment()
+    install_plugin(tmp_path)  # the current folder, as a checkout; nothing is installed by that
+    check_environment(python, with_plugin=False)
+    with pytest.raises(ImportError, match="hf_hsdraft is not installed"):
+        check_environment(python, with_plugin=True)
+
+
+def test_an_installed_plugin_is_found(environment):
+    check_environment(environment(plugin=True), with_plugin=True)
+
+
+@pytest.fixture
+def serve(environment, tmp_path, monkeypatch):
+    """A function that runs the command with a target, and returns the command that it becomes, or what it says."""
     make_target().config.save_pretrained(tmp_path / "target")
-    started = []
-    monkeypatch.setattr("hf_hsdraft.serving.vllm_engine._FOUND", "pass")
-    monkeypatch.setattr("os.execvp", lambda file, command: started.append((file, command)) or sys.exit(0))
-    options = ["--target", str(tmp_path / "target"), "--drafter", str(drafter), "--vllm-python", sys.executable]
-    result = CliRunner().invoke(app, ["serve", "--engine", "vllm", *options, "--", "--max-model-len", "64"])
-    assert result.exit_code == 0, result.output
-    ((file, command),) = started
-    assert file == command[0] == sys.executable
-    assert json.loads(command[command.index("--speculative-config") + 1])["model"] == str(drafter)
-    assert command[-2:] == ["--max-model-len", "64"]
+
+    def run(*options, **installed):
+        started = []
+        monkeypatch.setattr("os.execvp", lambda file, command: started.append(command) or sys.exit(0))
+        own = ["--target", str(tmp_path / "target"), "--vllm-python", environment(**installed)]
+        result = CliRunner().invoke(app, ["serve", "--engine", "vllm", *own, *options])
+        assert bool(started) == (result.exit_code == 0), result.output
+        return started[0] if started else said_by(result)
+
+    return run
+
+
+def said_by(result):
+    return " ".join(f"{result.output} {result.exception}".replace("│", " ").split())
+
+
+def option(command, name):
+    return command[command.index(name) + 1]
+
+
+def test_the_command_becomes_vllms_server(serve, drafter, tmp_path):
+    command = serve("--drafter", str(drafter), "--", "--max-model-len", "64", plugin=True)
+    assert command[0] == str(tmp_path / "python")
+    told = json.loads(option(command, "--speculative-config"))
+    assert (told["model"], told["num_speculative_tokens"]) == (str(drafter), 4)
+    assert command[-2:] == ["--max-model-len", "64"] and "--enforce-eager" in command
+
+
+def test_the_length_of_chains_and_the_device_can_be_chosen(serve):
+    command = serve("--drafter", NGRAMS, "--num-speculative-tokens", "7", "--device", "cuda", plugin=True)
+    assert json.loads(option(command, "--speculative-config"))["num_speculative_tokens"] == 7
+    assert "--enforce-eager" not in command
+
+
+def test_only_drafters_of_the_plugin_need_it(serve, tmp_path):
+    eagle = speculators(tmp_path / "eagle", "eagle3", 7)
+    assert "--speculative-config" in serve("--drafter", str(eagle))
+
+
+def test_plain_decoding_needs_no_plugin(serve):
+    assert "--speculative-config" not in serve("--plain")
+
+
+@pytest.mark.parametrize("name", [NGRAMS, "drafter"])
+def test_a_missing_plugin_is_said_before_vllm_starts(serve, drafter, name):
+    assert "hf_hsdraft is not installed" in serve("--drafter", str(drafter) if name == "drafter" else name)
+
+
+@pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "num_hidden_layers"])
+def test_hidden_state_drafters_of_other_targets_are_refused(serve, tmp_path, size):
+    own = make_target()
+    other = make_target(**{size: 2 * getattr(own.config, size)})
+    make_drafter(other, target_tap_layers=[1, 2]).save_pretrained(tmp_path / "other")
+    said = serve("--drafter", str(tmp_path / "other"), plugin=True)
+    found = getattr(own.config, size)
+    assert f"has {size}={found}, the drafter expects {2 * found}" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"transformer_layer_config": {"vocab_size": 5, "hidden_size": 32}}, "drafter expects 5"),
+        ({"transformer_layer_config": {"vocab_size": 97, "hidden_size": 6}}, "drafter expects 6"),
+        ({"transformer_layer_config": {"hidden_size": 32}, "target_hidden_size": 7}, "drafter expects 7"),
+    ],
+)
+def test_drafters_in_the_format_of_speculators_too(serve, tmp_path, fields, said):
+    assert said in serve("--drafter", str(speculators(tmp_path / "eagle", "eagle3", 7, **fields)))
+
+
+@pytest.mark.parametrize(
+    "options", [["-tp", "2"], ["--tensor-parallel-size=2"], ["--tensor_parallel_size", "4"], ["-pp=2"]]
+)
+def test_a_hidden_state_drafter_needs_the_target_on_one_device(serve, drafter, options):
+    said = serve("--drafter", str(drafter), "--", *options, plugin=True)
+    assert "does not go with a hidden-state drafter" in said
+
+
+def test_others_share_the_target_over_devices(serve, drafter):
+    assert serve("--drafter", NGRAMS, "--", "-tp", "2", plugin=True)[-2:] == ["-tp", "2"]
+
+
+def test_one_device_may_be_named(serve, drafter):
+    assert serve("--drafter", str(drafter), "--", "-tp", "1", plugin=True)[-2:] == ["-tp", "1"]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--engine", "vllm"], "an environment of its own"),
+        (["--engine", "vllm", "--drafter", NGRAMS], "an environment of its own"),
         (["--engine", "vllm", "--verification", "fly"], "verifies by its own rule"),
         (["--engine", "vllm", "--plain", "--drafter", NGRAMS], "leave one of the two out"),
+        (["--engine", "vllm", "--plain", "--num-speculative-tokens", "3"], "leave one of the two out"),
+        (["--engine", "vllm", "--drafter", NGRAMS, "--device", "cuda:1"], "expected cpu or cuda"),
+        (["--engine", "vllm", "--drafter", NGRAMS, "--device", "mps"], "expected cpu or cuda"),
+        (["--num-speculative-tokens", "3"], "only --engine vllm"),
         (["--", "--max-model-len", "512"], "only --engine vllm"),
     ],
 )
 def test_wrong_options_are_named_before_anything_is_loaded(options, said):
     result = CliRunner().invoke(app, ["serve", *options])
     assert result.exit_code != 0
-    assert said in " ".join(f"{result.output} {result.exception}".replace("│", " ").split())
+    assert said in said_by(result)

@@ -18,7 +18,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
+from hf_hsdraft.vllm_plugin import ngram_proposer
 from hf_hsdraft.vllm_plugin.ngram_proposer import NgramProposer
+from hf_hsdraft.vllm_plugin.registration import register
 
 
 class Attention(nn.Module):
@@ -183,6 +185,15 @@ def test_other_targets_are_refused(plugin):
         served(plugin, drafter, target, parallel=2)
 
 
+@pytest.mark.parametrize("missing", ["vllm", "vllm.transformers_utils.configs.speculators"])
+def test_another_vllm_starts_without_the_plugin(plugin, monkeypatch, caplog, missing):
+    """`plugin` puts stand-ins in the place of vLLM, without a registry of models."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    register()
+    (line,) = caplog.messages
+    assert "vLLM cannot draft with hidden-state drafters" in line and "install vLLM 0.32" in line
+
+
 def proposer(rows=3, longest=64, depth=4):
     return NgramProposer(
         SimpleNamespace(
@@ -218,10 +229,22 @@ def test_ngrams_follow_their_texts_when_rows_move():
     assert proposed(ours, [three, one]) == [chain(three), chain(one)]  # the second has ended, the others moved
     assert proposed(ours, [None, one]) == [[], chain(one)]
     assert proposed(ours, [three, [*one, 2, 9]]) == [chain(three), chain([*one, 2, 9])]
-    assert len(ours._texts) <= 6
     for start in range(20):  # texts that have ended are forgotten
         proposed(ours, [[start, start + 1, start]])
-    assert len(ours._texts) <= 6
+    assert len(ours._texts) <= 1 + 3  # one that is decoded, and as many others as there are rows
+
+
+def test_tables_of_ended_texts_are_bounded_by_their_tokens(monkeypatch):
+    monkeypatch.setattr(ngram_proposer, "_WAITING_TOKENS", 10)
+    ours = proposer(rows=8)
+    texts = [[start, *range(1, 5)] for start in range(20, 28)]
+    assert proposed(ours, texts) == [chain(text) for text in texts]
+    assert len(ours._texts) == 8  # those that are decoded are kept, however many tokens they have
+    going_on = [*texts[3], 1, 2]
+    assert proposed(ours, [going_on]) == [chain(going_on)]
+    assert len(ours._texts) == 1 + 2 and sum(len(text.tokens) for text in ours._texts[1:]) <= 10
+    forgotten = [*texts[7], 1, 2]
+    assert proposed(ours, [forgotten]) == [chain(forgotten)]  # its tables are made anew
 
 
 def test_ngrams_stay_within_the_longest_text_and_the_vocabulary():
@@ -237,7 +260,7 @@ import transformers, transformers.cache_utils
 transformers.__version__ = "5.19.0"
 del transformers.cache_utils.DummyLayer  # newer than that
 import hf_hsdraft
-import hf_hsdraft.vllm_plugin.ngram_proposer, hf_hsdraft.vllm_plugin.registration
+import hf_hsdraft.vllm_plugin.ngram_proposer, hf_hsdraft.vllm_plugin.registration, hf_hsdraft.vllm_plugin.speculation
 import hf_hsdraft.drafters.hidden_state.network, hf_hsdraft.drafters.hidden_state.trunk
 try:
     from hf_hsdraft import AutoDrafter

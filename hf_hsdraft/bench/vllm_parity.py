@@ -15,6 +15,7 @@ import contextlib
 import json
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from .machine import processor
 from .measure import encode_prompt
 from .run import spread
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _DEFINITION = (
     "chains: drafts that were verified. accepted: chains whose first, second, ... token was accepted. tokens/s: new "
     "tokens of all prompts over the seconds of all requests. same: texts that vLLM decodes without a drafter."
@@ -104,14 +106,15 @@ def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new
         options.ngram_length = 0
     tokens, rounds, seconds = [], [], 0.0
     for prompt in prompts:
+        begin = time.perf_counter()
         output = target.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
             max_new_tokens=max_new_tokens, assistant_model=drafter, return_dict_in_generate=True,
         )  # fmt: skip
+        seconds += time.perf_counter() - begin
         found = output.statistics
         tokens.append(output.sequences[0, len(prompt) :].tolist())
         rounds += [(a, n) for a, n in zip(found.accepted_lengths, found.drafted_nodes, strict=True) if n]
-        seconds += found.seconds
     accepted = [sum(length > depth for length, _ in rounds) for depth in range(length)]
     return Decoded(tokens, len(rounds), accepted, sum(map(len, tokens)) / max(seconds, 1e-9))
 
@@ -119,6 +122,21 @@ def by_generate(target: Any, drafter: Any, prompts: Sequence[list[int]], max_new
 def same(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:
     """Returns how many texts are the same in both lists, in words."""
     return f"{sum(list(a) == list(b) for a, b in zip(one, other, strict=True))} of {len(one)}"
+
+
+def numbers_at_once(text: str) -> list[int]:
+    """Returns the numbers of requests at once that a user asks for, as in `1,8`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise typer.BadParameter(f"{text}: expected whole numbers from 1 on, as in 1,8", param_hint="--at-once")
+    return [int(part) for part in parts]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype of a name that a user gave."""
+    if name not in _DTYPES:
+        raise typer.BadParameter(f"{name}: expected one of {', '.join(_DTYPES)}", param_hint="--dtype")
+    return getattr(torch, name)
 
 
 def main(
@@ -131,11 +149,14 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     at_once: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,8",
     here: Annotated[bool, typer.Option(help="Decode by generate() too.")] = True,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a chain. Default: the drafter's; 5 of n-grams.")
+    ] = None,
 ) -> None:
     """Prints, for each drafter, how many chains were accepted to which depth in vLLM and here, and the speeds."""
-    numbers = [int(each) for each in at_once.split(",")]
-    speculations = {name: speculation_of(name, on_cpu=not torch.cuda.is_available()) for name in drafter}
-    kind = getattr(torch, dtype)
+    numbers, kind = numbers_at_once(at_once), dtype_of(dtype)
+    on_cpu = not torch.cuda.is_available()
+    speculations = {name: speculation_of(name, num_speculative_tokens, on_cpu) for name in drafter}
     model, tokenizer = load_target(target, kind)
     questions = spread(read_prompts(prompts), limit)
     ids = [encode_prompt(tokenizer, each.turns[0])["input_ids"][0].tolist() for each in questions]

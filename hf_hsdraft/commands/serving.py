@@ -48,16 +48,22 @@ def serve(
     vllm_python: Annotated[
         str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for --engine vllm.")
     ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a chain, for --engine vllm. Default: the drafter's; 5 of n-grams.")
+    ] = None,
 ) -> None:
     """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed.
 
-    With --engine vllm, options after -- go to vLLM, and --drafter ngrams drafts by n-grams of the text.
+    With --engine vllm, options after -- go to vLLM, --drafter ngrams drafts by n-grams of the text, and --device is cpu
+    or cuda.
     """
     if engine is Engine.vllm:
         if verification is not None:
             raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
         further = [*context.args, *(["--disable-uvicorn-access-log"] if quiet else [])]
-        _serve_by_vllm(target, drafter, host, port, plain, dtype, device, vllm_python, further)
+        _serve_by_vllm(target, drafter, host, port, plain, dtype, device, vllm_python, num_speculative_tokens, further)
+    if num_speculative_tokens is not None:
+        raise typer.BadParameter("only --engine vllm takes it: leave it out", param_hint="--num-speculative-tokens")
     if context.args:
         raise typer.BadParameter(f"{' '.join(context.args)}: only --engine vllm takes further options", param_hint="--")
     from transformers.utils.import_utils import is_serve_available
@@ -91,21 +97,35 @@ def _serve_by_vllm(
     dtype: Dtype,
     device: str,
     python: str | None,
+    num_speculative_tokens: int | None,
     further: list[str],
 ) -> NoReturn:
     """Becomes vLLM's server, so that signals and the exit status are vLLM's."""
-    from ..serving.vllm_engine import check_environment, server_command
+    from ..repository.checkpoint import Checkpoint
+    from ..serving.vllm_checks import check_environment, check_parallel, check_target
+    from ..serving.vllm_engine import server_command
     from ..target.target_loading import DEFAULT_TARGET, target_folder
-    from ..vllm_plugin.speculation import speculation_of
+    from ..vllm_plugin.speculation import NGRAMS, is_hidden_state, speculation_of
 
-    if plain and drafter is not None:
-        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--drafter")
+    if plain and (drafter is not None or num_speculative_tokens is not None):
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--plain")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(
+            f"{device}: vLLM chooses its devices itself: expected cpu or cuda, and name one of several GPUs by "
+            "CUDA_VISIBLE_DEVICES",
+            param_hint="--device",
+        )
     on_cpu = device == "cpu"
-    speculation = None if plain else speculation_of(drafter_of(target, drafter), on_cpu=on_cpu)
-    check_environment(python)
+    name = None if plain else drafter_of(target, drafter)
+    speculation = None if name is None else speculation_of(name, num_speculative_tokens, on_cpu=on_cpu)
+    config = {} if name in (None, NGRAMS) else Checkpoint.open(name).config
+    check_parallel(config, further)
+    check_environment(python, with_plugin=name == NGRAMS or is_hidden_state(config))
+    folder = target_folder(target, dtype.torch)
+    check_target(folder, config)
     command = server_command(
         str(python),
-        target_folder(target, dtype.torch),
+        folder,
         speculation,
         served_name=target or DEFAULT_TARGET,
         dtype=dtype.value,
@@ -155,6 +175,7 @@ def ui(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 7860,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=2048, help="Of an answer; the page can change it.")] = 256,
+    verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -167,7 +188,7 @@ def ui(
     from ..target.target_loading import DEFAULT_TARGET
 
     listener = bound_socket(host, port)
-    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain=False)
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, False, verification)
     talks = Talks(model, tokenizer, loaded, system)
     with console.status("trying what decoding costs on this machine"):
         talks.warm_up()

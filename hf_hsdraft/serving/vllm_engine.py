@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoConfig
 
-_FOUND = "import vllm, hf_hsdraft.vllm_plugin.registration"
+from .vllm_options import option_value
+
 _MOST_BATCHED = "--max-num-batched-tokens"
 
 
@@ -46,28 +46,11 @@ def server_command(
     command += ["--served-model-name", served_name, "--dtype", dtype, "--host", host, "--port", str(port)]
     if on_cpu:
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        if not any(_option_name(each) == _MOST_BATCHED for each in further):
+        if option_value(further, _MOST_BATCHED) is None:
             command += [_MOST_BATCHED, str(_window(target, further))]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(dict(speculation))]
     return [*command, *further]
-
-
-def check_environment(python: str | os.PathLike[str] | None) -> None:
-    """Raises an ImportError unless an interpreter finds vLLM and the plugin of this package; `None` finds nothing."""
-    how = (
-        'set one up by `python3 -m venv vllm && vllm/bin/pip install vllm "transformers<5.20" && vllm/bin/pip install '
-        "--no-deps hf-hsdraft` (on CPUs see docs/integrations.md), then name it by --vllm-python vllm/bin/python"
-    )
-    if python is None:
-        raise ImportError(f"vLLM needs an environment of its own, for it wants an older transformers: {how}")
-    try:
-        found = subprocess.run([os.fspath(python), "-c", _FOUND], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise ImportError(f"{python} cannot be started ({error.strerror}): {how}") from None
-    if found.returncode:
-        why = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ImportError(f"{python} does not find vLLM and this package ({why}): {how}")
 
 
 def _window(target: str, further: Sequence[str]) -> int:
@@ -76,15 +59,8 @@ def _window(target: str, further: Sequence[str]) -> int:
     vLLM takes other forms of `--max-model-len` than plain numbers, such as `8k`, `auto` and `-1`. What these come to is
     left to it, and the window of the target holds as much.
     """
-    for place, option in enumerate(further):
-        if _option_name(option) == "--max-model-len":
-            said = option.partition("=")[2] or (further[place + 1] if place + 1 < len(further) else "")
-            if said.isdecimal():
-                return int(said)
+    said = option_value(further, "--max-model-len") or ""
+    if said.isdecimal():
+        return int(said)
     config = AutoConfig.from_pretrained(target).get_text_config()
     return max(int(getattr(config, "max_position_embeddings", 0) or 0), 2048)
-
-
-def _option_name(option: str) -> str:
-    """Returns the name of an option as vLLM's documentation writes it; vLLM takes underscores too."""
-    return option.partition("=")[0].replace("_", "-")

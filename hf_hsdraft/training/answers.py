@@ -41,6 +41,33 @@ def temperature_of(prompt: Prompt, temperatures: Sequence[float], seed: int) -> 
     return random.Random(f"{seed} {prompt.key}").choice(list(temperatures))
 
 
+def prompts_that_fit(
+    tokenizer: Any, prompts: Sequence[Prompt], most: int, on_skip: Callable[[Prompt, str], None]
+) -> list[Prompt]:
+    """Returns the prompts whose first turn has no more than `most` tokens.
+
+    Args:
+        tokenizer: the target's tokenizer.
+        prompts: the prompts.
+        most: greatest number of tokens of a first turn, with the template's.
+        on_skip: called with each prompt that is left out, and the reason.
+    """
+    fitting = []
+    for prompt in prompts:
+        length = _length(tokenizer, prompt)
+        if length <= most:
+            fitting.append(prompt)
+        else:
+            on_skip(prompt, f"its first turn has {length} tokens, more than {most}")
+    return fitting
+
+
+def _length(tokenizer: Any, prompt: Prompt) -> int:
+    """Number of tokens of a prompt's first turn, with the template's."""
+    first = [{"role": "user", "content": prompt.turns[0]}]
+    return len(tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"])
+
+
 def answer_prompts(
     target: Any,
     tokenizer: Any,
@@ -48,11 +75,9 @@ def answer_prompts(
     *,
     temperatures: Sequence[float] = TEMPERATURES,
     max_new_tokens: int = 256,
-    max_prompt_tokens: int = 1024,
     batch_size: int = 64,
     invented_turns: int = 0,
     seed: int = 0,
-    on_skip: Callable[[Prompt, str], None] | None = None,
 ) -> Iterator[list[Answered]]:
     """Lets the target answer prompts in batches of one temperature and similar length, the longest prompts first.
 
@@ -62,21 +87,15 @@ def answer_prompts(
         prompts: the prompts.
         temperatures: values to draw the temperature of each prompt from; 0 is greedy. Repeat a value to weigh it.
         max_new_tokens: greatest number of tokens of an answer.
-        max_prompt_tokens: greatest number of tokens of a first turn. Prompts with longer ones are left out.
         batch_size: number of prompts answered at once.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
         seed: seed of the temperatures and of the invented turns.
-        on_skip: called with each prompt that is left out, and the reason.
     """
     tokenizer = with_padding(tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
     for prompt in prompts:
-        first = [{"role": "user", "content": prompt.turns[0]}]
-        length = len(tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"])
-        if length <= max_prompt_tokens:
-            groups.setdefault(temperature_of(prompt, temperatures, seed), []).append((length, prompt))
-        elif on_skip is not None:
-            on_skip(prompt, f"its first turn has {length} tokens, more than {max_prompt_tokens}")
+        length = _length(tokenizer, prompt)
+        groups.setdefault(temperature_of(prompt, temperatures, seed), []).append((length, prompt))
     for temperature, group in sorted(groups.items()):
         group.sort(key=lambda pair: (-pair[0], pair[1].key))  # if a batch does not fit into memory, the first does not
         for start in range(0, len(group), batch_size):

@@ -14,18 +14,19 @@ from transformers import __version__ as transformers_version
 
 from .._version import __version__
 from ..target.target_loading import is_sharded
-from .answers import Answered, answer_prompts, store_answers
+from .answers import Answered, answer_prompts, prompts_that_fit, store_answers
 from .chats import Chat, read_chats
 from .checks import check_template_keeps_turns
-from .conversations import Conversation, Prompt, read_jsonl
+from .conversations import Conversation, Message, Prompt, read_jsonl
 from .dataset import RowFolder
+from .generating import reply
 from .inventing import invent_prompts, prompt_of
 from .kinds import Kind, chosen_kinds, kind_of_openings
 from .overlap import PromptIndex
 from .plan import INVENTED_PROMPTS, Report, TrainingPlan
 from .progress import Reporter
 from .prompts import prompts_from_dataset
-from .server import answer_by_server
+from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
 
 Asked = TypeVar("Asked", Conversation, Prompt)
 
@@ -121,6 +122,9 @@ def answer_all(
             else {"kinds": {kind.name: kind.share for kind in kinds}, "max_prompt_tokens": limit}
         )
         made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, **invented})
+        if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
+            own = _own_answers(target, tokenizer)
+            check_server(plan.answers_from, plan.server_model, _temperatures(plan), own)
         if state.is_main_process or sharded:
             with report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
                 invent_prompts(
@@ -148,7 +152,9 @@ def answer_all(
     state.wait_for_everyone()  # until all processes have read the same rows
     share = pending if together else pending[state.process_index :: state.num_processes]
     skipped: list[str] = []
+    share = prompts_that_fit(tokenizer, share, limit, on_skip=lambda prompt, why: skipped.append(why))
     batches: Iterable[Sequence[Answered]]
+    expected = _own_answers(target, tokenizer) if plan.answers_from is not None and pending else None
     if plan.answers_from is not None and share:
         batches = (
             [answered]
@@ -160,6 +166,7 @@ def answer_all(
                 max_new_tokens=plan.max_new_tokens,
                 concurrency=plan.answer_batch_size,
                 seed=seed,
+                expected=expected,
                 on_skip=lambda prompt, why: skipped.append(why),
             )
         )
@@ -170,11 +177,9 @@ def answer_all(
             share,
             temperatures=_temperatures(plan),
             max_new_tokens=plan.max_new_tokens,
-            max_prompt_tokens=limit,
             batch_size=plan.answer_batch_size,
             invented_turns=plan.invented_turns,
             seed=seed,
-            on_skip=lambda prompt, why: skipped.append(why),
         )
     with report.stage("answering", "prompts", len(share)) as stage:
         store_answers(batches, store, on_progress=lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
@@ -204,6 +209,12 @@ def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
                 raise
             return [kind for kind in kinds if not kind.follow_ups]
     return kinds
+
+
+def _own_answers(target: Any, tokenizer: Any) -> list[str]:
+    """Returns the target's greedy answers to `PROBES`. All processes of a sharded target have to take part."""
+    histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
+    return [text for text, _ in reply(target, tokenizer, histories, 0.0, PROBE_TOKENS)]
 
 
 class _UnwrittenRows(RowFolder):

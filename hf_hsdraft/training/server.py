@@ -6,10 +6,10 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from itertools import islice
-from threading import Event
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 from .answers import TEMPERATURES, Answered, temperature_of
@@ -25,6 +25,15 @@ _DIALECTS: tuple[Mapping[str, Any], ...] = (
     {},
 )
 
+# A server that runs the target gives the target's own answer to at least one of these. Not to all: where two tokens are
+# almost equally probable, another machine may choose the other.
+PROBES = (
+    "Write the first line of a poem about rain.",
+    "Why is the sky blue?",
+    "Invent a name for a shop that sells clocks.",
+)
+PROBE_TOKENS = 8  # of each answer
+
 
 def answer_by_server(
     url: str,
@@ -38,13 +47,14 @@ def answer_by_server(
     api_key: str | None = None,
     max_retries: int = 5,
     timeout: float = 600.0,
+    expected: Sequence[str] | None = None,
     on_skip: _OnSkip = None,
 ) -> Iterator[Answered]:
     """Lets a server answer prompts, and yields each conversation when it is finished, in no particular order.
 
     The temperature and the seed of a prompt depend on `seed` and the prompt's key alone. Closing the iterator drops
-    unfinished conversations. `transformers serve --continuous-batching` samples every request as it samples the first
-    one, so it is for greedy answers only.
+    unfinished conversations, and so does an error. Requests that are under way are not waited for. `transformers serve
+    --continuous-batching` samples every request as it samples the first one, so it is for greedy answers only.
 
     Args:
         url: URL of the server, with or without `/v1`.
@@ -58,6 +68,8 @@ def answer_by_server(
         api_key: key of the server; `None` for the one in `HSDRAFT_API_KEY`, if there is any.
         max_retries: greatest number of further attempts of a request, with growing pauses.
         timeout: seconds that a request may take.
+        expected: the target's greedy answers to `PROBES`, of at most `PROBE_TOKENS` tokens each. The server has to give
+            one of them; `None` to take its word.
         on_skip: called with each prompt that the server refuses or leaves without an answer, and the reason.
 
     Returns:
@@ -66,14 +78,36 @@ def answer_by_server(
     Raises:
         ImportError: the `openai` package is missing.
         ConnectionError: the server cannot be reached or fails, now or during the iteration.
-        ValueError: an argument is out of range, or the server refuses the API key or the model.
+        ValueError: an argument is out of range, the server refuses the API key or the model, or it answers otherwise
+            than the target.
     """
+    if concurrency < 1 or not temperatures or min(temperatures) < 0:
+        raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
+    server = _connected(url, model, temperatures, max_new_tokens, api_key, max_retries, timeout, expected)
+    once = {prompt.key: prompt for prompt in prompts}.values()
+    return _as_they_finish(server, (_draw(prompt, temperatures, seed) for prompt in once), concurrency, on_skip)
+
+
+def check_server(url: str, model: str | None, temperatures: Sequence[float], expected: Sequence[str]) -> None:
+    """Tries a server before it is needed. See `answer_by_server` for the arguments and the errors."""
+    _connected(url, model, temperatures, expected=expected).client.close()
+
+
+def _connected(
+    url: str,
+    model: str | None,
+    temperatures: Sequence[float],
+    max_new_tokens: int = 1,
+    api_key: str | None = None,
+    max_retries: int = 5,
+    timeout: float = 600.0,
+    expected: Sequence[str] | None = None,
+) -> _Server:
+    """Returns a server that answers. See `answer_by_server` for the arguments and the errors."""
     try:
         from openai import OpenAI
     except ImportError as error:
         raise ImportError("answers by a server need its client: pip install -e '.[train]' in a checkout") from error
-    if concurrency < 1 or not temperatures or min(temperatures) < 0:
-        raise ValueError(f"expected concurrency >= 1 and temperatures >= 0, found {concurrency=}, {temperatures=}")
     base_url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1") + "/v1"
     key = (api_key or os.environ.get("HSDRAFT_API_KEY") or "EMPTY").strip()
     if not (key.isascii() and key.isprintable()):
@@ -83,8 +117,9 @@ def answer_by_server(
     if model is None:
         server = replace(server, model=server.only_model())
     server = replace(server, dialect=server.find_dialect(sorted(set(temperatures))))
-    once = {prompt.key: prompt for prompt in prompts}.values()
-    return _as_they_finish(server, (_draw(prompt, temperatures, seed) for prompt in once), concurrency, on_skip)
+    if expected is not None:
+        server.check_answers(expected)
+    return server
 
 
 def _draw(prompt: Prompt, temperatures: Sequence[float], seed: int) -> tuple[Prompt, float, int]:
@@ -97,13 +132,17 @@ def _as_they_finish(
     concurrency: int,
     on_skip: Callable[[Prompt, str], None] | None,
 ) -> Iterator[Answered]:
-    cancelled = Event()
-    pool = ThreadPoolExecutor(concurrency)
+    cancelled, turn = Event(), Semaphore(concurrency)
     pending: dict[Future[Answered], Prompt] = {}
+
+    def converse(prompt: Prompt, temperature: float, seed: int) -> Answered:
+        with turn:
+            return server.converse(prompt, temperature, seed, cancelled)
+
     try:
         while True:
             for prompt, temperature, seed in islice(drawn, 2 * concurrency - len(pending)):
-                pending[pool.submit(server.converse, prompt, temperature, seed, cancelled)] = prompt
+                pending[_started(converse, prompt, temperature, seed)] = prompt
             if not pending:
                 return
             done = wait(pending, return_when=FIRST_COMPLETED).done
@@ -118,7 +157,21 @@ def _as_they_finish(
                     yield answered
     finally:
         cancelled.set()
-        pool.shutdown(wait=False, cancel_futures=True)
+        server.client.close()  # so that no request under way is tried again
+
+
+def _started(work: Callable[..., Answered], *arguments: Any) -> Future[Answered]:
+    """Starts work in a thread that the end of the process does not wait for, as it would for those of an executor."""
+    task: Future[Answered] = Future()
+
+    def run() -> None:
+        try:
+            task.set_result(work(*arguments))
+        except BaseException as error:
+            task.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return task
 
 
 class _Refused(ValueError):
@@ -159,6 +212,19 @@ class _Server:
             except _Refused as refused:
                 reason = str(refused)
         raise ValueError(f"{self.base_url} refuses to answer `Hello` as {self.model!r} ({reason}): correct `model`")
+
+    def check_answers(self, expected: Sequence[str]) -> None:
+        """Raises a ValueError unless the server gives one of the expected answers to `PROBES`."""
+        brief = replace(self, max_tokens=PROBE_TOKENS)
+        for prompt, text in zip(PROBES, expected, strict=True):
+            found, _ = brief.reply([{"role": "user", "content": prompt}], temperature=0.0, seed=0)
+            if found == text:
+                return
+        raise ValueError(
+            f"{self.base_url} does not answer as the target does: to {prompt!r} {self.model!r} says {found!r}, and the "
+            f"target {text!r}. Serve the target itself there, with the same chat template and dtype, or name it by "
+            "`--server-model`"
+        )
 
     def converse(self, prompt: Prompt, temperature: float, seed: int, cancelled: Event) -> Answered:
         """Answers a prompt turn by turn. See `reply` for the errors."""
@@ -211,6 +277,7 @@ class _Server:
         if status == 404:
             return ValueError(f"{url} has no model {self.model!r} ({said}): pass a name that {url}/models lists")
         if status is None:
-            expected = "expected an OpenAI-compatible server, such as `vllm serve MODEL`: start it or correct the url"
+            expected = "expected an OpenAI-compatible server: start one, as `hsdraft serve --engine vllm --plain` or "
+            expected += "`vllm serve MODEL` does, or correct the url"
             return ConnectionError(f"no answer from {url} ({said}); {expected}")
         return ConnectionError(f"{url} keeps failing ({status}: {said}): see the server's log and run again")

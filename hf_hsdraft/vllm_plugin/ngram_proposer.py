@@ -16,6 +16,8 @@ from ..common.tuning import TUNING
 from ..drafters.ngrams.ngram_cache import NgramCache
 
 _LENGTH = 4  # of the longest leader, as `ngram_length` is by default
+# Greatest number of tokens of the texts that are kept although they got no token. Tables take about 0.9 KB a token.
+_WAITING_TOKENS = 2**16
 
 
 @dataclass
@@ -84,8 +86,21 @@ class NgramProposer:
             depth = min(self._depth, self._longest - length)
             known = text.cache.last == tokens[-1]  # not so for an id beyond the vocabulary
             drafts.append(list(text.cache.draft(depth, depth, width=1).tokens[1:]) if known else [])
-        self._texts = [*used, *waiting][: 2 * self._most]
+        self._texts = [*used, *self._kept(waiting)]
         return drafts
+
+    def _kept(self, waiting: list[_Text]) -> list[_Text]:
+        """The texts used last of those that got no token: they have ended, or wait for their turn.
+
+        A text that is not kept and goes on after all gets its tables anew.
+        """
+        kept, tokens = [], 0
+        for text in waiting[: self._most]:
+            tokens += len(text.tokens)
+            if tokens > _WAITING_TOKENS:
+                break
+            kept.append(text)
+        return kept
 
     def _text_of(self, tokens: np.ndarray, waiting: list[_Text]) -> _Text:
         """Takes the longest text out of `waiting` that the tokens go on from, or begins one, and enters the tokens."""

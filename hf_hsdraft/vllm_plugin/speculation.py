@@ -15,13 +15,15 @@ from .plugin_limits import check
 
 NGRAMS = "ngrams"
 _PROPOSER = "hf_hsdraft.vllm_plugin.ngram_proposer.NgramProposer"
-_METHODS = (
-    "eagle3",
-    "peagle",
-    "dflash",
-    "dspark",
-    "dflash2",
-)  # in the format of speculators
+_NGRAM_TOKENS = 5  # of a chain, unless somebody says otherwise
+# What vLLM is told for each `speculators_model_type`. vLLM has no methods of the names `peagle` and `dflash2`.
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "eagle3": {"method": "eagle3"},
+    "peagle": {"method": "eagle3", "parallel_drafting": True},
+    "dflash": {"method": "dflash"},
+    "dflash2": {"method": "dflash"},
+    "dspark": {"method": "dspark"},
+}
 
 
 def speculation_of(
@@ -31,7 +33,7 @@ def speculation_of(
 
     Args:
         name: folder or Hub name of the drafter; `"ngrams"` for n-grams of the text, which need no drafter.
-        num_speculative_tokens: length of a chain; `None` for as many tokens as the drafter drafts.
+        num_speculative_tokens: length of a chain; `None` for as many tokens as the drafter drafts, 5 of n-grams.
         on_cpu: whether vLLM runs on a CPU, where it refuses some methods.
 
     Raises:
@@ -40,17 +42,19 @@ def speculation_of(
     """
     if name == NGRAMS:
         found: dict[str, Any] = {"method": "custom_class", "model": _PROPOSER}
-        longest = TUNING.ngram_depth
+        usual, longest = _NGRAM_TOKENS, TUNING.ngram_depth
     else:
         config = Checkpoint.open(name).config
-        method, longest = _method_of(str(name), config)
-        if on_cpu and method == "dspark":
+        fields, longest = _fields_of(str(name), config)
+        if on_cpu and (kind := _refused_on_cpus(config)) is not None:
             raise ValueError(
-                f"{name} is a DSpark drafter, which vLLM runs by its second model runner, and that needs Triton: vLLM "
-                "refuses it on CPUs. Use it in generate(), or a hidden-state or EAGLE-3 drafter in vLLM"
+                f"{name} is {kind}. Only vLLM's second model runner drafts with it, and that needs Triton: vLLM "
+                "refuses it on CPUs. Run vLLM on a GPU (`hsdraft serve --device cuda`), use it in generate(), or use a "
+                "hidden-state or EAGLE-3 drafter in vLLM"
             )
-        found = {"method": method, "model": str(Path(name).resolve()) if os.path.isdir(name) else str(name)}
-    wanted = longest if num_speculative_tokens is None else num_speculative_tokens
+        found = {**fields, "model": str(Path(name).resolve()) if os.path.isdir(name) else str(name)}
+        usual = longest
+    wanted = usual if num_speculative_tokens is None else num_speculative_tokens
     if not 1 <= wanted <= longest:
         raise ValueError(
             f"chains of {wanted} tokens do not go with {name}, which drafts {longest} tokens: expected 1 to {longest}"
@@ -58,20 +62,45 @@ def speculation_of(
     return {**found, "num_speculative_tokens": wanted}
 
 
-def _method_of(name: str, config: Mapping[str, Any]) -> tuple[str, int]:
-    """The method in vLLM, and the number of tokens that the drafter drafts."""
-    if config.get("model_type") == HSDraftConfig.model_type:
+def is_hidden_state(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is one of a hidden-state drafter, with which vLLM drafts by the plugin."""
+    return config.get("model_type") == HSDraftConfig.model_type
+
+
+def _fields_of(name: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """What vLLM is told of a drafter's kind, and the number of tokens that the drafter drafts."""
+    if is_hidden_state(config):
         own = HSDraftConfig.from_dict(dict(config))
         check(own)
-        return "eagle3", own.num_draft_steps
-    method = config.get("speculators_model_type")
-    if method not in _METHODS:
-        seen = printable(method or config.get("model_type"))
+        return {"method": "eagle3"}, own.num_draft_steps
+    kind = config.get("speculators_model_type")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        seen = printable(kind or config.get("model_type"))
         raise ValueError(
             f"vLLM does not draft with {name}, whose config.json says {seen}: expected a hidden-state drafter, one in "
-            f"the format of speculators ({', '.join(_METHODS)}), or {NGRAMS!r}. `hsdraft export` writes that format"
+            f"the format of speculators ({', '.join(_FIELDS)}), or {NGRAMS!r}. `hsdraft export` writes that format"
         )
-    return method, _proposed_tokens(name, config)
+    head = config.get("markov_head_type") or "vanilla"
+    if kind == "dspark" and head != "vanilla":
+        raise ValueError(
+            f"{name} has markov_head_type={printable(head)}, and vLLM drafts with 'vanilla' only: use it in "
+            "generate(), or train one with that head"
+        )
+    return _FIELDS[kind], _proposed_tokens(name, config)
+
+
+def _refused_on_cpus(config: Mapping[str, Any]) -> str | None:
+    """What a drafter is that vLLM refuses on CPUs; `None` for one that it takes."""
+    kind = config.get("speculators_model_type")
+    if kind == "dspark":
+        return "a DSpark drafter"
+    if kind == "dflash2":
+        return "a DFlash2 drafter, with a head that chooses among candidates"
+    layers = config.get("transformer_layer_config")
+    types = layers.get("layer_types") if isinstance(layers, dict) else None
+    if kind == "dflash" and isinstance(types, list) and 0 < types.count("sliding_attention") < len(types):
+        return "a DFlash drafter with sliding and full attention in different layers"
+    return None
 
 
 def _proposed_tokens(name: str, config: Mapping[str, Any]) -> int:
