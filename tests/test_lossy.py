@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter
+from test_protocol import ListDrafter
 from transformers import LogitsProcessor, LogitsProcessorList
 from typer.testing import CliRunner
 
@@ -106,15 +108,18 @@ def entropy(p: list[float]) -> float:
     return -sum(each * math.log(each) for each in p if each > 0)
 
 
-def naively(table: Table, tree: DraftTree, forgives) -> tuple[int, ...]:
+def naively(table: Table, tree: DraftTree, forgives, end: int | None = None) -> tuple[int, ...]:
     """The tokens that a rule emits, by the paths of a tree alone.
 
     Args:
         forgives: takes the path, the best child's token and all paths.
+        end: token that ends the text.
     """
     paths = dict(zip(paths_of(tree), tree.scores, strict=True))
     path: tuple[int, ...] = ()
     while True:
+        if path and path[-1] == end:
+            return path
         own = (*path, table.own(path))
         if own in paths:
             path = own
@@ -127,9 +132,10 @@ def naively(table: Table, tree: DraftTree, forgives) -> tuple[int, ...]:
         path = best
 
 
-def fly(table: Table, theta: float, window: int):
+def fly(table: Table, theta: float, window: int, most: int = SIZE):
     def forgives(path, token, paths):
-        if entropy(table.p(path)) / math.log(SIZE) < theta:
+        highest = sorted(table.p(path))[-most:]
+        if entropy([each / sum(highest) for each in highest]) / math.log(most) < theta:
             return False
         following = (*path, token)
         for _ in range(window):
@@ -180,10 +186,17 @@ def a_rule(name: str, values: dict) -> object:
     return rule.with_options({**defaults, **values})
 
 
+def definition(name: str, table: Table, rule, numbers: tuple):
+    if name == "pivot":
+        return pivot(table, rule.classifier, *numbers)
+    return {"fly": fly, "typical": typical}[name](table, *numbers)
+
+
 SETTINGS = [
     ("fly", (0.3, 2), {"fly_entropy": 0.3, "fly_window": 2}),
     ("fly", (0.6, 0), {"fly_entropy": 0.6, "fly_window": 0}),
     ("fly", (0.0, 1), {"fly_entropy": 0.0, "fly_window": 1}),
+    ("fly", (0.6, 1, 3), {"fly_entropy": 0.6, "fly_window": 1, "fly_most_probable": 3}),
     ("typical", (0.09, 0.3), {}),
     ("typical", (0.15, 0.6), {"typical_threshold": 0.15, "typical_delta": 0.6}),
     ("pivot", (0.5,), {}),
@@ -199,11 +212,7 @@ def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sam
     for seed in range(400):
         table = Table(seed, sampled)
         tree = table.tree(width)
-        forgives = (
-            pivot(table, rule.classifier, *numbers)
-            if name == "pivot"
-            else {"fly": fly, "typical": typical}[name](table, *numbers)
-        )
+        forgives = definition(name, table, rule, numbers)
         verdict = rule.judge(tree, table.nodes(tree))
         assert tokens_of(tree, verdict) == naively(table, tree, forgives), seed
         assert verdict.num_drafted == len(verdict.path) and not verdict.finished
@@ -219,6 +228,46 @@ def test_a_rule_decides_as_its_definition_says(name, numbers, values, width, sam
             assert tokens_of(tree, cut) == tokens_of(tree, verdict)[: length + 1]
             assert list(cut.relaxed) == [node for node in others if node in verdict.path[: length + 1]]
     assert forgiven > 10 and parted > 10
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("name", "numbers", "values"), SETTINGS, ids=str)
+def test_a_text_ends_with_an_end_token_whoever_chose_it(name, numbers, values, sampled):
+    """An end inside a window of fly is a token like others: what was drafted after it is looked at too."""
+    rule, relaxed_ends, ends_ahead, end = a_rule(name, values), 0, 0, 3
+    for seed in range(800):
+        table = Table(seed, sampled)
+        tree = table.tree(3)
+        nodes = replace(table.nodes(tree), ends=lambda path, tokens: tokens[-1] == end)
+        verdict = rule.judge(tree, nodes)
+        emitted = naively(table, tree, definition(name, table, rule, numbers), end)
+        assert tokens_of(tree, verdict) == emitted, seed
+        assert verdict.finished == (emitted[-1] == end) and end not in emitted[:-1]
+        drafted = [prefix in paths_of(tree) for prefix in (emitted[: place + 1] for place in range(len(emitted)))]
+        assert verdict.num_drafted == sum(drafted)
+        others = [emitted[: place + 1] for place, token in enumerate(emitted) if token != table.own(emitted[:place])]
+        assert [paths_of(tree)[node] for node in verdict.relaxed] == others
+        relaxed_ends += emitted in others
+        ends_ahead += bool(others) and verdict.finished and others[-1] == emitted[:-1]
+    assert relaxed_ends > 0 and (name != "fly" or not values["fly_window"] or ends_ahead > 0)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_token_that_the_target_does_not_score_is_never_accepted(name):
+    """A target may embed more tokens than it scores; n-grams of the text may draft them."""
+    rule = a_rule(name, LOOSE[name])
+    if name == "pivot":
+        torch.nn.init.zeros_(rule.classifier.outer.weight)  # so that each token is a pivot with the same chance
+    for seed in range(20):
+        table = Table(seed, sampled=False)
+        own = table.own(())
+        possible = [token for token in range(SIZE) if token != own and table.p(())[token] > 1e-3]
+        alone = DraftTree((0, SIZE), (-1, 0), (0, 1), (0.0, -0.1))
+        assert tokens_of(alone, rule.judge(alone, table.nodes(alone))) == (own,)
+        for token in possible[:1]:
+            beside = DraftTree((0, SIZE, token), (-1, 0, 0), (0, 1, 1), (0.0, -0.1, -2.0))
+            verdict = rule.judge(beside, table.nodes(beside))
+            assert verdict.path == [2] and verdict.relaxed == (2,)
 
 
 def test_fly_on_a_chain_is_the_papers_rule():
@@ -340,6 +389,69 @@ def test_sampling_at_the_exact_end_draws_as_plain_decoding(target, prompt, name,
         texts.append(target.generate(prompt, **call, **assistant).tolist())
         after.append(float(torch.rand(1)))
     assert texts[0] == texts[1] != texts[2] and after[0] == after[1]
+
+
+def test_a_window_that_reaches_the_greatest_length_forgives_nothing(target, prompt):
+    """What is drafted is the target's text, but for the second best token at two places."""
+    window, start, text = 2, prompt.shape[1], prompt
+    for place in range(14):
+        best = target(text).logits[0, -1].topk(2).indices
+        text = torch.cat([text, best[None, int(place in (3, 9)), None]], dim=1)
+    drafter, relaxed = ListDrafter([text[0, start - 1 :].tolist()]), []
+    config = drafter.generation_config
+    config.verification, config.tree_sizing, config.ngram_length = "fly", "fixed", 0
+    config.fly_entropy, config.fly_window = 0.0, window
+    for new in range(1, 14):
+        output = target.generate(prompt, do_sample=False, assistant_model=drafter, **{**CALL, "max_new_tokens": new})
+        found = output.sequences
+        assert found.shape[1] == start + new
+        chosen = target(found[:, :-1]).logits.argmax(-1)[0, start - 1 :]
+        others = (chosen != found[0, start:]).nonzero().flatten().tolist()
+        assert output.statistics.relaxed_tokens == len(others)
+        assert all(place + window < new and not {place + 1, place + 2} & set(others) for place in others), new
+        relaxed.append(len(others))
+    # The last token is never drafted, so the mismatch at 3 needs 3 + 2 + 2 tokens.
+    assert relaxed == [0] * 6 + [1] * 7
+
+
+def length_of(row: list[int], end: int) -> int:
+    return row.index(end) + 1 if end in row else len(row)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", LOSSY)
+def test_rows_of_a_batch_end_each_for_itself(chatty, prompt, name, sampled, tmp_path):
+    """By rules that accept end tokens too. At its exact end each row is plain decoding's, by its own draws."""
+    ids, end = prompt.expand(4, -1).clone(), chatty.config.eos_token_id
+    ids[:, 0] = torch.arange(5, 9)
+    call = {"do_sample": sampled, "max_new_tokens": 40, "return_dict_in_generate": True}
+    call |= {"temperature": 1.5, "top_k": 0} if sampled else {}
+    exact = opted_in(chatty, name, EXACT[name], tmp_path / "exact")
+    torch.manual_seed(7)
+    drafted = chatty.generate(ids, assistant_model=exact, **call)
+    assert drafted.statistics.relaxed_tokens == 0
+    torch.manual_seed(7)
+    seeds = torch.randint(2**63 - 1, (len(ids),)).tolist()
+    for row, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        plain = chatty.generate(ids[row : row + 1], **call).sequences[0].tolist()
+        assert drafted.sequences[row, : len(plain)].tolist() == plain
+
+    loose = opted_in(chatty, name, LOOSE[name], tmp_path / "loose")
+    output = chatty.generate(ids, assistant_model=loose, **call)
+    rows = output.sequences[:, ids.shape[1] :].tolist()
+    lengths = [length_of(row, end) for row in rows]
+    assert len(set(lengths)) > 1 and output.statistics.relaxed_tokens > 0
+    assert all(set(row[length:]) <= {chatty.generation_config.pad_token_id}
+               for row, length in zip(rows, lengths, strict=True))  # fmt: skip
+    if not sampled:
+        chosen = chatty(output.sequences[:, :-1]).logits.argmax(-1)[:, ids.shape[1] - 1 :].tolist()
+        others = sum(
+            one != other
+            for row, wanted, length in zip(rows, chosen, lengths, strict=True)
+            for one, other in zip(row[:length], wanted[:length], strict=True)
+        )
+        assert output.statistics.relaxed_tokens == others
 
 
 def test_a_window_that_fails_leaves_the_draws_as_they_were(target, prompt):

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from safetensors import safe_open
 from safetensors.torch import save_file
 from test_lossy import LOOSE, a_classifier
 from transformers import AutoModel, GenerationConfig, pipeline
@@ -17,7 +18,7 @@ from hf_hsdraft.bench.report import BenchResult, _main_table
 from hf_hsdraft.bench.systems import make_systems, parse_variants
 from hf_hsdraft.drafters.draft_options import DraftOptions
 from hf_hsdraft.repository.drafter_files import CARD, OPTIONS
-from hf_hsdraft.verifiers.pivot import FILE, PivotClassifier, tap_of
+from hf_hsdraft.verifiers.pivot import FILE, Pivot, PivotClassifier, _loaded, tap_of
 from hf_hsdraft.verifiers.registry import VERIFIERS, is_lossy
 
 NEW = {"do_sample": False, "max_new_tokens": 24}
@@ -78,7 +79,9 @@ LOADERS = {
 def test_loading_warns_and_stays_exact_until_it_is_confirmed(target, folder, plain, told, loader):
     ids, text = plain
     drafter = LOADERS[loader](folder)
-    assert any("verification='fly'" in line and "lossy" in line and "after loading" in line for line in told)
+    [warning] = [line for line in told if "verification='fly'" in line]
+    assert "lossy" in warning and "after loading" in warning
+    assert warning.endswith("not the published ones: fly_entropy=0.0, not 0.3, fly_window=0, not 6")
     output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
     assert output.sequences.tolist() == text and output.exact
     drafter.generation_config.verification = "fly"
@@ -166,6 +169,36 @@ def test_the_options_of_a_target_cannot_ask_for_it(plain, told, attached):
     assert output.sequences.tolist() == text and output.exact
 
 
+def test_a_warning_names_no_thresholds_that_are_as_published(target, tmp_path, told):
+    drafter = make_drafter(target)
+    drafter.generation_config.verification, drafter.generation_config.fly_entropy = "fly", 0.3
+    drafter.save_pretrained(tmp_path)
+    HSDrafter.from_pretrained(tmp_path)
+    assert any("lossy" in line for line in told) and not any("published" in line for line in told)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_options_of_a_target_cannot_loosen_the_rule_that_the_user_chose(plain, told, attached):
+    ids, text = plain
+    target = make_target()
+    options = target.generation_config
+    options.fly_entropy, options.fly_window = 0.001 + attached / 1000, 0  # a warning is given once
+    drafter = make_drafter(target)
+    config = drafter.generation_config
+    config.verification, config.tree_sizing, config.fly_entropy = "fly", "fixed", 1.0
+    if attached:
+        with attach(target, drafter):
+            output = target.generate(ids, **NEW, return_dict_in_generate=True)
+    else:
+        output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
+    assert output.sequences.tolist() == text and output.statistics.relaxed_tokens == 0 and not output.exact
+    wanted = f"fly_entropy={options.fly_entropy}"
+    assert any(wanted in line and "drafter.generation_config.fly_entropy" in line for line in told)
+    config.fly_entropy, config.fly_window = 0.0, 0
+    with attach(target, drafter):
+        assert target.generate(ids, **NEW).tolist() != text  # what the drafter says is used
+
+
 def test_a_drafter_without_weights_stays_exact_too(tmp_path, told):
     drafter = CachebackDrafter()
     drafter.generation_config.verification = "typical"
@@ -230,3 +263,60 @@ def test_a_missing_damaged_or_foreign_classifier_is_told_before_work(target, pla
     save_file({"x": torch.zeros(1)}, tmp_path / FILE)
     with pytest.raises(ValueError, match="expected a file that `hsdraft train-verifier` wrote"):
         target.generate(ids, **NEW, assistant_model=drafter)
+
+
+def test_a_classifier_is_for_a_target_of_its_layers_and_name(target, plain, tmp_path, told, monkeypatch):
+    ids, _ = plain
+    drafter = make_drafter(target)
+    drafter.generation_config.verification = "pivot"
+    drafter.save_pretrained(tmp_path)
+    drafter.loaded_from = tmp_path
+    made = a_classifier(target.config.hidden_size, tap=1)
+    monkeypatch.setattr(target, "name_or_path", "somebody/large-chat")
+
+    def generate(layers: int, name: str = "") -> list[str]:
+        told.clear()
+        made.layers, made.recipe = layers, {"target": name} if name else {}
+        made.save(tmp_path / FILE)
+        _loaded.cache_clear()
+        target.generate(ids, **NEW, assistant_model=drafter)
+        return [line for line in told if FILE in line]
+
+    with pytest.raises(ValueError, match=r"hidden state 1 of a target of 4 layers of width 32: the target has hidden"):
+        generate(4)
+    assert generate(3, "somebody/large-chat") == generate(3, "large-chat") == generate(3) == []
+    for other in ("else/large-chat", "large-base"):
+        [warning] = generate(3, other)
+        assert f"trained for {other}, and the target is somebody/large-chat" in warning
+    with safe_open(tmp_path / FILE, framework="pt") as file:
+        head = file.metadata()
+    assert head.pop("layers") == "3"
+    save_file(made.state_dict(), tmp_path / FILE, metadata=head)  # as older files are
+    assert PivotClassifier.load(tmp_path / FILE).layers == 0
+    Pivot(PivotClassifier.load(tmp_path / FILE)).check(32, 99)
+
+
+@pytest.mark.parametrize("field", ["width", "tap", "layers"])
+def test_numbers_of_a_classifier_that_are_none_are_told(tmp_path, field):
+    made = a_classifier()
+    head = {"format": "hsdraft-pivot-1", "width": "5", "tap": "1", "layers": "3", field: "x"}
+    save_file(made.state_dict(), tmp_path / FILE, metadata=head)
+    with pytest.raises(ValueError, match=rf"{FILE} is damaged .*'x'.* expected a file that `hsdraft train-verifier`"):
+        PivotClassifier.load(tmp_path / FILE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
+def test_weights_of_a_classifier_in_another_dtype_are_told(tmp_path, dtype):
+    weights = {name: tensor.to(dtype) for name, tensor in a_classifier().state_dict().items()}
+    save_file(weights, tmp_path / FILE, metadata={"format": "hsdraft-pivot-1", "width": "5", "tap": "1"})
+    with pytest.raises(ValueError, match=rf"{FILE} is damaged \(.* is {dtype}, not torch.float32\): expected a file"):
+        PivotClassifier.load(tmp_path / FILE)
+
+
+def test_who_cannot_have_a_classifier_is_told_who_can(target):
+    drafter = CachebackDrafter()
+    drafter.generation_config.verification = "pivot"
+    with pytest.raises(
+        ValueError, match=r"train-verifier`, for a hidden-state, SpecFormer or self-speculation drafter"
+    ):
+        target.generate(torch.arange(5, 16)[None], **NEW, assistant_model=drafter)

@@ -13,13 +13,13 @@ from conftest import make_drafter, make_target
 from test_lossy import LOOSE
 from typer.testing import CliRunner
 
-from hf_hsdraft import CachebackDrafter, HSDrafter, LayerSkipDrafter
+from hf_hsdraft import CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, LayerSkipDrafter
 from hf_hsdraft.bench import quality as quality_module
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
 from hf_hsdraft.bench.measure import encode_prompt
 from hf_hsdraft.bench.prompt_questions import main as write_questions
-from hf_hsdraft.bench.prompt_questions import text_of
+from hf_hsdraft.bench.prompt_questions import questions_of, text_of
 from hf_hsdraft.bench.quality import (
     EXACT,
     Answer,
@@ -66,6 +66,10 @@ def test_answers_are_read_as_a_person_would():
     assert word.is_right("**Positive**, not negative") and not word.is_right("Negative; hardly positive")
     assert not word.is_right("It is positively so")
     named = Item("place", "", "New York", "contains")
+    moscow = Item("place", "", "Москва", "contains")
+    assert moscow.is_right("Это Москва.") and not moscow.is_right("Это Киев.")
+    yes = Item("told", "", "да", "label", ("да", "нет"))
+    assert yes.is_right("Да, конечно") and not yes.is_right("Нет.")
     assert named.is_right("She lives in new-york!") and not named.is_right("She lives in New Yorkshire.")
 
 
@@ -81,6 +85,12 @@ def test_questions_of_files(tmp_path):
     assert (math_.task, math_.answer, math_.kind) == ("math", "7", "number")
     assert (label_.task, label_.kind, label_.labels) == ("own", "label", ("A", "B"))
     assert text.kind == "contains"
+    numbered = path.with_name("numbered.jsonl")
+    numbered.write_text(json.dumps({"turns": ["How many?"], "answer": 2, "labels": [1, 2, 3]}) + "\n")
+    assert read_items(numbered)[0].labels == ("1", "2", "3")
+    numbered.write_text(json.dumps({"turns": ["Which?"], "answer": "+", "labels": ["+", "-"]}) + "\n")
+    with pytest.raises(ValueError, match="has '\\+': expected an answer with letters or digits"):
+        read_items(numbered)
     assert len(items_of(["copying"], [path], 1)) == 3  # one of each task: copying, math, own
     path.write_text(json.dumps({"turns": ["How many?"]}) + "\n")
     with pytest.raises(ValueError, match="has no `answer`"):
@@ -137,6 +147,28 @@ def answer(task="a", right=True, tokens=10, **changes) -> Answer:
     return Answer(task, right, tokens, **{**fields, "same": True, **changes})
 
 
+def test_samples_without_a_ratio_are_left_out():
+    found = bootstrap(([1.0, 0.0], [0.0, 1.0]), torch.divide)  # a quarter of the samples divide by nothing
+    assert found.value == 1.0 and 0.0 <= found.low <= found.high <= 1.0
+    silent = {PLAIN: [answer(right=False)], EXACT: [answer(right=False)]}
+    document = json.loads(json.dumps(as_document(Quality({}, {}, {"greedy": silent}))), parse_constant=pytest.fail)
+    assert document["figures"]["greedy"][EXACT]["kept"] == {"value": None, "low": None, "high": None}
+    table = tables_of(Quality({}, {}, {"greedy": silent}))[0]
+    assert list(table.columns[1].cells) == ["-", "-"]
+
+
+def test_a_rule_gains_over_exact_drafting_of_the_same_drafts(target):
+    rules = rules_of(["fly", "fly+ngram_continuation=8"], [])
+    systems = systems_of(make_drafter(target), rules)
+    longer = f"{EXACT}+ngram_continuation=8"
+    assert [system.name for system in systems] == [PLAIN, EXACT, longer, "fly", "fly+ngram_continuation=8"]
+    assert systems[2].exact and systems[2].options == {"verification": "walk", "ngram_continuation": 8}
+    seconds = {PLAIN: 8.0, EXACT: 4.0, longer: 2.0, "fly": 2.0, "fly+ngram_continuation=8": 1.0}
+    answers = {"greedy": {name: [answer(seconds=each)] for name, each in seconds.items()}}
+    figures = as_document(Quality({}, {rule.text: rule for rule in rules}, answers))["figures"]["greedy"]
+    assert [figures[name]["gain"]["value"] for name in seconds] == [0.5, 1.0, 2.0, 2.0, 2.0]
+
+
 def test_figures_are_those_of_their_definitions():
     plain = [answer(forwards=10, seconds=2.0) for _ in range(8)] + [answer("b", right=False, forwards=10, seconds=2.0)]
     own = [answer(right=index > 1, relaxed=1, log_probability=-15.0, repeated=3, same=False) for index in range(9)]
@@ -171,6 +203,7 @@ def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path):
     ]
     prompts = [f"Summarize.\n\n{text} This sentence goes on and on, {'and on, ' * 40}." for text in texts]
     assert [text_of(prompt) for prompt in prompts] == texts and text_of("Too short.") == ""
+    assert [each["answer"] for each in questions_of(prompts[:1], "own")]  # there is no other text to take words of
     path, out = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
     path.write_text("".join(json.dumps({"turns": [prompt]}) + "\n" for prompt in prompts))
     app_of_module = typer.Typer()
@@ -248,6 +281,15 @@ def test_answers_of_other_weights_are_not_taken(tmp_path):
     assert model_digest(one) != model_digest(other), "drafting options decide what lossy rules accept"
 
 
+def test_answers_of_other_levels_are_not_taken(target):
+    drafter = CausalLMDrafter(target)
+    one, other = (CascadeDrafter([CachebackDrafter(), drafter], tokens=[2, most]) for most in (4, 5))
+    assert model_digest(one) != model_digest(other)
+    known = model_digest(one)
+    one.levels[0].generation_config.ngram_length = 2
+    assert model_digest(one) != known
+
+
 def test_speeds_of_a_busy_machine_are_left_out():
     answers = {"greedy": {PLAIN: [answer()], EXACT: [answer()]}}
     quiet, busy = (as_document(Quality({}, {}, answers, timed=timed)) for timed in (True, False))
@@ -319,8 +361,9 @@ def test_answers_are_rolled_out_from_the_token(target, tokenizer):
 def places(count: int) -> tuple[list[Place], list[int]]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(count, 8, generator=generator)
-    item = Item("sums", "", "1", "number")
-    made = [Place(item, torch.zeros(1, 1), (), 0, 1, state, (0.5, 0.1)) for state in states]
+    items = [Item("sums", f"question {index}", "1", "number") for index in range(count)]
+    made = [Place(item, torch.zeros(1, 1), (), 0, 1, state, (0.5, 0.1))
+            for item, state in zip(items, states, strict=True)]  # fmt: skip
     return made, (states[:, 0] > 0.5).long().tolist()
 
 
@@ -350,17 +393,21 @@ def test_the_commands(saved, tmp_path, monkeypatch):
     train = ["train-verifier", *pair, "--tasks", "counting,copying", "--items", "6", "--max-new-tokens", "12"]
     run = CliRunner().invoke(app, [*train, "--out", str(tmp_path / "drafter")])
     assert run.exit_code == 0, run.output
-    assert PivotClassifier.load(tmp_path / "drafter" / FILE).recipe["tasks"] == "counting, copying"
+    trained = PivotClassifier.load(tmp_path / "drafter" / FILE)
+    assert trained.recipe["tasks"] == "counting, copying"
     assert "counting, copying" in (tmp_path / "drafter" / "README.md").read_text()
     assert HSDrafter.from_pretrained(tmp_path / "drafter").loaded_from == tmp_path / "drafter"
 
     pair[3] = str(tmp_path / "drafter")
     out, picture = tmp_path / "quality.json", tmp_path / "quality.png"
     command = ["quality", *pair, "--tasks", "counting", "--items", "2", "--max-new-tokens", "8", "--thresholds", "0.9"]
-    run = CliRunner().invoke(
-        app, [*command, "--rules", "fly,typical,pivot", "--json", str(out), "--picture", str(picture)]
-    )
+    files = ["--json", str(out), "--picture", str(picture), "--answers", str(tmp_path / "pivot.jsonl")]
+    run = CliRunner().invoke(app, [*command, "--rules", "fly,typical,pivot", *files])
     assert run.exit_code == 0, run.output
+    asked, known = make_items("counting", 8), trained.questions
+    new = [item for item in asked if item.digest not in known][:2]
+    assert new != asked[:2] and len(new) == 2, "the classifier was trained with the first questions"
+    assert json.loads((tmp_path / "pivot.jsonl").read_text().splitlines()[0])["run"]["questions"] == digest(new)
     document = json.loads(out.read_text())
     assert set(document["figures"]) == {"greedy", "sampled"} and picture.stat().st_size > 5000
     names = [PLAIN, EXACT, "fly", "fly+fly_entropy=0.9", "typical", "typical+typical_threshold=0.9", "pivot",
@@ -374,6 +421,8 @@ def test_the_commands(saved, tmp_path, monkeypatch):
     kept = ["--rules", "fly", "--temperature", "0", "--no-speed", "--answers", str(tmp_path / "answers.jsonl")]
     run = CliRunner().invoke(app, [*command, *kept, "--json", str(out)])
     assert run.exit_code == 0 and "speed_up" not in run.output, run.output
+    busy = CliRunner().invoke(app, [*command, *[each for each in kept if each != "--no-speed"]])
+    assert busy.exit_code != 0 and "timed is False" in str(busy.exception) + busy.output
     before = out.read_text()
     monkeypatch.setattr(quality_module, "time_call", None)  # all answers are known
     run = CliRunner().invoke(app, [*command, *kept, "--json", str(out)])

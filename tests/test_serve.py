@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, attach
 from hf_hsdraft.cli import app
 from hf_hsdraft.commands._shared import set_verification
+from hf_hsdraft.drafters.draft_options import DraftOptions
 from hf_hsdraft.target.target_loading import default_drafter, embedded_gguf, load_target
 
 openai = pytest.importorskip("openai")
@@ -356,12 +358,23 @@ def test_responses_say_by_which_rule_drafts_were_verified(tokenizer, tmp_path):
         assert not report["lossless"] and not report["last"]["lossless"] and report["relaxed_tokens"] > 0
 
 
-def test_a_rule_of_the_command_line_is_checked_before_anything_is_served():
+def test_a_rule_of_the_command_line_is_checked_before_anything_is_served(tmp_path):
     drafter = make_drafter(make_target())
     with pytest.raises(ValueError, match="verification='none' is invalid: expected one of walk, rejection, fly"):
         set_verification(drafter, "none")
     with pytest.raises(ValueError, match="train-verifier"):
         set_verification(drafter, "pivot")
+    set_verification(drafter, "fly+fly_window=2+ngram_continuation=8")
+    options = DraftOptions.of(drafter)
+    assert (options.verification, options.own["fly_window"], options.ngram_continuation) == ("fly", 2, 8)
+    for command in ("serve", "chat", "ui"):
+        if command == "ui" and find_spec("gradio") is None:
+            continue
+        port = [] if command == "chat" else ["--port", "0"]
+        missing = ["--target", str(tmp_path / "no target"), "--drafter", str(tmp_path / "no drafter")]
+        run = CliRunner().invoke(app, [command, *missing, *port, "--verification", "fly+window=2"])
+        told = " ".join((run.output + str(run.exception)).split())
+        assert run.exit_code != 0 and "fly has no option 'window=2': expected some of fly_entropy" in told
     run = CliRunner().invoke(app, ["serve", "--plain", "--verification", "fly", "--port", "0"])
     assert run.exit_code != 0 and "no drafts to verify" in " ".join(run.output.split())
 

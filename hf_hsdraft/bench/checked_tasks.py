@@ -7,15 +7,17 @@ have some words has them in any order, also in the plural.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..training.conversations import Prompt, read_rows
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_WORD = re.compile(r"[^\W_]+")  # of any script
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Item:
     kind: str
     labels: tuple[str, ...] = ()
 
+    @property
+    def digest(self) -> str:
+        """The question, in 16 hexadecimal digits."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
+
     def is_right(self, text: str) -> bool:
         """Whether a target's text answers the question."""
         return CHECKERS[self.kind](self, text)
@@ -43,7 +50,7 @@ class Item:
 
 def _words(text: str) -> str:
     """A text as its words in small letters, each between two spaces."""
-    return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
+    return f" {' '.join(_WORD.findall(text.lower()))} "
 
 
 def numbers_of(text: str) -> list[float]:
@@ -179,10 +186,16 @@ GENERATED: dict[str, Callable[[random.Random], Item]] = {
 }
 
 
-def make_items(task: str, count: int, seed: int = 0) -> list[Item]:
+def make_items(task: str, count: int, seed: int = 0, without: Collection[str] = ()) -> list[Item]:
     """Returns different items of a task, at most `count`; the same ones for a seed.
 
     A task may have fewer: there are 324 questions for sums of two digits.
+
+    Args:
+        task: its name.
+        count: greatest number of items.
+        seed: of all random choices.
+        without: digests of questions that are left out.
 
     Raises:
         ValueError: there is no such task.
@@ -193,7 +206,8 @@ def make_items(task: str, count: int, seed: int = 0) -> list[Item]:
     found: dict[str, Item] = {}
     for _ in range(50 * count):
         item = GENERATED[task](rng)
-        found.setdefault(item.prompt, item)
+        if item.digest not in without:
+            found.setdefault(item.prompt, item)
         if len(found) == count:
             break
     return list(found.values())
@@ -206,7 +220,7 @@ def read_items(path: Path) -> list[Item]:
     file.
 
     Raises:
-        ValueError: a line has no answer, or an answer that is none of its labels.
+        ValueError: a line has no answer, an answer that is none of its labels, or one without letters and digits.
     """
     return [_read(path, row, prompt) for row, prompt in read_rows(path) if isinstance(prompt, Prompt)]
 
@@ -216,25 +230,41 @@ def _read(path: Path, row: dict[str, object], prompt: Prompt) -> Item:
     if not isinstance(answer, str | int | float) or not str(answer).strip():
         raise ValueError(f"{path}: {prompt.turns[0]!r:.60} has no `answer`: expected a text or a number")
     text = str(answer).rpartition("####")[2].strip()
-    if not isinstance(labels, list | tuple) or (labels and text not in labels):
+    if not isinstance(labels, list | tuple) or (labels and text not in map(str, labels)):
         raise ValueError(f"{path}: {prompt.turns[0]!r:.60} has answer {text!r}: expected one of its labels {labels!r}")
+    named = [str(label) for label in labels]
+    for each in (text, *named):
+        if not _WORD.search(each):
+            raise ValueError(f"{path}: {prompt.turns[0]!r:.60} has {each!r}: expected an answer with letters or digits")
     kind = "label" if labels else "number" if _NUMBER.fullmatch(text) else "contains"
-    return Item(prompt.category or path.stem, prompt.turns[0], text, kind, tuple(map(str, labels)))
+    return Item(prompt.category or path.stem, prompt.turns[0], text, kind, tuple(named))
 
 
-def items_of(tasks: Sequence[str], files: Sequence[Path], count: int, seed: int = 0) -> list[Item]:
+def items_of(
+    tasks: Sequence[str], files: Sequence[Path], count: int, seed: int = 0, without: Collection[str] = ()
+) -> list[Item]:
     """Returns at most `count` items of each generated task, and of each task in some files.
+
+    Args:
+        tasks: names of generated tasks.
+        files: JSONL files, see `read_items`.
+        count: greatest number of items of a task.
+        seed: of the generated ones.
+        without: digests of questions that are left out.
 
     Raises:
         ValueError: see `make_items` and `read_items`; or there is none.
     """
-    found = [item for task in tasks for item in make_items(task, count, seed)]
+    found = [item for task in tasks for item in make_items(task, count, seed, without)]
     for path in files:
         taken: dict[str, int] = {}
         for item in read_items(path):
+            if item.digest in without:
+                continue
             taken[item.task] = taken.get(item.task, 0) + 1
             if taken[item.task] <= count:
                 found.append(item)
     if not found:
-        raise ValueError(f"no questions with answers: name some of {', '.join(GENERATED)}, or a file of them")
+        new = " that no rule was trained with" if without else ""
+        raise ValueError(f"no questions with answers{new}: name some of {', '.join(GENERATED)}, or a file of them")
     return found

@@ -98,7 +98,7 @@ def questions_of(prompts: Sequence[str], name: str, seed: int = 0) -> Iterator[d
     texts = list(dict.fromkeys(filter(None, map(text_of, prompts))))
     random.Random(seed).shuffle(texts)
     for place, text in enumerate(texts):
-        others = [texts[place - 1], texts[place - 2]]
+        others = [texts[(place - back) % len(texts)] for back in (1, 2)]
         for kind, ask in KINDS.items():
             asked = ask(text, others)
             if asked is not None:

@@ -10,6 +10,7 @@ import torch
 
 from ..drafters.draft_options import DraftOptions
 from ..verifiers.registry import VERIFIERS, is_lossy
+from ..verifiers.verdict import Verifier
 from .calls import Settings, time_call
 from .checked_tasks import Item
 from .measure import encode_prompt, end_tokens
@@ -19,7 +20,7 @@ from .systems import PLAIN, System, with_options
 EXACT = "exact drafting"
 GREEDY, SAMPLED = "greedy", "sampled"
 _NGRAM = 4  # tokens of an n-gram by which repetition is counted
-_BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options that decide what a rule can accept
+_BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options of drafts, not of the rule itself
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class Rule:
     def text(self) -> str:
         """The rule as `parse` reads it."""
         return "+".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """Those of its options that are about drafts."""
+        return {name: value for name, value in self.options.items() if name in _BESIDE}
+
+    @property
+    def exact_name(self) -> str:
+        """Name of exact drafting with the same drafts."""
+        return "+".join([EXACT, *(f"{name}={value}" for name, value in sorted(self.drafts.items()))])
 
     @property
     def threshold(self) -> str:
@@ -144,6 +155,8 @@ class Answer:
 class Quality:
     """All answers, by the way of decoding and the system; plain decoding and exact drafting come first.
 
+    Rules with other drafts than the drafter's own have exact drafting with these drafts beside them.
+
     Attributes:
         settings: of the run.
         rules: by the name of their system.
@@ -158,23 +171,43 @@ class Quality:
 
 
 def systems_of(drafter: Any, rules: Sequence[Rule]) -> list[System]:
-    """Returns plain decoding, exact drafting and each rule, with the same drafter.
+    """Returns plain decoding, exact drafting with the drafts of each rule, and each rule, with the same drafter.
 
     Raises:
         ValueError: a rule cannot be had with this drafter.
     """
-    exact = {"verification": "walk"}
-    made = [System(PLAIN), System(EXACT, {"assistant_model": drafter}, drafter, exact, ours=True)]
+    drafts = {EXACT: dict[str, Any](), **{rule.exact_name: rule.drafts for rule in rules}}
+    made = [System(PLAIN)]
+    for name, options in drafts.items():
+        made.append(System(name, {"assistant_model": drafter}, drafter, {"verification": "walk", **options}, ours=True))
     for rule in rules:
-        options = {"verification": rule.name, **_defaults(rule.name), **rule.options}
-        stored = drafter.generation_config
-        with_options(drafter, options)
-        try:
-            drafter.verifier(DraftOptions.of(drafter))
-        finally:
-            drafter.generation_config = stored
-        made.append(System(rule.text, {"assistant_model": drafter}, drafter, options, ours=True, exact=False))
+        _verifier(drafter, rule)
+        kwargs = {"assistant_model": drafter}
+        made.append(System(rule.text, kwargs, drafter, _all_options(rule), ours=True, exact=False))
     return made
+
+
+def trained_with(drafter: Any, rules: Sequence[Rule]) -> set[str]:
+    """Returns digests of the questions that a rule was trained with. It would be measured too well with these.
+
+    Raises:
+        ValueError: a rule cannot be had with this drafter.
+    """
+    return {each for rule in rules for each in _verifier(drafter, rule).questions}
+
+
+def _all_options(rule: Rule) -> dict[str, Any]:
+    return {"verification": rule.name, **_defaults(rule.name), **rule.options}
+
+
+def _verifier(drafter: Any, rule: Rule) -> Verifier:
+    """The verifier of a rule with a drafter, whose options stay as they are."""
+    stored = drafter.generation_config
+    with_options(drafter, _all_options(rule))
+    try:
+        return drafter.verifier(DraftOptions.of(drafter))
+    finally:
+        drafter.generation_config = stored
 
 
 def measure_quality(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,20 +34,24 @@ DEFINITIONS = {
     "repetition": "share of 4-grams that occurred before in the same answer",
     "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
     "speed_up": "tokens/s over plain generate(), same process, in changing order",
-    "gain": "tokens/s over exact drafting, likewise",
+    "gain": "tokens/s over exact drafting with the same drafts, likewise",
 }
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its interval."""
+    """A figure with its interval; NaN where it does not exist, as a share of nothing."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f}..{self.high:.3f})"
+        return f"{self.value:.3f} ({self.low:.3f}..{self.high:.3f})" if math.isfinite(self.value) else "-"
+
+    def as_json(self) -> dict[str, float | None]:
+        """Returns the figure as JSON has it, which knows no NaN."""
+        return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -70,16 +75,20 @@ def bootstrap(columns: Sequence[Sequence[float]], figure: Callable[..., torch.Te
 
     Args:
         columns: for each sum, a number of each question.
-        figure: takes the sums, each `[n]`, and returns `[n]`.
+        figure: takes the sums, each `[n]`, and returns `[n]`. Samples for which it is not finite are left out.
     """
     numbers = torch.tensor([list(column) for column in columns], dtype=torch.float64)  # [k, questions]
     count = numbers.shape[1]
     picks = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(_SEED))
     sums = torch.stack([column[picks].sum(dim=1) for column in numbers])
-    drawn = figure(*sums).nan_to_num(nan=0.0).sort().values
+    value = float(figure(*numbers.sum(dim=1, keepdim=True)))
+    drawn = figure(*sums)
+    drawn = drawn[drawn.isfinite()]
+    if not math.isfinite(value) or not len(drawn):
+        return Figure(math.nan, math.nan, math.nan)
     edge = (1 - _COVERED) / 2
     low, high = (float(drawn.quantile(at)) for at in (edge, 1 - edge))
-    return Figure(float(figure(*numbers.sum(dim=1, keepdim=True)).nan_to_num(nan=0.0)), low, high)
+    return Figure(value, low, high)
 
 
 def _ratio(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -131,9 +140,10 @@ def row_of(own: Sequence[Answer], plain: Sequence[Answer], exact: Sequence[Answe
     )
 
 
-def rows_of(answers: Mapping[str, Sequence[Answer]]) -> dict[str, QualityRow]:
-    """Returns the figures of each system."""
-    return {name: row_of(own, answers[PLAIN], answers[EXACT]) for name, own in answers.items()}
+def rows_of(answers: Mapping[str, Sequence[Answer]], rules: Mapping[str, Rule]) -> dict[str, QualityRow]:
+    """Returns the figures of each system. Each rule is compared with exact drafting of the same drafts."""
+    exact = {name: answers[rules[name].exact_name if name in rules else EXACT] for name in answers}
+    return {name: row_of(own, answers[PLAIN], exact[name]) for name, own in answers.items()}
 
 
 def shown_figures(quality: Quality) -> list[str]:
@@ -150,7 +160,10 @@ def as_document(quality: Quality) -> dict[str, Any]:
         "settings": quality.settings,
         "rules": {name: {**asdict(rule), "published": rule.is_published} for name, rule in quality.rules.items()},
         "figures": {
-            mode: {name: {each: asdict(getattr(row, each)) for each in shown} for name, row in rows_of(answers).items()}
+            mode: {
+                name: {each: getattr(row, each).as_json() for each in shown}
+                for name, row in rows_of(answers, quality.rules).items()
+            }
             for mode, answers in quality.answers.items()
         },
         "accuracy_by_task": {
@@ -179,7 +192,7 @@ def tables_of(quality: Quality) -> list[Table]:
     """Returns the figures and the accuracies by task, a table of each for each way of decoding."""
     tables = []
     for mode, answers in quality.answers.items():
-        rows, shown = rows_of(answers), shown_figures(quality)
+        rows, shown = rows_of(answers, quality.rules), shown_figures(quality)
         table = Table(mode, *shown)
         for name, row in rows.items():
             table.add_row(escape(_label(name, quality.rules)), *(str(getattr(row, each)) for each in shown))
@@ -212,7 +225,7 @@ def draw_quality(quality: Quality, path: Path) -> Path:
     figure = new_figure(5.0 * min(len(panels), 2), 4.0 * ((len(panels) + 1) // 2))
     grid = figure.subplots((len(panels) + 1) // 2, min(len(panels), 2), squeeze=False)
     for axes, (mode, what) in zip(grid.flat, panels, strict=True):
-        rows = rows_of(quality.answers[mode])
+        rows = rows_of(quality.answers[mode], quality.rules)
         lines: dict[str, list[Rule]] = {}
         for rule in quality.rules.values():
             others = {name: value for name, value in rule.options.items() if name != rule.threshold}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..drafters.cascade.cascade_drafter import CascadeDrafter
 from ..drafters.weightless_drafter import WeightlessDrafter
 from ..repository.drafter_files import sha256
 from .checked_tasks import Item
@@ -101,8 +102,9 @@ def digest(items: Sequence[Item]) -> str:
 def model_digest(model: Any) -> str:
     """Returns a digest of what a target or a drafter answers by, whatever it is called and wherever it lies.
 
-    It covers weights, generation options, the document of a drafter without weights, and the weight files that lie
-    beside a drafter's own, as a refiner's and a verifier's do. Weights that are offloaded are left out.
+    It covers weights, generation options, the document of a drafter without weights, the levels of a cascade, and the
+    weight files that lie beside a drafter's own, as a refiner's and a verifier's do. Weights that are offloaded are
+    left out.
 
     Args:
         model: a model of transformers, or a drafter.
@@ -110,7 +112,10 @@ def model_digest(model: Any) -> str:
     found = hashlib.sha256()
     options = {**model.generation_config.to_dict(), "transformers_version": None}
     document = model.document() if isinstance(model, WeightlessDrafter) else None
-    found.update(json.dumps([type(model).__name__, options, document], sort_keys=True, default=str).encode())
+    about: list[Any] = [type(model).__name__, options, document]
+    if isinstance(model, CascadeDrafter):
+        about += [model.tokens, *map(model_digest, model.levels)]
+    found.update(json.dumps(about, sort_keys=True, default=str).encode())
     for name, value in model.state_dict().items() if isinstance(model, torch.nn.Module) else ():
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         if not value.is_meta:

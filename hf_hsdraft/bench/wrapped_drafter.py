@@ -27,7 +27,8 @@ class WrappedDrafter(Drafter):
         self.num_draft_steps = drafter.num_draft_steps
         self.takes_tree_builders, self.own_options = drafter.takes_tree_builders, drafter.own_options
         self.generation_config = copy.deepcopy(drafter.generation_config)
-        self.generation_config.tree_sizing, self.generation_config.ngram_length = "fixed", 0
+        options = self.generation_config
+        options.tree_sizing, options.ngram_length, options.ngram_continuation = "fixed", 0, 0
         self._drafter = drafter
 
     def default_generation_config(self) -> GenerationConfig:

@@ -45,7 +45,11 @@ DrafterOption = Annotated[
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")]
 VerificationOption = Annotated[
     str | None,
-    typer.Option("--verification", help="Rule of verification; fly, typical and pivot are lossy. Default: exact."),
+    typer.Option(
+        "--verification",
+        help="Rule of verification; fly, typical and pivot are lossy and take options, as "
+        "fly+fly_window=2+ngram_continuation=8. Default: exact.",
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Device to run on.")]
 
@@ -101,8 +105,26 @@ def check_fit(drafter: Any, target: Any, tokenizer: Any) -> None:
     drafter.warn_of_misfit(target, tokenizer, all_processes=False)
 
 
-def set_verification(drafter: Any, rule: str) -> None:
+def verification_options(text: str) -> dict[str, Any]:
+    """Reads a rule of verification, with options if it is lossy: `walk`, `fly` or `fly+fly_window=2`.
+
+    Raises:
+        ValueError: there is no such rule or option, or the value is out of range.
+    """
+    from ..bench.quality import Rule
+    from ..verifiers.registry import VERIFIERS
+
+    rule, further, _ = text.partition("+")
+    if rule not in VERIFIERS:
+        raise ValueError(f"verification={rule!r} is invalid: expected one of {', '.join(VERIFIERS)}")
+    return {"verification": rule, **(Rule.parse(text).options if further else {})}
+
+
+def set_verification(drafter: Any, text: str) -> None:
     """Gives a drafter a rule of verification, and says if that may change the text.
+
+    Args:
+        text: see `verification_options`.
 
     Raises:
         ValueError: there is no such rule, or it does not go with the drafter's other options.
@@ -110,8 +132,11 @@ def set_verification(drafter: Any, rule: str) -> None:
     from ..drafters.draft_options import DraftOptions
     from ..verifiers.registry import is_lossy
 
-    drafter.generation_config.verification = rule
+    options = verification_options(text)
+    for name, value in options.items():
+        setattr(drafter.generation_config, name, value)
     drafter.verifier(DraftOptions.of(drafter))
+    rule = options["verification"]
     if is_lossy(rule):
         console.print(f"verification={rule!r} is lossy: texts may differ from the model's own", highlight=False)
 
@@ -122,11 +147,14 @@ def load_plain_or_pair(
     """Target, tokenizer and drafter; `None` in the drafter's place for plain decoding.
 
     Args:
-        verification: rule that the user confirms by naming it; `None` for the drafter's own, which is exact.
+        verification: rule that the user confirms by naming it, see `verification_options`; `None` for the drafter's
+            own, which is exact.
     """
     from ..target.target_loading import load_target
 
     if not plain:
+        if verification is not None:
+            verification_options(verification)  # a misspelt one is told before anything is loaded
         model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
         if verification is not None:
             set_verification(loaded, verification)

@@ -13,6 +13,8 @@ from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOpti
 if TYPE_CHECKING:
     from ..bench.checked_tasks import Item
     from ..bench.quality import Quality
+    from ..training.pivot_labels import Labels
+    from ..training.pivots import Place, Plan
 
 app = typer.Typer()
 TasksOption = Annotated[
@@ -68,7 +70,7 @@ def quality(
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
     from ..bench.checked_tasks import items_of
     from ..bench.machine import processor
-    from ..bench.quality import Quality, rules_of
+    from ..bench.quality import Quality, rules_of, trained_with
     from ..common.checks import public_name
 
     try:
@@ -80,6 +82,7 @@ def quality(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     pair = load_pair(target, drafter, dtype, device)
+    asked = items_of(_names(tasks), questions or [], items, seed, trained_with(pair[2], wanted))
     settings = {
         "target": public_name(getattr(pair[0], "name_or_path", "")),
         "dtype": dtype.value,
@@ -126,7 +129,8 @@ def _answer(
 
     model, tokenizer, drafter = pair
     systems = systems_of(drafter, list(found.rules.values()))
-    log = AnswerLog(answers, {} if answers is None else run_of(found.settings, asked, systems, model))
+    run = {} if answers is None else run_of({**found.settings, "timed": found.timed}, asked, systems, model)
+    log = AnswerLog(answers, run)
     heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
     modes = {**({GREEDY: 0.0} if greedy else {}), **({SAMPLED: heat} if heat else {})}
     with Progress(console=console, transient=True) as progress:
@@ -168,6 +172,10 @@ def train_verifier(
     temperature: Annotated[float, typer.Option(min=0.01, help="Of these answers.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    labels: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Keep the labels here as they come. A run that was stopped goes on from it."),
+    ] = None,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     dtype: DtypeOption = Dtype.float32,
@@ -177,32 +185,54 @@ def train_verifier(
 
     It lies beside the drafter's weights. Ask the tasks that it is to be used for: of others it knows nothing.
     """
-    from rich.progress import Progress
-
     from ..bench.checked_tasks import items_of
-    from ..training import pivots
-    from ..training.pivots import Place, Plan, collect, fit, save_beside
+    from ..training.pivot_labels import Labels, run_of
+    from ..training.pivots import Plan, fit, save_beside
 
     try:
         asked = items_of(_names(tasks), questions or [], items, seed)
+        _check_files(labels, None, None)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
     plan = Plan(places, roll_outs, temperature, max_new_tokens, seed)
     folder = plan.folder_for(loaded, out)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("decoding", total=len(asked))
-        found: list[Place] = []
-        for item in asked:
-            found += collect(model, tokenizer, loaded, item, plan)
-            progress.advance(task)
-        task = progress.add_task("rolling out", total=len(found))
-        labels: list[int] = []
-        for place in found:
-            labels.append(pivots.label(model, tokenizer, place, plan))
-            progress.advance(task)
-    classifier, figures = fit(found, labels, plan)
+    kept = Labels.read(labels, {} if labels is None else run_of(model, plan))
+    found = _labelled((model, tokenizer, loaded), asked, plan, kept)
+    classifier, figures = fit([place for place, _ in found], [label for _, label in found], plan)
     save_beside(loaded, classifier, folder, model)
     for name, value in classifier.recipe.items():
         console.print(f"{name}: {value}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"saved in {folder}; held-out figures: {figures}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: Labels) -> list[tuple[Place, int]]:
+    """Returns some mismatches of the answers to questions, each with its label: 1 for a pivot.
+
+    Args:
+        pair: target, tokenizer and drafter.
+        asked: the questions.
+        plan: how many mismatches, and how they are labelled.
+        kept: labels that are known; gets the others.
+    """
+    from rich.progress import Progress
+
+    from ..training import pivots
+
+    model, tokenizer, drafter = pair
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("decoding", total=len(asked))
+        places: list[Place] = []
+        for item in asked:
+            places += pivots.collect(model, tokenizer, drafter, item, plan)
+            progress.advance(task)
+        task = progress.add_task("rolling out", total=len(places))
+        found: list[tuple[Place, int]] = []
+        for place in places:
+            label = kept.of(place)
+            if label is None:
+                label = pivots.label(model, tokenizer, place, plan)
+                kept.add(place, label)
+            found.append((place, label))
+            progress.advance(task)
+    return found

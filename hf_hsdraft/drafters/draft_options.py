@@ -10,20 +10,20 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..common.checks import few, is_integer, is_number, printable
+from ..common.checks import few, is_integer, is_number, printable, short
 from ..common.options import Option
 from ..common.tuning import TUNING
 from ..pace.round_costs import Costs
 from ..trees.builder_registry import DRAWING, TREE_BUILDERS, WHOLE
-from ..verifiers.registry import VERIFIERS, is_lossy
+from ..verifiers.registry import VERIFIERS, is_lossy, lossy_options
 from ..verifiers.verdict import Verifier
 
 logger = logging.get_logger(__name__)
 
 # A target's own files may say so too, and they are not the caller.
 NOT_TAKEN = (
-    "the call's generation configuration asks for verification={!r}, which is lossy: it may change the text. It is not "
-    "used. To use it, set it on drafter.generation_config.verification"
+    "the call's generation configuration asks for {name}={value}, an option of lossy verification, which may change "
+    "the text. It is not used. To use it, set it on drafter.generation_config.{name}"
 )
 _ALIKE, _NEAR = 0.85, 0.4  # of two names; see `difflib.SequenceMatcher.ratio`
 
@@ -103,7 +103,9 @@ class DraftOptions:
         Args:
             drafter: a `Drafter`.
             call: generation configuration of the call. What it sets goes before what the drafter says; transformers has
-                filled in its own defaults by then, and those count as not set.
+                filled in its own defaults by then, and those count as not set. It has also taken over what the
+                target's own file says, which cannot be told from what the caller says. So a lossy rule and the options
+                of lossy rules are not taken from here.
 
         Raises:
             ValueError: an option is misspelt or out of range; the message names it and what would be right.
@@ -111,16 +113,18 @@ class DraftOptions:
         config, own = drafter.generation_config, _own_options(drafter)
         defaults = drafter.default_generation_config()
         _check_names(config, option_names(drafter), type(drafter).__name__)
-        library = GenerationConfig._get_default_generation_params()
+        library, of_lossy = GenerationConfig._get_default_generation_params(), lossy_options()
 
         def option(name: str) -> Any:
-            given = getattr(call, name, None)
-            if name == "verification" and is_lossy(given) and given != getattr(config, name, None):
-                logger.warning_once(NOT_TAKEN.format(given))
-                given = None
-            values = (None if given == library.get(name) else given, getattr(config, name, None))
-            default = own[name].default if name in own else getattr(defaults, name)
-            return next((value for value in values if value is not None), default)
+            given, set_here = getattr(call, name, None), getattr(config, name, None)
+            if set_here is None:
+                set_here = own[name].default if name in own else getattr(defaults, name)
+            if given is None or given == library.get(name) or given == set_here:
+                return set_here
+            if name in of_lossy or (name == "verification" and is_lossy(given)):
+                logger.warning_once(NOT_TAKEN.format(name=name, value=short(given)))
+                return set_here
+            return given
 
         _check_sizes(option, drafter)
         _check_rules(option, drafter)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from ..common.checks import public_name
 from ..common.refusals import DraftingRefused
 from ..drafters.protocol import Drafter
 from ..target.target_limits import check_inputs, furthest_position, text_config
@@ -42,7 +43,8 @@ def check_verifier(verifier: Verifier, target: Any, processors: Any) -> None:
     Raises a DraftingRefused for a rule that drops scores again, where a processor remembers that it was asked.
     """
     config = text_config(target)
-    verifier.check(getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0))
+    name = public_name(getattr(target, "name_or_path", ""))
+    verifier.check(getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0), name)
     if verifier.looks_ahead and (keeping := [type(one).__name__ for one in processors if not is_row_wise(one)]):
         raise DraftingRefused(
             f"{type(verifier).__name__} asks for scores beyond a mismatch that it may drop again, and "

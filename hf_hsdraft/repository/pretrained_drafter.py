@@ -14,7 +14,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..verifiers.registry import is_lossy
+from ..common.checks import few
+from ..verifiers.registry import is_lossy, lossy_options
 from .care import care
 from .drafter_files import (
     CONFIG,
@@ -252,9 +253,17 @@ def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     logger.warning(
         f"the options saved in {folder} ask for verification={rule!r}, which is lossy: it may change the text. The "
         "drafter is loaded with exact verification. To use that rule, set drafter.generation_config.verification = "
-        f"{rule!r} after loading"
+        f"{rule!r} after loading{_unpublished(options)}"
     )
     return {name: value for name, value in options.items() if name != "verification"}
+
+
+def _unpublished(options: dict[str, Any]) -> str:
+    """What a warning says of saved options of lossy rules that are not as published; empty where all are."""
+    published = {name: option.default for name, option in lossy_options().items()}
+    told = [f"{name}={options[name]!r}, not {default!r}" for name, default in published.items()
+            if options.get(name, default) not in (None, default)]  # fmt: skip
+    return f". It would then be used with saved options that are not the published ones: {few(told)}" if told else ""
 
 
 def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ times by sampling. The drafted token is a pivot if the answers after it are righ
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,18 +56,19 @@ class Plan:
 
         Raises:
             ValueError: the drafter keeps no such file, or has no folder of its own and no other is named.
+            OSError: nothing can be written there.
         """
         own = getattr(drafter, "loaded_from", None)
         if not isinstance(drafter, PretrainedDrafter):
             raise ValueError(
                 f"a {type(drafter).__name__} keeps no classifier beside its files: expected one of this package's "
-                "own format, such as hidden-state and SpecFormer drafters"
+                "own format: a hidden-state, SpecFormer or self-speculation drafter"
             )
-        if out is not None:
-            return out
-        if own is None or own.parent.name == "snapshots":
+        folder = out or own
+        if folder is None or (out is None and folder.parent.name == "snapshots"):
             raise ValueError("the drafter is from the Hub: name a folder to save it in with its classifier, by --out")
-        return own
+        check_place(folder)
+        return folder
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,53 @@ def utility(target: Any, tokenizer: Any, place: Place, token: int, plan: Plan) -
     return sum(place.item.is_right(text) for text in texts) / len(texts)
 
 
-def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[PivotClassifier, dict[str, float]]:
-    """Trains a classifier, and returns it with its figures on places that it was not trained with.
+def check_place(folder: Path) -> None:
+    """Raises an OSError if no classifier can be written into a folder, which is not made yet if it is missing."""
+    if (folder / FILE).is_dir():
+        raise IsADirectoryError(f"{folder / FILE} is a folder: expected a file there, or nothing; move it away")
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{above} is a file: expected a folder; name another one by --out")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=above):
+            pass
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written ({error}): name another folder by --out") from error
+
+
+def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:
+    """Returns which mismatches are held out, `[n]`: all of some questions, about a fifth of each kind.
+
+    Args:
+        questions: that of each mismatch. Mismatches of a question are alike, so they stay together.
+        kinds: `[n]`, 1 for a pivot, else 0.
 
     Raises:
-        ValueError: there are no pivots, or nothing else.
+        ValueError: a kind is of too few questions to be on both sides.
+    """
+    names = list(dict.fromkeys(questions))
+    of = torch.tensor([names.index(question) for question in questions])
+    held = torch.zeros(len(kinds), dtype=torch.bool)
+    for kind in (1, 0):
+        wanted = max(int(_HELD_OUT * (kinds == kind).sum()), 1)
+        for question in torch.randperm(len(names)).tolist():
+            more = held | (of == question)
+            helps = more[kinds == kind].sum() > held[kinds == kind].sum()
+            if held[kinds == kind].sum() < wanted and helps and all((~more[kinds == each]).any() for each in (0, 1)):
+                held = more
+        if not held[kinds == kind].any():
+            raise ValueError(
+                f"the {len(kinds)} mismatches are of {len(names)} questions: expected at least two questions with "
+                "pivots and two with others, so that some can be held out; give more questions"
+            )
+    return held
+
+
+def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[PivotClassifier, dict[str, float]]:
+    """Trains a classifier, and returns it with its figures on places of questions that it was not trained with.
+
+    Raises:
+        ValueError: there are too few pivots, or too little else.
     """
     targets = torch.tensor(list(labels))
     pivots = int(targets.sum())
@@ -192,10 +236,7 @@ def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[Piv
         )
     torch.manual_seed(plan.seed)
     states, figures = torch.stack([place.state for place in places]), torch.tensor([p.figures for p in places])
-    held = torch.zeros(len(targets), dtype=torch.bool)
-    for kind in (0, 1):  # some of each kind
-        of_kind = (targets == kind).nonzero().flatten()
-        held[of_kind[torch.randperm(len(of_kind))[: max(int(_HELD_OUT * len(of_kind)), 1)]]] = True
+    held = held_out([place.item.prompt for place in places], targets)
     classifier = PivotClassifier(states.shape[1], 0)
     classifier.train()
     rare = torch.tensor([1.0, float((~held & (targets == 0)).sum() / (~held & (targets == 1)).sum())])
@@ -210,12 +251,14 @@ def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[Piv
     found = classifier(states[held], figures[held]).argmax(dim=-1)
     told = {kind: round(float((found == value)[targets[held] == value].float().mean()), 3)
             for kind, value in (("pivots found", 1), ("others passed", 0))}  # fmt: skip
+    classifier.questions = tuple(dict.fromkeys(place.item.digest for place in places))
     classifier.recipe = {
         "tasks": ", ".join(dict.fromkeys(place.item.task for place in places)),
         "mismatches": len(targets),
         "pivots among them": pivots,
         "roll-outs of each token": f"{plan.roll_outs}, at temperature {plan.temperature}",
-        "held out": f"{int(held.sum())} mismatches: " + ", ".join(f"{kind} {share}" for kind, share in told.items()),
+        "held out": f"{int(held.sum())} mismatches, of questions of their own: "
+        + ", ".join(f"{kind} {share}" for kind, share in told.items()),
     }
     return classifier, told
 
@@ -226,7 +269,8 @@ def save_beside(drafter: Any, classifier: PivotClassifier, folder: Path, target:
     Args:
         target: what the classifier was trained for.
     """
-    classifier.tap = tap_of(text_config(target).num_hidden_layers)
+    classifier.layers = text_config(target).num_hidden_layers
+    classifier.tap = tap_of(classifier.layers)
     classifier.recipe = {"target": public_name(getattr(target, "name_or_path", "")), **classifier.recipe}
     if drafter.loaded_from is None or folder.resolve() != drafter.loaded_from.resolve():
         drafter.save_pretrained(folder)

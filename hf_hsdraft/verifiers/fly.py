@@ -12,15 +12,15 @@ LONGEST_WINDOW = 64
 class FLy(Relaxed):
     """Lossy. The rule of "Training-Free Loosely Speculative Decoding" (arXiv:2511.22972).
 
-    A mismatch is a node whose most probable child, by the drafter, is accepted in place of the target's own token if
+    A mismatch is a node after which the target's own token was not drafted. Its best child, which the drafter expects
+    the target to choose, is accepted instead if
 
     1. the target is uncertain: the entropy of its distribution there, over log |V|, is above `fly_entropy`;
     2. the next `fly_window` choices of the target after that child were all drafted.
 
     So the decision waits for the window, within the same draft. A mismatch among the last `fly_window` depths is never
-    forgiven: not enough follows. On a chain this is the paper's rule. In a tree the first condition looks at the
-    child that the drafter holds most probable, and the second follows the target's choices below it, on whichever
-    branch they lie.
+    forgiven: not enough follows. On a chain this is the paper's rule. In a tree the second condition follows the
+    target's choices below the best child, on whichever branch they lie.
 
     With sampling the target's choices are its draws, in both conditions. Draws of a window that fails are made again.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..common.options import Option
 from .fly import FLy
 from .own_choice import OwnChoice
 from .pivot import Pivot
@@ -23,6 +24,11 @@ VERIFIERS: dict[str, Verifier] = {
 def is_lossy(name: Any) -> bool:
     """Whether this names a rule that may change the text. Such a rule is never used unless the caller asks for it."""
     return isinstance(name, str) and name in VERIFIERS and not VERIFIERS[name].exact
+
+
+def lossy_options() -> dict[str, Option]:
+    """Returns the options of lossy rules by name."""
+    return {option.name: option for rule in VERIFIERS.values() if not rule.exact for option in rule.own_options}
 
 
 def rule_files() -> list[str]:

@@ -22,7 +22,7 @@ class Mismatch:
         node: index of the node.
         tokens: the drafted tokens of its path, without the root's.
         probabilities: `[V]`, float32, the target's distribution after the node, after all processors.
-        best: index of the child that the drafter holds most probable, of those that the target's processors allow.
+        best: index of the child that the drafter expects the target to choose, of those that the target can choose.
         own: returns the target's own token at a node. Asking twice gives the same token.
         taps: see `Nodes`.
     """
@@ -45,13 +45,16 @@ class Mismatch:
 class Relaxed(Verifier):
     """Follows the target's own choices. Where one was not drafted, the rule may accept a drafted token instead.
 
-    A derived class says by `accepts` when. It is asked about one child only: that which the drafter holds most
-    probable. So of a tree only what the drafter itself would have said is accepted in the target's place, and of a
-    chain it is the next token. N-grams of the tree count as the drafter's tokens.
+    A derived class says by `accepts` when. It is asked about one child only: the one with the best score, which the
+    drafter expects the target to choose. On a chain it is the next token. N-grams of the tree count as the drafter's
+    tokens.
 
     Sampling: the target draws its token first, at each node. A drafted token that is accepted instead takes the draw's
-    place, so the text follows the drafter where plain decoding would have been random. No token is accepted that the
-    call's processors forbid.
+    place. Where the draws can be foreseen, scores are the chances to be drawn with the coming random numbers, see
+    `Foresight`. So the best child is the one that the drafter expects the target to draw.
+
+    No token is accepted that the call's processors forbid, or that the target does not score. A target may embed more
+    tokens than it scores, as Mllama does.
     """
 
     exact = False
@@ -69,7 +72,8 @@ class Relaxed(Verifier):
             if token in children[node] or not children[node]:
                 return token
             probabilities = nodes.scores(node, tokens)[0].softmax(dim=-1)
-            allowed = [child for child in children[node].values() if probabilities[tree.tokens[child]] > 0]
+            scored = [child for token, child in children[node].items() if token < len(probabilities)]
+            allowed = [child for child in scored if probabilities[tree.tokens[child]] > 0]
             if not allowed:
                 return token
             best = max(allowed, key=lambda child: tree.scores[child])

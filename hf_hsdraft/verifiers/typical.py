@@ -17,7 +17,7 @@ class Typical(Relaxed):
     A drafted token x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), with p the target's distribution and H its
     entropy in nats; epsilon is `typical_threshold` and delta is `typical_delta`. Medusa takes the longest path of a
     tree whose tokens are all accepted so. Here the target's own token goes first wherever it was drafted, as in the
-    other rules, and the threshold decides about the drafter's most probable token elsewhere. On greedy chains both are
+    other rules, and the threshold decides about the drafter's best token elsewhere. On greedy chains both are
     the same for delta below 1, as the most probable token always is typical then.
 
     `typical_threshold=1` with a `typical_delta` of the vocabulary's size accepts nothing else: the rule is exact then.

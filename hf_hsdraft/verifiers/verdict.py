@@ -92,6 +92,7 @@ class Verifier:
             remember that they were asked.
         own_options: options that this rule has for itself. `judge` finds their values as attributes of their names.
         file: name of the file beside a drafter's weights that holds what the rule has learned; empty for none.
+        questions: digests of the questions that it has learned from.
     """
 
     exact: bool = False
@@ -101,6 +102,10 @@ class Verifier:
     looks_ahead: bool = False
     own_options: Sequence[Option] = ()
     file: str = ""
+
+    @property
+    def questions(self) -> Sequence[str]:
+        return ()
 
     def with_options(self, values: Mapping[str, Any]) -> Verifier:
         """Returns the rule for a call, with values of its own options among those given."""
@@ -121,12 +126,13 @@ class Verifier:
         """
         return self
 
-    def check(self, width: int, layers: int) -> None:
-        """Raises a ValueError for a target that the rule was not trained for.
+    def check(self, width: int, layers: int, name: str = "") -> None:
+        """Raises a ValueError for a target that the rule was not trained for. May warn of one with another name.
 
         Args:
             width: size of the target's hidden states.
             layers: number of its layers.
+            name: its name, as it may be published; empty if it has none.
         """
 
     def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
