@@ -163,6 +163,9 @@ def test_a_rule_gains_over_exact_drafting_of_the_same_drafts(target):
     longer = f"{EXACT}+ngram_continuation=8"
     assert [system.name for system in systems] == [PLAIN, EXACT, longer, "fly", "fly+ngram_continuation=8"]
     assert systems[2].exact and systems[2].options == {"verification": "walk", "ngram_continuation": 8}
+    sizes = [{system.options.get("tree_sizing") for system in systems_of(make_drafter(target), rules, timed)[1:]}
+             for timed in (True, False)]  # fmt: skip
+    assert sizes == [{None}, {"fixed"}], "on a busy machine a cost says nothing"
     seconds = {PLAIN: 8.0, EXACT: 4.0, longer: 2.0, "fly": 2.0, "fly+ngram_continuation=8": 1.0}
     answers = {"greedy": {name: [answer(seconds=each)] for name, each in seconds.items()}}
     figures = as_document(Quality({}, {rule.text: rule for rule in rules}, answers))["figures"]["greedy"]

@@ -170,20 +170,27 @@ class Quality:
     timed: bool = True
 
 
-def systems_of(drafter: Any, rules: Sequence[Rule]) -> list[System]:
+def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[System]:
     """Returns plain decoding, exact drafting with the drafts of each rule, and each rule, with the same drafter.
+
+    Args:
+        drafter: the drafter.
+        rules: the lossy rules.
+        timed: whether the machine is quiet. Else drafts have a fixed size: what they cost there says nothing.
 
     Raises:
         ValueError: a rule cannot be had with this drafter.
     """
     drafts = {EXACT: dict[str, Any](), **{rule.exact_name: rule.drafts for rule in rules}}
+    sizes = {} if timed else {"tree_sizing": "fixed"}
     made = [System(PLAIN)]
     for name, options in drafts.items():
-        made.append(System(name, {"assistant_model": drafter}, drafter, {"verification": "walk", **options}, ours=True))
+        exact = {"verification": "walk", **sizes, **options}
+        made.append(System(name, {"assistant_model": drafter}, drafter, exact, ours=True))
     for rule in rules:
         _verifier(drafter, rule)
         kwargs = {"assistant_model": drafter}
-        made.append(System(rule.text, kwargs, drafter, _all_options(rule), ours=True, exact=False))
+        made.append(System(rule.text, kwargs, drafter, {**sizes, **_all_options(rule)}, ours=True, exact=False))
     return made
 
 

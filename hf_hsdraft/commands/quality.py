@@ -41,6 +41,10 @@ RulesOption = Annotated[
         "num_assistant_tokens and tree_size are such options too."
     ),
 ]
+SpeedOption = Annotated[
+    bool,
+    typer.Option(help="Speeds too; --no-speed where the machine does something else: drafts have a fixed size then."),
+]
 AnswersOption = Annotated[
     Path | None,
     typer.Option(dir_okay=False, help="Keep the answers here as they come. A run that was stopped goes on from it."),
@@ -63,7 +67,7 @@ def quality(
     dtype: DtypeOption = Dtype.float32,
     device: DeviceOption = "cpu",
     answers: AnswersOption = None,
-    speed: Annotated[bool, typer.Option(help="Speeds too; --no-speed where the machine does something else.")] = True,
+    speed: SpeedOption = True,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write all figures here as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
 ) -> None:
@@ -128,7 +132,7 @@ def _answer(
     from ..bench.quality_log import AnswerLog, run_of
 
     model, tokenizer, drafter = pair
-    systems = systems_of(drafter, list(found.rules.values()))
+    systems = systems_of(drafter, list(found.rules.values()), found.timed)
     run = {} if answers is None else run_of({**found.settings, "timed": found.timed}, asked, systems, model)
     log = AnswerLog(answers, run)
     heat, new, seed = (found.settings[name] for name in ("temperature", "max_new_tokens", "seed"))
