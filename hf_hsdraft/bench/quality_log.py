@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from ..common.kept_rows import keep, read_kept
 from ..drafters.cascade.cascade_drafter import CascadeDrafter
 from ..drafters.weightless_drafter import WeightlessDrafter
 from ..repository.drafter_files import sha256
 from .checked_tasks import Item
 from .quality import Answer
 from .systems import System
-
-_HEAD = '{"run"'  # how a file of answers begins
 
 
 class AnswerLog:
@@ -37,33 +36,8 @@ class AnswerLog:
 
     def __init__(self, path: Path | None, run: dict[str, Any]) -> None:
         self._path, self.known = path, dict[str, dict[int, dict[str, Answer]]]()
-        if path is None:
-            return
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # a run that was killed may have left a part of a line
-        if not lines:
-            if text and not text.startswith(_HEAD):
-                raise ValueError(f"{path} holds something else than answers: name another file, which is then made")
-            path.write_text(json.dumps({"run": run}) + "\n", encoding="utf-8")
-            return
-        try:
-            head, *rows = map(json.loads, lines)
-            self._check(head["run"], run)
-            for row in rows:
-                answers = {name: Answer(**answer) for name, answer in row["answers"].items()}
-                self.known.setdefault(row["mode"], {})[row["place"]] = answers
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no file of answers ({error}): name another file, which is then made") from None
-        if not text.endswith("\n"):
-            path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-
-    def _check(self, found: dict[str, Any], run: dict[str, Any]) -> None:
-        for name, value in run.items():
-            if found.get(name) != value:
-                raise ValueError(
-                    f"{self._path} holds answers of another run: {name} is {found.get(name)!r:.200} there and "
-                    f"{value!r:.200} here; run as before to go on, or name another file"
-                )
+        for mode, place, answers in [] if path is None else read_kept(path, "answers", "run", run, _row):
+            self.known.setdefault(mode, {})[place] = answers
 
     def add(self, mode: str, place: int, answers: dict[str, Answer]) -> None:
         """Enters the answers to a question, unless they are known."""
@@ -71,8 +45,11 @@ class AnswerLog:
             return
         self.known.setdefault(mode, {})[place] = answers
         row = {"mode": mode, "place": place, "answers": {name: asdict(answer) for name, answer in answers.items()}}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        keep(self._path, row)
+
+
+def _row(line: dict[str, Any]) -> tuple[str, int, dict[str, Answer]]:
+    return line["mode"], line["place"], {name: Answer(**answer) for name, answer in line["answers"].items()}
 
 
 def run_of(settings: dict[str, Any], items: Sequence[Item], systems: Sequence[System], target: Any) -> dict[str, Any]:

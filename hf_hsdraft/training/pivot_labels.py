@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.quality_log import digest, model_digest
+from ..common.kept_rows import keep, read_kept
 from .pivots import Place, Plan
-
-_HEAD = '{"labels of"'  # how a file of labels begins
 
 
 @dataclass
@@ -38,31 +37,7 @@ class Labels:
         Raises:
             ValueError: the file holds something else, or the labels of another run.
         """
-        if path is None:
-            return cls()
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        if text and not text.startswith(_HEAD):
-            raise ValueError(f"{path} holds something else than labels: name another file, which is then made")
-        lines = text[: text.rfind("\n") + 1].splitlines()  # a run that was killed may have left a part of a line
-        if not lines:
-            lines = [json.dumps({"labels of": run})]
-        try:
-            head, *rows = map(json.loads, lines)
-            found = dict(head["labels of"])
-            labels = cls(path, {json.dumps(row["mismatch"]): row["pivot"] for row in rows})
-            if not set(labels.known.values()) <= {0, 1}:
-                raise ValueError("a label is neither 0 nor 1")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no file of labels ({error}): name another file, which is then made") from None
-        for name, value in run.items():
-            if found.get(name) != value:
-                raise ValueError(
-                    f"{path} holds labels of another run: {name} is {found.get(name)!r:.200} there and {value!r:.200} "
-                    "here; run as before to go on, or name another file"
-                )
-        if not text.endswith("\n"):
-            path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        return labels
+        return cls() if path is None else cls(path, dict(read_kept(path, "labels", "labels of", run, _row)))
 
     def of(self, place: Place) -> int | None:
         """Returns the label of a mismatch; `None` if it is not known."""
@@ -72,8 +47,13 @@ class Labels:
         """Enters the label of a mismatch."""
         self.known[json.dumps(_key(place))] = label
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"mismatch": _key(place), "pivot": label}) + "\n")
+            keep(self.path, {"mismatch": _key(place), "pivot": label})
+
+
+def _row(line: dict[str, Any]) -> tuple[str, int]:
+    if line["pivot"] not in (0, 1):
+        raise ValueError("a label is neither 0 nor 1")
+    return json.dumps(line["mismatch"]), line["pivot"]
 
 
 def run_of(target: Any, plan: Plan) -> dict[str, Any]:

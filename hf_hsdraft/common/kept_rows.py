@@ -1,0 +1,53 @@
+"""Rows that a long run keeps as they come, in a JSONL file, so that a run that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+Row = TypeVar("Row")
+
+
+def read_kept(
+    path: Path, what: str, key: str, run: Mapping[str, Any], parse: Callable[[dict[str, Any]], Row]
+) -> list[Row]:
+    """Returns the rows of a file. The file is made if there is none, and is ready for further lines afterwards.
+
+    The first line says what the rows depend on. A part of a line at the end, as a killed run leaves it, is dropped.
+
+    Args:
+        path: of the file.
+        what: name of the rows for people, in the plural.
+        key: of the first line's one entry.
+        run: what the rows depend on. Its entries have to be the same in the file.
+        parse: makes a row of a line; may raise a ValueError, KeyError or TypeError.
+
+    Raises:
+        ValueError: the file holds something else, or the rows of another run. It is left as it is.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if text and not text.startswith(f'{{"{key}"'):
+        raise ValueError(f"{path} holds something else than {what}: name another file, which is then made")
+    lines = text[: text.rfind("\n") + 1].splitlines() or [json.dumps({key: run})]
+    try:
+        head, *rows = map(json.loads, lines)
+        found, kept = dict(head[key]), [parse(row) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no file of {what} ({error}): name another file, which is then made") from None
+    for name, value in run.items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{path} holds {what} of another run: {name} is {found.get(name)!r:.200} there and {value!r:.200} "
+                "here; run as before to go on, or name another file"
+            )
+    if not text.endswith("\n"):
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return kept
+
+
+def keep(path: Path, row: Mapping[str, Any]) -> None:
+    """Adds a row to such a file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
