@@ -24,7 +24,6 @@ from hf_hsdraft.bench.quality import (
     EXACT,
     Answer,
     Quality,
-    Rule,
     log_probability,
     measure_quality,
     rules_of,
@@ -36,6 +35,7 @@ from hf_hsdraft.bench.systems import PLAIN
 from hf_hsdraft.cli import app
 from hf_hsdraft.training import pivots
 from hf_hsdraft.training.pivots import Place, Plan, collect, fit, label, utility
+from hf_hsdraft.verifiers.lossy_rule import Rule
 from hf_hsdraft.verifiers.pivot import FILE, PivotClassifier, tap_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..drafters.draft_options import DraftOptions
-from ..verifiers.registry import VERIFIERS, is_lossy
+from ..verifiers.lossy_rule import Rule
 from ..verifiers.verdict import Verifier
 from .calls import Settings, time_call
 from .checked_tasks import Item
@@ -20,88 +20,11 @@ from .systems import PLAIN, System, with_options
 EXACT = "exact drafting"
 GREEDY, SAMPLED = "greedy", "sampled"
 _NGRAM = 4  # tokens of an n-gram by which repetition is counted
-_BESIDE = ("ngram_continuation", "num_assistant_tokens", "tree_size")  # options of drafts, not of the rule itself
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A lossy rule with its options, as it is measured.
-
-    Attributes:
-        name: name of the rule, of `VERIFIERS`.
-        options: those of its options that are set; the others are as published. Options of `_BESIDE` may be set too.
-    """
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def text(self) -> str:
-        """The rule as `parse` reads it."""
-        return "+".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
-
-    @property
-    def drafts(self) -> dict[str, Any]:
-        """Those of its options that are about drafts."""
-        return {name: value for name, value in self.options.items() if name in _BESIDE}
-
-    @property
-    def exact_name(self) -> str:
-        """Name of exact drafting with the same drafts."""
-        return "+".join([EXACT, *(f"{name}={value}" for name, value in sorted(self.drafts.items()))])
-
-    @property
-    def threshold(self) -> str:
-        """Name of the option that says how much is accepted."""
-        return VERIFIERS[self.name].own_options[0].name
-
-    @property
-    def value(self) -> float:
-        """The threshold's value."""
-        return self.options.get(self.threshold, VERIFIERS[self.name].own_options[0].default)
-
-    @property
-    def is_published(self) -> bool:
-        """Whether all options of the rule itself are as published."""
-        defaults = {option.name: option.default for option in VERIFIERS[self.name].own_options}
-        return all(self.options.get(name, default) == default for name, default in defaults.items())
-
-    @classmethod
-    def parse(cls, text: str) -> Rule:
-        """Reads `fly` or `fly+fly_entropy=0.5+fly_window=2`.
-
-        Raises:
-            ValueError: there is no such rule or option, or the value is out of range.
-        """
-        name, *parts = text.strip().split("+")
-        lossy = [each for each in VERIFIERS if is_lossy(each)]
-        if name not in lossy:
-            raise ValueError(f"{name!r} is no lossy rule: expected some of {', '.join(lossy)}")
-        own, options = {option.name: option for option in VERIFIERS[name].own_options}, {}
-        for part in parts:
-            option, sign, value = part.partition("=")
-            if option in _BESIDE and value.isdecimal():
-                options[option] = int(value)
-                continue
-            if option not in own or not sign:
-                known = ", ".join([*own, *_BESIDE])
-                raise ValueError(f"{text!r}: {name} has no option {part!r}: expected some of {known}, as a=b")
-            try:
-                number = float(value)
-            except ValueError:
-                raise ValueError(f"{text!r}: {option}={value} is invalid: expected {own[option].expected}") from None
-            whole = isinstance(own[option].default, int) and number.is_integer()
-            options[option] = own[option].checked(int(number) if whole else number)
-        return cls(name, options)
-
-    def at(self, value: float) -> Rule:
-        """Returns the same rule with another threshold.
-
-        Raises:
-            ValueError: the value is out of range.
-        """
-        VERIFIERS[self.name].own_options[0].checked(value)
-        return replace(self, options={**self.options, self.threshold: value})
+def exact_name(rule: Rule) -> str:
+    """Returns the name of exact drafting with the drafts of a rule."""
+    return "+".join([EXACT, *(f"{name}={value}" for name, value in sorted(rule.drafts.items()))])
 
 
 def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
@@ -113,13 +36,9 @@ def rules_of(texts: Sequence[str], thresholds: Sequence[float]) -> list[Rule]:
     found: dict[tuple[Any, ...], Rule] = {}  # a threshold may be the published one
     for each in [Rule.parse(text) for text in texts]:
         for rule in (each, *(each.at(value) for value in thresholds)):
-            options = {**_defaults(rule.name), **rule.options}
+            options = {**rule.defaults, **rule.options}
             found.setdefault((rule.name, *sorted(options.items())), rule)
     return list(found.values())
-
-
-def _defaults(name: str) -> dict[str, Any]:
-    return {option.name: option.default for option in VERIFIERS[name].own_options}
 
 
 @dataclass(frozen=True)
@@ -181,7 +100,7 @@ def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[
     Raises:
         ValueError: a rule cannot be had with this drafter.
     """
-    drafts = {EXACT: dict[str, Any](), **{rule.exact_name: rule.drafts for rule in rules}}
+    drafts = {EXACT: dict[str, Any](), **{exact_name(rule): rule.drafts for rule in rules}}
     sizes = {} if timed else {"tree_sizing": "fixed"}
     made = [System(PLAIN)]
     for name, options in drafts.items():
@@ -190,7 +109,7 @@ def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[
     for rule in rules:
         _verifier(drafter, rule)
         kwargs = {"assistant_model": drafter}
-        made.append(System(rule.text, kwargs, drafter, {**sizes, **_all_options(rule)}, ours=True, exact=False))
+        made.append(System(rule.text, kwargs, drafter, {**sizes, **rule.all_options}, ours=True, exact=False))
     return made
 
 
@@ -203,14 +122,10 @@ def trained_with(drafter: Any, rules: Sequence[Rule]) -> set[str]:
     return {each for rule in rules for each in _verifier(drafter, rule).questions}
 
 
-def _all_options(rule: Rule) -> dict[str, Any]:
-    return {"verification": rule.name, **_defaults(rule.name), **rule.options}
-
-
 def _verifier(drafter: Any, rule: Rule) -> Verifier:
     """The verifier of a rule with a drafter, whose options stay as they are."""
     stored = drafter.generation_config
-    with_options(drafter, _all_options(rule))
+    with_options(drafter, rule.all_options)
     try:
         return drafter.verifier(DraftOptions.of(drafter))
     finally:

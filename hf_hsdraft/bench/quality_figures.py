@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..training.files import write_json
-from .quality import EXACT, Answer, Quality, Rule
+from ..verifiers.lossy_rule import Rule
+from .quality import EXACT, Answer, Quality, exact_name
 from .systems import PLAIN
 
 LEAST_ACCURACY = 0.2  # of plain decoding in a task; below it the task says nothing
@@ -142,7 +143,7 @@ def row_of(own: Sequence[Answer], plain: Sequence[Answer], exact: Sequence[Answe
 
 def rows_of(answers: Mapping[str, Sequence[Answer]], rules: Mapping[str, Rule]) -> dict[str, QualityRow]:
     """Returns the figures of each system. Each rule is compared with exact drafting of the same drafts."""
-    exact = {name: answers[rules[name].exact_name if name in rules else EXACT] for name in answers}
+    exact = {name: answers[exact_name(rules[name]) if name in rules else EXACT] for name in answers}
     return {name: row_of(own, answers[PLAIN], exact[name]) for name, own in answers.items()}
 
 

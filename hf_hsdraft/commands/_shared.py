@@ -111,7 +111,7 @@ def verification_options(text: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no such rule or option, or the value is out of range.
     """
-    from ..bench.quality import Rule
+    from ..verifiers.lossy_rule import Rule
     from ..verifiers.registry import VERIFIERS
 
     rule, further, _ = text.partition("+")

@@ -43,6 +43,7 @@ def verify_server(
     check_packages()
     import asyncio
 
+    from ..common.own_thread import on_own_thread
     from ..remote.sessions import ServerLimits
     from ..remote.verify_server import VerifyServer, server_tls
     from ..serving.listening import bound_socket
@@ -65,8 +66,8 @@ def verify_server(
     token = _token(token_file)
     listener = bound_socket(host, port)
     tls = None if certificate is None or key is None else server_tls(str(certificate), str(key))
-    model, tokenizer = load_target(target, dtype.torch, device)
-    server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
+    model, tokenizer = on_own_thread(load_target, target, dtype.torch, device)
+    server = on_own_thread(VerifyServer, model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
     scheme = "http" if tls is None else "https"
     address = f"{scheme}://{host}:{listener.getsockname()[1]}"
     console.print(f"{target or DEFAULT_TARGET} verifies at {address}, its state at {address}/status", highlight=False)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..common.own_thread import on_own_thread
 from ..common.refusals import DraftingRefused
 from ..trees.draft_tree import DraftTree
 from .messages import (
@@ -131,7 +132,7 @@ class Conversation:
             message.taps_from,
             message.plain,
         )
-        text = await asyncio.to_thread(VerifiedText, desk.target, opening, desk.longest, desk.vocab_size)
+        text = await asyncio.to_thread(on_own_thread, VerifiedText, desk.target, opening, desk.longest, desk.vocab_size)
         session = self._session = desk.sessions.open(text, self)
         try:
             found = await self._first(text)
@@ -174,12 +175,18 @@ class Conversation:
 
     async def _decode_plainly(self, session: ServedSession) -> Message | None:
         """Goes on without drafts until the text ends; returns a refusal if that fails."""
-        while not session.text.finished:
-            reply = await self._verified(session, session.number + 1, DraftTree.root(session.text.root))
+        answer = None if session.text.finished else self._submitted_root(session)
+        while answer is not None:
+            reply = await asyncio.shield(answer)
             if isinstance(reply, Refused):
                 return reply
+            answer = None if reply.finished else self._submitted_root(session)
+            await asyncio.sleep(0)  # the other texts of this forward ask for the next one too before devices are told
             await self._send(reply)
         return None
+
+    def _submitted_root(self, session: ServedSession) -> asyncio.Future[Accepted | Refused]:
+        return self._submitted(session, session.number + 1, DraftTree.root(session.text.root))
 
     async def _draft(self, message: Draft) -> Message:
         session = self._session
@@ -193,7 +200,7 @@ class Conversation:
             return session.answer  # it came in twice
         if message.number != session.number + 1:
             return Refused("out of order", f"draft {message.number} came in: expected draft {session.number + 1}", 0.0)
-        return await self._verified(session, message.number, self._checked(message, session.text))
+        return await asyncio.shield(self._submitted(session, message.number, self._checked(message, session.text)))
 
     def _checked(self, message: Draft, text: VerifiedText) -> DraftTree:
         """The tree of a draft.
@@ -214,8 +221,8 @@ class Conversation:
             )
         return tree
 
-    async def _verified(self, session: ServedSession, number: int, tree: DraftTree) -> Accepted | Refused:
-        """Has a tree verified. The answer is kept, also if the connection ends meanwhile."""
+    def _submitted(self, session: ServedSession, number: int, tree: DraftTree) -> asyncio.Future[Accepted | Refused]:
+        """Has a tree verified. The answer comes and is kept, also if the connection ends meanwhile."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Accepted | Refused] = loop.create_future()
         session.verifying = answer
@@ -224,7 +231,7 @@ class Conversation:
             loop.call_soon_threadsafe(self._keep, session, number, outcome, answer)
 
         self._desk.batches.submit(Job(session.text, tree, done))
-        return await asyncio.shield(answer)
+        return answer
 
     def _most_nodes(self, texts: int) -> int:
         """How many nodes a draft should have where so many texts share a forward: they share its columns too."""
@@ -281,7 +288,9 @@ class Conversation:
         self._session = None
 
     async def _rows(self, message: Rows) -> Message:
-        return RowData(await asyncio.to_thread(self._desk.tables.rows, message.table, message.first, message.count))
+        return RowData(
+            await asyncio.to_thread(on_own_thread, self._desk.tables.rows, message.table, message.first, message.count)
+        )
 
     async def _encode(self, message: Encode) -> Message:
         ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))

@@ -46,7 +46,7 @@ class JoinedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._longest + self._read
 
-    def keep(self, row: int, nodes: torch.Tensor) -> None:
+    def keep(self, row: int, nodes: slice | torch.Tensor) -> None:
         """Appends some of the new slots to the layer of a text."""
         if self._read:
             self._held[row].update(*(states[row : row + 1, :, nodes] for states in (self.keys, self.values)))

@@ -49,8 +49,9 @@ class TreesRead:
 
     def keep(self, place: int, path: Sequence[int]) -> None:
         """Puts the root and the path of a text's tree into its cache."""
-        device = self.logits[place].device
-        nodes = on_device([0, *path], device)
+        nodes: slice | torch.Tensor = slice(0, 1 + len(path))
+        if list(path) != [*range(1, 1 + len(path))]:
+            nodes = on_device([0, *path], self.logits[place].device)
         for layer in self.cache.layers:
             layer.keep(place, nodes)
 
