@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hf_hsdraft.bench.scripted import ScriptedDrafter
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Link, LinkLost
 from hf_hsdraft.remote.sessions import ServerLimits
+from hf_hsdraft.remote.tree_reader import TreeReader
 from hf_hsdraft.remote.verified_text import seeded
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background
 
@@ -43,6 +46,15 @@ class Losing:
         if self.left == 0:
             for each in self.server.sessions:
                 self.server.sessions.remove(each)
+
+    def end(self) -> None: ...
+
+
+class Late:
+    """A streamer that holds a device up for 20 ms after each round."""
+
+    def put(self, value: torch.Tensor) -> None:
+        time.sleep(0.02)
 
     def end(self) -> None: ...
 
@@ -117,6 +129,35 @@ def test_sampled_texts_of_other_seeds_options_and_drafters_share_forwards(target
     for place, one in enumerate(found):
         assert torch.equal(one, plain(target, ids[place], 90 + place, **options[place]))
     assert max(server.status()["batches"]["sizes"]) >= 3
+
+
+def test_a_batch_waits_for_a_share_of_the_last_forward(target, monkeypatch) -> None:
+    """A draft that comes 20 ms after another one shares its forward of 300 ms, unless the server does not wait."""
+    read, ids = TreeReader.read, prompts(2, seed=33)
+    expected = [plain(target, one, max_new_tokens=8, do_sample=False) for one in ids]
+    shared = {}
+
+    def slow(self: TreeReader, *args: Any) -> Any:
+        time.sleep(0.3)
+        return read(self, *args)
+
+    for wait in (None, 0.0):
+        server = VerifyServer(target, limits=ServerLimits(max_length=256, wait_seconds=wait))
+        monkeypatch.setattr(TreeReader, "read", slow)
+        with (
+            in_background(server) as port,
+            connect(f"http://127.0.0.1:{port}") as model,
+            ThreadPoolExecutor(2) as threads,
+        ):
+
+            def decode(place: int) -> torch.Tensor:
+                late = Late() if place else None
+                return model.generate(ids[place], CachebackDrafter(), streamer=late, max_new_tokens=8, do_sample=False)
+
+            assert all(map(torch.equal, threads.map(decode, range(2)), expected))
+        sizes = server.status()["batches"]["sizes"]
+        shared[wait] = sizes.get(2, 0) / sum(sizes.values())
+    assert shared[None] > 0.5 > shared[0.0]
 
 
 def sliding(mixed: bool):

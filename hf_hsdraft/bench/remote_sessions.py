@@ -44,7 +44,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=1, help="of each device")
     parser.add_argument("--most-taps", type=int, default=None, help="positions of the prompt whose taps are fetched")
     parser.add_argument("--max-batch", type=int, default=32)
-    parser.add_argument("--wait-ms", type=float, default=2.0)
+    parser.add_argument("--wait-ms", type=float, default=None, help="default: the server's own")
     parser.add_argument("--packed", action="store_true", help="the server packs its weights")
     parser.add_argument("--sample", action="store_true", help="draw tokens; else greedy")
     parser.add_argument("--soak-minutes", type=float, default=0.0)

@@ -32,7 +32,10 @@ def verify_server(
     max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Of a draft tree.")] = 64,
     max_batch: Annotated[int, typer.Option(min=1, help="Texts in a forward.")] = 32,
     max_columns: Annotated[int, typer.Option(min=2, help="Texts in a forward times nodes of the largest tree.")] = 256,
-    wait_ms: Annotated[float, typer.Option(min=0.0, help="That the first text of a batch waits for others.")] = 2.0,
+    wait_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="That the first text of a batch waits for others; default: a quarter of a forward."),
+    ] = None,
     idle_seconds: Annotated[float, typer.Option(min=1.0, help="Until a silent connection is closed.")] = 120.0,
     keep_seconds: Annotated[float, typer.Option(min=0.1, help="That a text waits for a lost device.")] = 30.0,
     packed: Annotated[bool, typer.Option("--packed", help="Pack the weights; faster on x86 CPUs.")] = False,
@@ -61,7 +64,7 @@ def verify_server(
         max_nodes=max_nodes,
         max_batch=max_batch,
         max_columns=max_columns,
-        wait_seconds=wait_ms / 1000,
+        wait_seconds=None if wait_ms is None else wait_ms / 1000,
     )
     token = _token(token_file)
     listener = bound_socket(host, port)

@@ -10,6 +10,7 @@ from typing import Any
 from ..common.own_thread import on_own_thread
 from ..common.refusals import DraftingRefused
 from ..trees.draft_tree import DraftTree
+from .jobs import Job, PieceRead, Verified
 from .messages import (
     PIECE_BYTES,
     Accepted,
@@ -28,7 +29,7 @@ from .messages import (
     Text,
     Tokens,
 )
-from .micro_batches import Job, MicroBatches, PieceRead, Verified
+from .micro_batches import MicroBatches
 from .packing import packed_ints, unpacked_ints, unpacked_tree
 from .sessions import Overloaded, ServedSession, Sessions
 from .verified_text import Opening, VerifiedText

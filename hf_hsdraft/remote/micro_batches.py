@@ -19,63 +19,13 @@ from typing import Any
 
 import torch
 
-from ..trees.draft_tree import DraftTree
+from .jobs import Job, PieceRead, Verified
 from .joined_cache import grown
 from .packing import packed_states
 from .tree_reader import TreeReader, TreesRead
-from .verified_text import VerifiedText
 from .verify_logging import log_failure
 
-
-@dataclass(frozen=True)
-class Verified:
-    """What became of a tree.
-
-    Attributes:
-        tokens: emitted.
-        drafted: number of these that the tree held.
-        reach: how deep the next draft may be.
-        finished: whether the text has ended.
-        taps: hidden states of the positions read, as they are sent.
-        batch: number of texts in the forward.
-        seconds: that it took.
-    """
-
-    tokens: list[int]
-    drafted: int
-    reach: int
-    finished: bool
-    taps: bytes
-    batch: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PieceRead:
-    """What became of a piece of a prompt.
-
-    Attributes:
-        taps: hidden states that are wanted of it, as they are sent.
-        first: the first token, after the last piece.
-    """
-
-    taps: bytes
-    first: Verified | None
-
-
-@dataclass(frozen=True)
-class Job:
-    """Something that a text waits for.
-
-    Attributes:
-        text: the text.
-        tree: to verify; `None` to read the next piece of the prompt, and after the last one to emit the first token.
-        done: told of the outcome: what became of the tree or of the piece, or the error.
-    """
-
-    text: VerifiedText
-    tree: DraftTree | None
-    done: Callable[[Any], None]
+_WAITED = 0.25  # of what the last forward took: one that is shared costs little more than one that is not
 
 
 @dataclass
@@ -124,7 +74,8 @@ class MicroBatches:
         most: greatest number of texts in a forward.
         columns: greatest number of texts in a forward times nodes of the largest tree. A tree that is larger is read
             alone.
-        wait_seconds: how long the first text of a batch waits for others.
+        wait_seconds: how long the first text of a batch waits for others; `None` for a share of what the last forward
+            took.
         expected: returns how many texts may still ask, those that have asked included.
         piece: number of tokens of a prompt that are read at once.
 
@@ -137,13 +88,13 @@ class MicroBatches:
         reader: TreeReader,
         most: int,
         columns: int,
-        wait_seconds: float,
+        wait_seconds: float | None,
         expected: Callable[[], int],
         piece: int = 512,
     ) -> None:
         self._reader, self._most, self._columns, self._wait = reader, most, columns, wait_seconds
         self._expected, self._piece = expected, piece
-        self._statistics = BatchStatistics()
+        self._statistics, self._last_seconds = BatchStatistics(), 0.0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._prompts: deque[Job] = deque()
         self._trees: deque[Job] = deque()
@@ -214,6 +165,10 @@ class MicroBatches:
         self._trees = left
         return batch
 
+    def _patience(self) -> float:
+        """Seconds that the first text of a batch waits for others."""
+        return _WAITED * self._last_seconds if self._wait is None else self._wait
+
     def _collect(self) -> None:
         """Takes the jobs that have come in; waits for the first one, and for others as long as that is worth it."""
         deadline = None
@@ -223,7 +178,7 @@ class MicroBatches:
             full = waiting >= min(self._most, max(self._expected(), 1)) or columns >= self._columns
             idle = not waiting and not self._prompts
             if waiting and deadline is None:
-                deadline = time.monotonic() + self._wait
+                deadline = time.monotonic() + self._patience()
             # A prompt fills the time in which others may ask.
             left = 0.0 if full or self._prompts or deadline is None else max(deadline - time.monotonic(), 0.0)
             try:
@@ -281,7 +236,7 @@ class MicroBatches:
                     self._verify([job])
             return
         outcomes: list[Any] = [self._judged(read, place, job) for place, job in enumerate(jobs)]
-        seconds = time.monotonic() - began
+        seconds = self._last_seconds = time.monotonic() - began
         emitted = sum(len(each[0]) for each in outcomes if isinstance(each, tuple))
         with self._lock:
             self._statistics.add(len(jobs), max(map(len, trees)), emitted, seconds)

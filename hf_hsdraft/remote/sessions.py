@@ -27,7 +27,7 @@ class ServerLimits:
         max_nodes: of a draft tree beside the root.
         max_batch: texts in a forward.
         max_columns: texts in a forward times nodes of the largest tree, roots counted; devices are told their share.
-        wait_seconds: that the first text of a batch waits for others.
+        wait_seconds: that the first text of a batch waits for others; `None` for a quarter of the last forward.
         piece: tokens of a prompt that are read at once.
         prompt_seconds: that reading the prompts which wait may take before another text is refused.
     """
@@ -41,13 +41,13 @@ class ServerLimits:
     max_nodes: int = 64
     max_batch: int = 32
     max_columns: int = 256
-    wait_seconds: float = 0.002
+    wait_seconds: float | None = None
     piece: int = 512
     prompt_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name != "wait_seconds"):
+            if value is not None and (value < 0 or (value == 0 and name != "wait_seconds")):
                 raise ValueError(f"{name}={value} is invalid: expected a positive number")
         for name, most in (("max_length", MOST_LENGTH), ("max_nodes", min(MOST_NODES, self.max_columns) - 1)):
             if getattr(self, name) > most:
