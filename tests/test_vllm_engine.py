@@ -135,6 +135,7 @@ def command(target, further=(), on_cpu=True, speculation=None):
 def test_the_command_has_what_a_cpu_needs(tmp_path):
     make_target(max_position_embeddings=4096).config.save_pretrained(tmp_path)
     found = command(tmp_path, speculation={"method": "eagle3"})
+    assert found[found.index("--gpu-memory-utilization") + 1] == "0.5"  # 92% is seldom free
     assert found[found.index("--max-num-batched-tokens") + 1] == "4096"  # a prompt is read in one piece
     assert {"--enforce-eager", "--no-enable-chunked-prefill"} <= set(found)
     assert json.loads(found[found.index("--speculative-config") + 1]) == {"method": "eagle3"}
@@ -142,6 +143,8 @@ def test_the_command_has_what_a_cpu_needs(tmp_path):
     assert shorter[shorter.index("--max-num-batched-tokens") + 1] == "512"
     assert shorter[-2:] == ["--max-model-len", "512"]
     assert "--speculative-config" not in shorter
+    roomy = command(tmp_path, ["--gpu-memory-utilization", "0.9"])
+    assert roomy.count("--gpu-memory-utilization") == 1 and roomy[-1] == "0.9"
     own = command(tmp_path, ["--max-num-batched-tokens=9000"])
     assert "--max-num-batched-tokens" not in own and own[-1] == "--max-num-batched-tokens=9000"
     assert "--enforce-eager" not in command(tmp_path, on_cpu=False)

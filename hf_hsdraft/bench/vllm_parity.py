@@ -71,7 +71,7 @@ def by_vllm(
     """
     task = {
         "target": target, "dtype": dtype, "prompts": list(prompts), "max_new_tokens": max_new_tokens,
-        "at_once": list(at_once), "speculation": speculation,
+        "at_once": list(at_once), "speculation": speculation, "on_cpu": not torch.cuda.is_available(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         asked, done = Path(folder) / "task.json", Path(folder) / "done.json"

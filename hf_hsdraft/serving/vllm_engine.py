@@ -9,9 +9,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ..vllm_plugin.decoding import CPU_MEMORY
 from .vllm_options import option_value
 
 _MOST_BATCHED = "--max-num-batched-tokens"
+_MEMORY = "--gpu-memory-utilization"  # vLLM calls it so on a CPU too
 
 
 def server_command(
@@ -28,8 +30,9 @@ def server_command(
 ) -> list[str]:
     """Returns the command that starts vLLM's server.
 
-    On a CPU it asks for two things. Nothing is compiled, and a prompt is read in one piece: vLLM 0.32 ends there when a
-    request with a seed has its prompt read in parts. `further` can ask otherwise.
+    On a CPU it asks for three things. Nothing is compiled. A prompt is read in one piece: vLLM 0.32 ends there when a
+    request with a seed has its prompt read in parts. And half of the memory is taken: vLLM's default of 92% ends it
+    where other programs hold more than the rest. `further` can ask otherwise.
 
     Args:
         python: the interpreter of vLLM's environment.
@@ -48,6 +51,8 @@ def server_command(
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         if option_value(further, _MOST_BATCHED) is None:
             command += [_MOST_BATCHED, str(_window(target, further))]
+        if option_value(further, _MEMORY) is None:
+            command += [_MEMORY, str(CPU_MEMORY)]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(dict(speculation))]
     return [*command, *further]

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+CPU_MEMORY = 0.5  # share that vLLM takes on a CPU; by default it takes 92%, and ends where that is not free
 _COUNTERS = {"vllm:spec_decode_num_drafts": "chains", "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted"}
 
 
@@ -21,7 +22,7 @@ def decode(task: dict[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         task: `target`, `dtype`, `speculation` (or `None`), `prompts` (lists of token ids), `max_new_tokens`,
-            `at_once` (numbers of requests).
+            `at_once` (numbers of requests), `on_cpu`.
 
     Returns:
         For each of these numbers: `at_once`, `tokens` (a list of token ids for each prompt), `seconds` of all, `chains`
@@ -42,6 +43,7 @@ def decode(task: dict[str, Any]) -> list[dict[str, Any]]:
         max_num_batched_tokens=most * longest,
         enable_prefix_caching=False,
         disable_log_stats=False,
+        **({"gpu_memory_utilization": CPU_MEMORY} if task["on_cpu"] else {}),
     )
     sampling = SamplingParams(temperature=0, max_tokens=task["max_new_tokens"])
     llm.generate(prompts[:1], sampling, use_tqdm=False)  # what a first call does once for all is not timed
