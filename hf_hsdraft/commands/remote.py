@@ -34,7 +34,7 @@ def verify_server(
     max_columns: Annotated[int, typer.Option(min=2, help="Texts in a forward times nodes of the largest tree.")] = 256,
     wait_ms: Annotated[
         float | None,
-        typer.Option(min=0.0, help="That the first text of a batch waits for others; default: a quarter of a forward."),
+        typer.Option(min=0.0, help="That a batch waits for texts that are away; default: by how soon they come back."),
     ] = None,
     idle_seconds: Annotated[float, typer.Option(min=1.0, help="Until a silent connection is closed.")] = 120.0,
     keep_seconds: Annotated[float, typer.Option(min=0.1, help="That a text waits for a lost device.")] = 30.0,
@@ -46,7 +46,7 @@ def verify_server(
     check_packages()
     import asyncio
 
-    from ..common.own_thread import on_own_thread
+    from ..common.workers import without_workers
     from ..remote.sessions import ServerLimits
     from ..remote.verify_server import VerifyServer, server_tls
     from ..serving.listening import bound_socket
@@ -69,8 +69,9 @@ def verify_server(
     token = _token(token_file)
     listener = bound_socket(host, port)
     tls = None if certificate is None or key is None else server_tls(str(certificate), str(key))
-    model, tokenizer = on_own_thread(load_target, target, dtype.torch, device)
-    server = on_own_thread(VerifyServer, model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
+    with without_workers():  # the target runs on a thread of its own
+        model, tokenizer = load_target(target, dtype.torch, device)
+        server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
     scheme = "http" if tls is None else "https"
     address = f"{scheme}://{host}:{listener.getsockname()[1]}"
     console.print(f"{target or DEFAULT_TARGET} verifies at {address}, its state at {address}/status", highlight=False)

@@ -73,14 +73,15 @@ def serve(
     from transformers.utils import logging
 
     from ..attachment import attach
-    from ..common.own_thread import on_own_thread
+    from ..common.workers import without_workers
     from ..serving.listening import bound_socket
     from ..serving.server import Server, build_app
     from ..target.target_loading import DEFAULT_TARGET
 
     listener = bound_socket(host, port)
     name = target or DEFAULT_TARGET
-    model, tokenizer, loaded = on_own_thread(load_plain_or_pair, target, drafter, dtype, device, plain, verification)
+    with without_workers():  # a thread of the server decodes
+        model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
     attachment = None if loaded is None else attach(model, loaded)
     server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
     logging.set_verbosity_error()  # transformers warns of each request that one was received
@@ -183,17 +184,18 @@ def ui(
     """Chat in the browser, with drafts in colour and draft trees."""
     if find_spec("gradio") is None:
         raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
-    from ..common.own_thread import on_own_thread
+    from ..common.workers import without_workers
     from ..serving.listening import bound_socket
     from ..serving.page import ChatPage, Talks, serve_page
     from ..serving.talk import Settings
     from ..target.target_loading import DEFAULT_TARGET
 
     listener = bound_socket(host, port)
-    model, tokenizer, loaded = on_own_thread(load_plain_or_pair, target, drafter, dtype, device, False, verification)
+    with without_workers():  # a thread of the page decodes
+        model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, False, verification)
     talks = Talks(model, tokenizer, loaded, system)
     with console.status("trying what decoding costs on this machine"):
-        on_own_thread(talks.warm_up)
+        talks.warm_up()
     names = f"{target or DEFAULT_TARGET} with {Path(drafter_of(target, drafter)).name}"
     page = ChatPage(talks, f"{names}, {dtype.value} on {device}", Settings(max_new_tokens=max_new_tokens))
     console.print(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it", highlight=False)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..common.own_thread import on_own_thread
 from ..common.refusals import DraftingRefused
+from ..common.workers import on_own_thread
 from ..trees.draft_tree import DraftTree
 from .jobs import Job, PieceRead, Verified
+from .lookups import Lookups
 from .messages import (
     PIECE_BYTES,
     Accepted,
@@ -23,11 +24,8 @@ from .messages import (
     Refused,
     Resume,
     Resumed,
-    RowData,
     Rows,
     Taps,
-    Text,
-    Tokens,
 )
 from .micro_batches import MicroBatches
 from .packing import packed_ints, unpacked_ints, unpacked_tree
@@ -35,7 +33,7 @@ from .sessions import Overloaded, ServedSession, Sessions
 from .verified_text import Opening, VerifiedText
 from .verify_logging import log_failure
 from .weight_tables import ServedTables
-from .wire import MOST_TEXT, Message, WireError
+from .wire import Message, WireError
 
 Send = Callable[[Message], Awaitable[None]]
 RETRY_FAILED = 1.0  # seconds
@@ -68,9 +66,9 @@ class Desk:
         longest: int,
         vocab_size: int,
     ) -> None:
-        self.target, self.tokenizer, self.sessions, self.batches = target, tokenizer, sessions, batches
-        self.tables, self.longest, self.vocab_size = tables, longest, vocab_size
-        self.tokenizing = asyncio.Lock()  # a tokenizer serves one thread at a time
+        self.target, self.sessions, self.batches, self.tables = target, sessions, batches, tables
+        self.longest, self.vocab_size = longest, vocab_size
+        self.lookups = Lookups(tokenizer, tables)
 
 
 class Conversation:
@@ -90,9 +88,9 @@ class Conversation:
             Draft: self._draft,
             Resume: self._resume,
             Close: self._close,
-            Rows: self._rows,
-            Encode: self._encode,
-            Decode: self._decode,
+            Rows: desk.lookups.rows,
+            Encode: desk.lookups.encode,
+            Decode: desk.lookups.decode,
         }
 
     async def answer(self, message: Message) -> None:
@@ -181,8 +179,10 @@ class Conversation:
             reply = await asyncio.shield(answer)
             if isinstance(reply, Refused):
                 return reply
+            if not self._is_open():
+                raise DeviceGone
             answer = None if reply.finished else self._submitted_root(session)
-            await asyncio.sleep(0)  # the other texts of this forward ask for the next one too before devices are told
+            await asyncio.sleep(0)  # other texts of this forward ask for the next one before the devices are told
             await self._send(reply)
         return None
 
@@ -287,37 +287,6 @@ class Conversation:
         if self._session is not None and self._session.holder is self:
             self._desk.sessions.remove(self._session)
         self._session = None
-
-    async def _rows(self, message: Rows) -> Message:
-        return RowData(
-            await asyncio.to_thread(on_own_thread, self._desk.tables.rows, message.table, message.first, message.count)
-        )
-
-    async def _encode(self, message: Encode) -> Message:
-        ids = await self._tokenized(lambda tokenizer: _ids_of(tokenizer, message.text, message.chat))
-        return Tokens(packed_ints(ids))
-
-    async def _decode(self, message: Decode) -> Message:
-        ids, rows = unpacked_ints(message.ids), self._desk.tables.shape[0]
-        if not all(0 <= token < rows for token in ids):
-            raise ValueError(f"the text holds ids that are no tokens: the target's vocabulary has {rows}")
-        text = await self._tokenized(lambda tokenizer: tokenizer.decode(ids, skip_special_tokens=True))
-        if len(text.encode()) > MOST_TEXT:
-            raise ValueError(f"the text has {len(text.encode())} bytes, more than a message holds: decode it in parts")
-        return Text(text)
-
-    async def _tokenized(self, work: Callable[[Any], Any]) -> Any:
-        if self._desk.tokenizer is None:
-            raise ValueError("this server has no tokenizer: send token ids")
-        async with self._desk.tokenizing:
-            return await asyncio.to_thread(work, self._desk.tokenizer)
-
-
-def _ids_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return tokenizer(text)["input_ids"]
-    turn = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def _failed(error: Exception) -> Refused:

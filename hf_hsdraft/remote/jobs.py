@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..trees.draft_tree import DraftTree
@@ -54,8 +55,10 @@ class Job:
         text: the text.
         tree: to verify; `None` to read the next piece of the prompt, and after the last one to emit the first token.
         done: told of the outcome: what became of the tree or of the piece, or the error.
+        came: when it came in.
     """
 
     text: VerifiedText
     tree: DraftTree | None
     done: Callable[[Any], None]
+    came: float = field(default_factory=time.monotonic)

@@ -1,8 +1,8 @@
 """Micro-batches: the one thread that runs the target, for as many waiting texts at once as may share a forward.
 
-A batch is read when it is full, when every text that may still ask has asked, or when the first one has waited long
-enough. Prompts are read in pieces between two batches, one piece at a time and the texts by turns: a long prompt delays
-nobody for long, neither drafts nor short prompts.
+A batch is read when it is full, when no other text is likely to ask soon, or when it has waited long enough. Prompts
+are read in pieces between two batches, one piece at a time and the texts by turns: a long prompt delays nobody for
+long, neither drafts nor short prompts.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from .arrivals import Arrivals
 from .jobs import Job, PieceRead, Verified
 from .joined_cache import grown
 from .packing import packed_states
 from .tree_reader import TreeReader, TreesRead
+from .verified_text import VerifiedText
 from .verify_logging import log_failure
 
-_WAITED = 0.25  # of what the last forward took: one that is shared costs little more than one that is not
+_WAITED = 0.5  # of what the last forward took: one that is shared costs little more than one that is not
 
 
 @dataclass
@@ -74,9 +76,8 @@ class MicroBatches:
         most: greatest number of texts in a forward.
         columns: greatest number of texts in a forward times nodes of the largest tree. A tree that is larger is read
             alone.
-        wait_seconds: how long the first text of a batch waits for others; `None` for a share of what the last forward
-            took.
-        expected: returns how many texts may still ask, those that have asked included.
+        wait_seconds: how long a batch waits for any text that is away. `None` for half of what the last forward took,
+            and only for texts that have come back so soon before.
         piece: number of tokens of a prompt that are read at once.
 
     Attributes:
@@ -89,11 +90,10 @@ class MicroBatches:
         most: int,
         columns: int,
         wait_seconds: float | None,
-        expected: Callable[[], int],
         piece: int = 512,
     ) -> None:
         self._reader, self._most, self._columns, self._wait = reader, most, columns, wait_seconds
-        self._expected, self._piece = expected, piece
+        self._piece, self._arrivals = piece, Arrivals()
         self._statistics, self._last_seconds = BatchStatistics(), 0.0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._prompts: deque[Job] = deque()
@@ -165,30 +165,40 @@ class MicroBatches:
         self._trees = left
         return batch
 
-    def _patience(self) -> float:
-        """Seconds that the first text of a batch waits for others."""
-        return _WAITED * self._last_seconds if self._wait is None else self._wait
+    def _patience(self, now: float, deadline: float) -> float:
+        """Seconds for which a batch waits for one more text."""
+        if self._wait is None:
+            known = self._arrivals.next(now, deadline)
+            return 0.0 if known is None else max(known - now, 0.0)
+        return max(deadline - now, 0.0) if self._arrivals.away else 0.0
 
     def _collect(self) -> None:
         """Takes the jobs that have come in; waits for the first one, and for others as long as that is worth it."""
+        longest = _WAITED * self._last_seconds if self._wait is None else self._wait
         deadline = None
         while not self._ended:
             waiting = len(self._trees)
             columns = waiting * max((len(job.tree or ()) for job in self._trees), default=0)
-            full = waiting >= min(self._most, max(self._expected(), 1)) or columns >= self._columns
+            full = waiting >= self._most or columns >= self._columns
             idle = not waiting and not self._prompts
+            now = time.monotonic()
             if waiting and deadline is None:
-                deadline = time.monotonic() + self._patience()
+                deadline = now + longest
             # A prompt fills the time in which others may ask.
-            left = 0.0 if full or self._prompts or deadline is None else max(deadline - time.monotonic(), 0.0)
+            left = 0.0 if full or self._prompts or deadline is None else self._patience(now, deadline)
             try:
                 job = self._jobs.get(block=idle or left > 0.0, timeout=None if idle else left)
             except queue.Empty:
+                if left > 0.0 and self._wait is None:
+                    continue  # one that was expected is late; another one may be expected still
                 return
             if job is None:
                 self._ended = True
+            elif job.tree is None:
+                self._prompts.append(job)
             else:
-                (self._prompts if job.tree is None else self._trees).append(job)
+                self._arrivals.asked(job.text, job.came)
+                self._trees.append(job)
 
     def _read_piece(self, job: Job) -> None:
         """Reads the next piece of a prompt; after the last one its text goes on."""
@@ -210,6 +220,8 @@ class MicroBatches:
         with self._lock:
             self._statistics.prompt_tokens += ids.shape[1]
             self._statistics.prompt_seconds += time.monotonic() - began
+        if first is not None:
+            self._note_answer(text)
         job.done(PieceRead(taps, first))
 
     def _fail(self, job: Job, error: Exception) -> None:
@@ -217,7 +229,14 @@ class MicroBatches:
         log_failure("a prompt could not be read" if job.tree is None else "a draft could not be verified", error)
         with self._lock:
             self._statistics.failures += 1
+        self._arrivals.ended(job.text)
         job.done(error)
+
+    def _note_answer(self, text: VerifiedText) -> None:
+        if text.finished:
+            self._arrivals.ended(text)
+        else:
+            self._arrivals.answered(text, time.monotonic())
 
     def _verify(self, jobs: Sequence[Job]) -> None:
         """Verifies trees in one forward. If it fails, each is tried alone: no text suffers from another one."""
@@ -246,6 +265,7 @@ class MicroBatches:
                 continue
             tokens, drafted, taps = outcome
             text = job.text
+            self._note_answer(text)
             job.done(Verified(tokens, drafted, text.reach, text.finished, taps, len(jobs), seconds))
 
     def _judged(self, read: TreesRead, place: int, job: Job) -> tuple[list[int], int, bytes] | Exception:

@@ -27,7 +27,8 @@ class ServerLimits:
         max_nodes: of a draft tree beside the root.
         max_batch: texts in a forward.
         max_columns: texts in a forward times nodes of the largest tree, roots counted; devices are told their share.
-        wait_seconds: that the first text of a batch waits for others; `None` for a quarter of the last forward.
+        wait_seconds: that a batch waits for texts that are away; `None` to wait up to half of the last forward for
+            texts that usually come back so soon.
         piece: tokens of a prompt that are read at once.
         prompt_seconds: that reading the prompts which wait may take before another text is refused.
     """
@@ -47,7 +48,9 @@ class ServerLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and (value < 0 or (value == 0 and name != "wait_seconds")):
+            if name == "wait_seconds" and value in (None, 0):
+                continue
+            if value is None or value <= 0:
                 raise ValueError(f"{name}={value} is invalid: expected a positive number")
         for name, most in (("max_length", MOST_LENGTH), ("max_nodes", min(MOST_NODES, self.max_columns) - 1)):
             if getattr(self, name) > most:
@@ -104,7 +107,7 @@ class ServedSession:
 
 
 class Sessions:
-    """All texts of a server. Used by its event loop alone, but for `attached`.
+    """All texts of a server. Used by its event loop alone.
 
     Args:
         limits: on them.

@@ -69,7 +69,6 @@ class VerifyServer:
             self.limits.max_batch,
             self.limits.max_columns,
             self.limits.wait_seconds,
-            lambda: self.sessions.attached,
             min(self.limits.piece, longest),
         )
         self._desk = Desk(target, tokenizer, self.sessions, self._batches, tables, longest, self._reader.vocab_size)
