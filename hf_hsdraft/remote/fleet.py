@@ -5,7 +5,7 @@ is running, then for its own. A forward over b texts takes f(b) = fixed + per_co
 reads begins one forward as the last one ends. So a device that was away for Z seconds has missed w = ceil(Z / f(b))
 forwards when it is read again: a text that is never away misses none. The mean of w is taken over ways that take up to
 30% more or less time. N = b * (1 + w) is solved for b. A batch below one text means that the server waits for devices,
-and one above the limit that devices wait for the server.
+and one above the limit that devices wait for the server. The time that a batch waits for others is left out.
 """
 
 from __future__ import annotations

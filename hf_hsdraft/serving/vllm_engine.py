@@ -51,7 +51,7 @@ def server_command(
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         if option_value(further, _MOST_BATCHED) is None:
             command += [_MOST_BATCHED, str(_window(target, further))]
-        if option_value(further, _MEMORY) is None:
+        if option_value(further, _MEMORY, "--device-memory-utilization") is None:
             command += [_MEMORY, str(CPU_MEMORY)]
     if speculation is not None:
         command += ["--speculative-config", json.dumps(dict(speculation))]
