@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
 from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import Accepted, Decode, Open, Opened, RowData, Rows, Taps, Text
+from hf_hsdraft.remote.micro_batches import BatchStatistics
 from hf_hsdraft.remote.packing import packed_ints, packed_tree, unpacked_states
 from hf_hsdraft.remote.sessions import Overloaded, ServerLimits, Sessions
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background
@@ -278,3 +280,15 @@ def test_connections_that_say_nothing_are_limited(target) -> None:
             silent[0].recv(1)
         for each in (*silent, late):
             each.close()
+
+
+def test_drafts_are_limited_by_what_columns_cost() -> None:
+    """Forwards of 120 ms and 3 ms a column: half of the fixed time is 20 columns."""
+    known, same = BatchStatistics(), BatchStatistics()
+    for place in range(40):
+        assert known.worthwhile_columns() == math.inf or place >= 16
+        columns = 1 + place % 5
+        known.add(2, columns, 3, 0.12 + 0.003 * 2 * columns)
+        same.add(2, 4, 3, 0.1)
+    assert known.worthwhile_columns() == pytest.approx(20)
+    assert same.worthwhile_columns() == math.inf  # what a column costs is not known where all forwards are alike

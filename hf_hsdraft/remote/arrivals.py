@@ -5,11 +5,8 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
+from ..common.package_tuning import TUNING
 from .verified_text import VerifiedText
-
-_NEWEST = 0.3  # weight of the last time away in the mean
-_LATE = 1.5  # times the mean, after which a text is not waited for
-_SLACK = 0.002  # seconds
 
 
 @dataclass
@@ -35,7 +32,7 @@ class Arrivals:
         habit = self._habits.setdefault(text, _Habit())
         if habit.answered is not None:
             away = now - habit.answered
-            habit.away = away if habit.away is None else habit.away + _NEWEST * (away - habit.away)
+            habit.away = away if habit.away is None else habit.away + TUNING.newest_away * (away - habit.away)
             habit.answered = None
 
     def ended(self, text: VerifiedText) -> None:
@@ -55,7 +52,7 @@ class Arrivals:
         known = []
         for habit in list(self._habits.values()):
             if habit.answered is not None and habit.away is not None:
-                late = habit.answered + _LATE * habit.away + _SLACK
+                late = habit.answered + TUNING.late_factor * habit.away + TUNING.late_slack
                 if habit.answered + habit.away <= until and now < late:
                     known.append(min(late, until))
         return min(known, default=None)

@@ -237,7 +237,8 @@ class Conversation:
     def _most_nodes(self, texts: int) -> int:
         """How many nodes a draft should have where so many texts share a forward: they share its columns too."""
         limits = self._desk.sessions.limits
-        share = limits.max_columns // max(min(texts, limits.max_batch), 1)
+        columns = min(limits.max_columns, self._desk.batches.worthwhile_columns())
+        share = int(columns // max(min(texts, limits.max_batch), 1))
         return min(max(share - 1, 1), limits.max_nodes)
 
     def _keep(

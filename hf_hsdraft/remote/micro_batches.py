@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -19,15 +20,15 @@ from typing import Any
 
 import torch
 
+from ..common.package_tuning import TUNING
 from .arrivals import Arrivals
+from .fleet import fitted_line
 from .jobs import Job, PieceRead, Verified
 from .joined_cache import grown
 from .packing import packed_states
 from .tree_reader import TreeReader, TreesRead
 from .verified_text import VerifiedText
 from .verify_logging import log_failure
-
-_WAITED = 0.5  # of what the last forward took: one that is shared costs little more than one that is not
 
 
 @dataclass
@@ -66,6 +67,14 @@ class BatchStatistics:
         self.columns += columns
         self.columns_squared += columns**2
         self.columns_seconds += columns * seconds
+
+    def worthwhile_columns(self) -> float:
+        """Returns how many columns a forward should have at most, by what the forwards have cost so far."""
+        if self.forwards < TUNING.costs_known:
+            return math.inf
+        sums = self.columns, self.columns_squared, self.verify_seconds, self.columns_seconds
+        fixed, column = fitted_line([self.forwards, *sums])
+        return TUNING.drafts_share * fixed / column if column else math.inf
 
 
 class MicroBatches:
@@ -122,6 +131,11 @@ class MicroBatches:
         with self._lock:
             return dataclasses.asdict(self._statistics)
 
+    def worthwhile_columns(self) -> float:
+        """Returns how many texts times nodes a forward should have at most, by what forwards have cost so far."""
+        with self._lock:
+            return self._statistics.worthwhile_columns()
+
     def prompt_seconds(self, tokens: int) -> float:
         """Returns how long so many tokens of prompts take to read, by those that were read."""
         with self._lock:
@@ -174,7 +188,7 @@ class MicroBatches:
 
     def _collect(self) -> None:
         """Takes the jobs that have come in; waits for the first one, and for others as long as that is worth it."""
-        longest = _WAITED * self._last_seconds if self._wait is None else self._wait
+        longest = TUNING.batch_wait * self._last_seconds if self._wait is None else self._wait
         deadline = None
         while not self._ended:
             waiting = len(self._trees)
