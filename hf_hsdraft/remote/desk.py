@@ -237,7 +237,9 @@ class Conversation:
     def _most_nodes(self, texts: int) -> int:
         """How many nodes a draft should have where so many texts share a forward: they share its columns too."""
         limits = self._desk.sessions.limits
-        columns = min(limits.max_columns, self._desk.batches.worthwhile_columns())
+        columns: float = limits.max_columns
+        if texts > 1:  # a device alone sees what its nodes cost
+            columns = min(columns, self._desk.batches.worthwhile_columns())
         share = int(columns // max(min(texts, limits.max_batch), 1))
         return min(max(share - 1, 1), limits.max_nodes)
 
