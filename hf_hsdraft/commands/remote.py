@@ -74,7 +74,11 @@ def verify_server(
         server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
     scheme = "http" if tls is None else "https"
     address = f"{scheme}://{host}:{listener.getsockname()[1]}"
-    console.print(f"{target or DEFAULT_TARGET} verifies at {address}, its state at {address}/status", highlight=False)
+    console.print(
+        f"{target or DEFAULT_TARGET} verifies at {address}, its state at {address}/status"
+        + (" (with the token)" if token else ""),
+        highlight=False,
+    )
     if host not in ("localhost", "127.0.0.1", "::1") and (tls is None or not token):
         console.print("anybody who reaches this address can use it or read along: give a certificate and a token")
     try:

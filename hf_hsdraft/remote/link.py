@@ -72,10 +72,14 @@ class Address:
             ValueError: the address is none, or the token would be sent unencrypted over a network.
         """
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in _SCHEMES or not parts.hostname:
-            raise ValueError(f"{parts.scheme}://{parts.hostname} is no address: expected https://host:port, or http://")
-        if parts.username or parts.password or parts.query:
+        if "@" in url or parts.query:
             raise ValueError("the address holds a name, a password or a query: give the token as token=...")
+        try:
+            named = parts.scheme in _SCHEMES and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:  # the port is no number, or too large
+            named = False
+        if not named:
+            raise ValueError(f"{url!r} is no address: expected https://host:port, or http://host:port")
         scheme = _SCHEMES[parts.scheme]
         if token and scheme == "ws" and parts.hostname not in _LOOPBACK:
             raise ValueError(
@@ -128,6 +132,10 @@ class Link:
             raise ServerRefused("version", f"what answers does not speak {PROTOCOL}: {error}") from None
         except ssl.SSLCertVerificationError as error:
             raise ServerRefused("certificate", str(error)) from None
+        except ssl.SSLError as error:
+            raise LinkLost(
+                f"no connection to {address.url}: {error}; a server without a certificate is reached by http://"
+            ) from None
         except (OSError, WebSocketException) as error:
             raise LinkLost(f"no connection to {address.url}: {error}") from None
         if self._socket.subprotocol != PROTOCOL:

@@ -193,6 +193,8 @@ class RemoteModel:
         if drafter is None or draft is None:
             while not target.finished:
                 _tell(observers, target.receive())
+                keeper.statistics.target_forwards += 1
+                keeper.statistics.row_forwards += 1
             return
         drafting = _SharedDrafting(drafter, draft, target)
         drafting.observe([first])
