@@ -172,6 +172,11 @@ def test_a_target_with_recurrent_layers_is_refused() -> None:
         ({"input_ids": torch.full((1, 5), VOCAB)}, "no tokens"),
         ({"input_ids": torch.ones(1, 300, dtype=torch.long)}, "300 tokens"),
         ({"inputs": "a text"}, "no tokenizer"),
+        ({"max_new_tokens": "8"}, "max_new_tokens='8'"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": True}, "seed=True"),
+        ({"assistant_model": "a name"}, "AutoDrafter"),
+        ({"assistant_model": CachebackDrafter(), "tree_size": 3}, r"drafter\.generation_config\.tree_size"),
     ],
 )
 def test_what_is_wrong_is_said_and_the_next_call_works(model, target, arguments, message: str) -> None:
@@ -182,11 +187,33 @@ def test_what_is_wrong_is_said_and_the_next_call_works(model, target, arguments,
     assert torch.equal(found, plain(target, ids, max_new_tokens=5, do_sample=False))
 
 
-def test_a_rule_that_needs_the_drafters_distribution_is_refused(model, drafter) -> None:
-    drafter.generation_config.tree_builder = "stochastic_beam"
-    drafter.generation_config.verification = "rejection"
-    with pytest.raises(DraftingRefused, match="rejection"):
+@pytest.mark.parametrize("rule", ["rejection", "fly", "pivot"])
+def test_other_rules_than_the_targets_own_choice_are_refused(model, drafter, rule: str) -> None:
+    drafter.generation_config.verification = rule  # "rejection" would need another tree builder: that is not the matter
+    with pytest.raises(DraftingRefused, match=f"{rule}.*not possible with a remote target"):
         model.generate(prompts(1)[0], drafter, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("damage", [b"no tensors", b""])
+def test_kept_rows_that_are_damaged_are_fetched_anew(target, drafter, served, tmp_path, monkeypatch, damage) -> None:
+    monkeypatch.setattr("hf_hsdraft.remote.weight_tables.HF_HOME", str(tmp_path))
+    ids = prompts(1)[0]
+    with connect(served[1]) as model:
+        expected = model.generate(ids, drafter, max_new_tokens=8, do_sample=False)
+    (path,) = (tmp_path / "hf_hsdraft").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(
+        damage or whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]])
+    )  # a file that reads well, with one bit off
+    with connect(served[1]) as model:
+        assert torch.equal(model.generate(ids, drafter, max_new_tokens=8, do_sample=False), expected)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("wrong", [{"patience": -1}, {"patience": "x"}, {"timeout": 0}, {"timeout": True}])
+def test_seconds_that_are_none_are_refused(served, wrong) -> None:
+    with pytest.raises(ValueError, match="expected seconds"):
+        connect(served[1], **wrong)
 
 
 def test_text_goes_there_and_back_by_the_servers_tokenizer(chatty, own_tokenizer) -> None:

@@ -38,6 +38,10 @@ def test_fleet_prints_a_plan_by_given_and_by_measured_constants(tmp_path) -> Non
     assert measured.exit_code == 0 and "a forward takes 20.00 ms and 1.000 ms" in measured.output
     path.write_text("{}")
     assert isinstance(runner.invoke(app, ["fleet", "--from", str(path)]).exception, ValueError)
+    missing = runner.invoke(app, ["fleet", "--from", str(tmp_path / "none.json")]).exception
+    assert isinstance(missing, ValueError) and "no such file" in str(missing)
+    for wrong in ("--fixed-ms", "--tau", "--least"):
+        assert runner.invoke(app, ["fleet", wrong, "0"]).exit_code == 2
 
 
 def test_a_relay_adds_latency_and_limits_bandwidth() -> None:

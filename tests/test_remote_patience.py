@@ -167,6 +167,8 @@ def test_a_prompt_of_too_many_bytes_is_not_sent(target, own_tokenizer) -> None:
             model.generate("w1 " * 60_000)
         with pytest.raises(ValueError, match="too many"):
             model.decode([5] * 5000)
+        with pytest.raises(ValueError, match="integers"):
+            model.decode([1.5])
 
 
 @pytest.fixture

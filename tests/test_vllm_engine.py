@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -24,6 +25,8 @@ def written(folder, **fields):
 
 def speculators(folder, algorithm, tokens, **fields):
     proposals = [{"proposal_type": "greedy", "speculative_tokens": tokens}]
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").touch()
     return written(
         folder,
         speculators_model_type=algorithm,
@@ -203,6 +206,8 @@ def test_an_environment_without_vllm_is_named_with_what_to_do(environment):
         check_environment(environment(vllm=False), with_plugin=False)
     with pytest.raises(ImportError, match="cannot be started"):
         check_environment("no/such/python", with_plugin=False)
+    with pytest.raises(ImportError, match="true is no Python interpreter"):
+        check_environment(shutil.which("true"), with_plugin=False)
 
 
 def test_the_plugin_has_to_be_installed_where_it_drafts(environment, tmp_path):
@@ -258,6 +263,15 @@ def test_the_length_of_chains_and_the_device_can_be_chosen(serve):
 def test_only_drafters_of_the_plugin_need_it(serve, tmp_path):
     eagle = speculators(tmp_path / "eagle", "eagle3", 7)
     assert "--speculative-config" in serve("--drafter", str(eagle))
+
+
+def test_a_folder_without_weights_is_refused_before_vllm_starts(serve, drafter):
+    (drafter / "model.safetensors").unlink()
+    assert "has no model.safetensors" in serve("--drafter", str(drafter), plugin=True)
+
+
+def test_an_empty_name_is_no_drafter(serve):
+    assert "the name is empty" in serve("--drafter", "")
 
 
 def test_plain_decoding_needs_no_plugin(serve):

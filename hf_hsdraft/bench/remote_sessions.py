@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,7 @@ def sweep(asked: argparse.Namespace, plain: Plain, port: int, keep: Callable[[li
 def main() -> int:
     """The command; 1 if something has gone wrong."""
     asked = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is ended too
     plain, result = plain_texts(asked, _print), dict[str, Any]()
 
     def keep(**news: Any) -> None:

@@ -62,7 +62,7 @@ class Decoded:
 
 def by_vllm(
     python: str, target: str, dtype: str, prompts: Sequence[list[int]], max_new_tokens: int, at_once: Sequence[int],
-    speculation: dict[str, Any] | None,
+    speculation: dict[str, Any] | None, on_cpu: bool,
 ) -> list[Decoded]:  # fmt: skip
     """Decodes prompts in a process of vLLM's environment, once for each number of requests at once.
 
@@ -71,7 +71,7 @@ def by_vllm(
     """
     task = {
         "target": target, "dtype": dtype, "prompts": list(prompts), "max_new_tokens": max_new_tokens,
-        "at_once": list(at_once), "speculation": speculation, "on_cpu": not torch.cuda.is_available(),
+        "at_once": list(at_once), "speculation": speculation, "on_cpu": on_cpu,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         asked, done = Path(folder) / "task.json", Path(folder) / "done.json"
@@ -161,7 +161,7 @@ def main(
     questions = spread(read_prompts(prompts), limit)
     ids = [encode_prompt(tokenizer, each.turns[0])["input_ids"][0].tolist() for each in questions]
     console = Console(width=160)
-    plain = by_vllm(vllm_python, target_folder(target, kind), dtype, ids, max_new_tokens, numbers, None)
+    plain = by_vllm(vllm_python, target_folder(target, kind), dtype, ids, max_new_tokens, numbers, None, on_cpu)
     table = Table(title=f"{len(ids)} prompts, {max_new_tokens} tokens, {dtype}, {processor(torch.device('cpu'))}")
     for title in ("drafter", "decoded by", "at once", "chains", "accepted, by depth", "tokens/s", "over plain", "same"):
         table.add_column(title)
@@ -171,7 +171,9 @@ def main(
         )
     for name, speculation in speculations.items():
         label = Path(name).name
-        served = by_vllm(vllm_python, target_folder(target, kind), dtype, ids, max_new_tokens, numbers, speculation)
+        served = by_vllm(
+            vllm_python, target_folder(target, kind), dtype, ids, max_new_tokens, numbers, speculation, on_cpu
+        )
         for count, without, found in zip(numbers, plain, served, strict=True):
             table.add_row(label, "vLLM", str(count), str(found.chains), ", ".join(map(str, found.accepted)),
                           f"{found.speed:.1f}", f"{found.speed / without.speed:.2f}",

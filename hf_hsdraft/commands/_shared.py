@@ -58,6 +58,8 @@ def drafter_of(target: str | None, drafter: str | None) -> str:
     """The drafter that was named, or the one that comes with the target."""
     from ..target.target_loading import default_drafter
 
+    if drafter is not None and not drafter.strip():
+        raise typer.BadParameter("the name is empty: expected a Hub name or a folder", param_hint="--drafter")
     name = drafter or default_drafter(target)
     if name is None:
         raise typer.BadParameter(

@@ -26,18 +26,24 @@ def verify_server(
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="Certificate chain, PEM: connections are encrypted.")] = None,
     key: Annotated[Path | None, typer.Option(help="Key of the certificate, PEM.")] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 64,
-    max_mebibytes: Annotated[int, typer.Option(min=1, help="Of keys and values, of all texts.")] = 2048,
-    max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Tokens of a text.")] = 4096,
-    max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Of a draft tree.")] = 64,
-    max_batch: Annotated[int, typer.Option(min=1, help="Texts in a forward.")] = 32,
-    max_columns: Annotated[int, typer.Option(min=2, help="Texts in a forward times nodes of the largest tree.")] = 256,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Greatest number of texts at a time.")] = 64,
+    max_mebibytes: Annotated[
+        int, typer.Option(min=1, help="Greatest memory for keys, values and hidden states of all texts.")
+    ] = 2048,
+    max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Greatest number of tokens of a text.")] = 4096,
+    max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Greatest number of nodes of a draft tree.")] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")] = 32,
+    max_columns: Annotated[
+        int, typer.Option(min=2, help="Greatest product of the texts in a forward and the nodes of the largest tree.")
+    ] = 256,
     wait_ms: Annotated[
         float | None,
-        typer.Option(min=0.0, help="That a batch waits for texts that are away; default: by how soon they come back."),
+        typer.Option(
+            min=0.0, help="How long a batch waits for texts whose devices draft; default: by how soon they come back."
+        ),
     ] = None,
-    idle_seconds: Annotated[float, typer.Option(min=1.0, help="Until a silent connection is closed.")] = 120.0,
-    keep_seconds: Annotated[float, typer.Option(min=0.1, help="That a text waits for a lost device.")] = 30.0,
+    idle_seconds: Annotated[float, typer.Option(min=1.0, help="Seconds until a silent connection is closed.")] = 120.0,
+    keep_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that a text is kept for a lost device.")] = 30.0,
     packed: Annotated[bool, typer.Option("--packed", help="Pack the weights; faster on x86 CPUs.")] = False,
 ) -> None:
     """Holds the target and verifies drafts for many devices at once; they connect with hf_hsdraft.connect(url)."""
@@ -106,23 +112,35 @@ def _token(file: Path | None) -> str:
 
 @app.command(short_help="Say what a fleet of devices needs.")
 def fleet(
-    measured: Annotated[Path | None, typer.Option("--from", help="JSON of hf_hsdraft.bench.remote_sessions.")] = None,
-    fixed_ms: Annotated[float, typer.Option(min=0.0, help="Of a forward, however little it reads.")] = 20.0,
-    column_ms: Annotated[float, typer.Option(min=0.0, help="Of a node of a text in a forward.")] = 0.05,
-    token_bytes: Annotated[int, typer.Option(min=1, help="Keys and values of a token.")] = 131072,
-    gibibytes: Annotated[float, typer.Option(min=0.0, help="Of memory for keys and values.")] = 40.0,
-    max_batch: Annotated[int, typer.Option(min=1, help="Texts in a forward.")] = 32,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="JSON that hf_hsdraft.bench.remote_sessions wrote; its measured values replace --fixed-ms, "
+            "--column-ms, --token-bytes and --max-batch.",
+        ),
+    ] = None,
+    fixed_ms: Annotated[float, typer.Option(min=0.001, help="Time of a forward, however little it reads.")] = 20.0,
+    column_ms: Annotated[
+        float, typer.Option(min=0.0, help="Time that each node of each text adds to a forward.")
+    ] = 0.05,
+    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of the keys and values of a token.")] = 131072,
+    gibibytes: Annotated[float, typer.Option(min=0.0, max=2.0**20, help="Memory for keys and values.")] = 40.0,
+    max_batch: Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")] = 32,
     tau: Annotated[float, typer.Option(min=1.0, help="Tokens that a round emits.")] = 2.5,
-    nodes: Annotated[float, typer.Option(min=0.0, help="Of a draft beside the root.")] = 8.0,
-    draft_ms: Annotated[float, typer.Option(min=0.0, help="Of a draft on the device.")] = 5.0,
-    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="Of the way there and back.")] = 40.0,
+    nodes: Annotated[float, typer.Option(min=0.0, help="Drafted nodes of a round.")] = 8.0,
+    draft_ms: Annotated[float, typer.Option(min=0.0, help="Time in which a device drafts.")] = 5.0,
+    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="Time of the way to the server and back.")] = 40.0,
     sent: Annotated[float, typer.Option(min=0.0, help="Bytes that a device sends in a round.")] = 80.0,
     received: Annotated[float, typer.Option(min=0.0, help="Bytes that it receives in a round.")] = 60.0,
-    mbit_per_second: Annotated[float, typer.Option(min=0.001, help="Of a device's link.")] = 20.0,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 1024,
-    least: Annotated[float, typer.Option(min=0.0, help="Tokens/s that each device should get.")] = 10.0,
+    mbit_per_second: Annotated[float, typer.Option(min=0.001, help="Speed of a device's link.")] = 20.0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text, prompt included.")] = 1024,
+    least: Annotated[float, typer.Option(min=0.001, help="Tokens/s that each device should get.")] = 10.0,
 ) -> None:
-    """Says how many devices a server serves, by a model of queues; runs nothing. --from takes measured constants."""
+    """Says how many devices a server serves, by a model of queues; runs nothing.
+
+    The defaults are made up: measure your own by `python -m hf_hsdraft.bench.remote_sessions`, and give them by --from.
+    """
     from ..remote.fleet import DeviceLoad, ServerCosts
     from ..remote.fleet_report import costs_of, print_fleet
 

@@ -104,6 +104,7 @@ def _serve_by_vllm(
 ) -> NoReturn:
     """Becomes vLLM's server, so that signals and the exit status are vLLM's."""
     from ..repository.checkpoint import Checkpoint
+    from ..repository.drafter_files import weight_files
     from ..serving.vllm_checks import check_environment, check_parallel, check_target
     from ..serving.vllm_engine import server_command
     from ..target.target_loading import DEFAULT_TARGET, target_folder
@@ -121,6 +122,8 @@ def _serve_by_vllm(
     name = None if plain else drafter_of(target, drafter)
     speculation = None if name is None else speculation_of(name, num_speculative_tokens, on_cpu=on_cpu)
     config = {} if name in (None, NGRAMS) else Checkpoint.open(name).config
+    if config and os.path.isdir(str(name)):
+        weight_files(Path(str(name)))  # an error here comes minutes before vLLM's
     check_parallel(config, further)
     check_environment(python, with_plugin=name == NGRAMS or is_hidden_state(config))
     folder = target_folder(target, dtype.torch)

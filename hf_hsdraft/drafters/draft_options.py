@@ -22,8 +22,8 @@ logger = logging.get_logger(__name__)
 
 # A target's own files may say so too, and they are not the caller.
 NOT_TAKEN = (
-    "the call's generation configuration asks for {name}={value}, an option of lossy verification, which may change "
-    "the text. It is not used. To use it, set it on drafter.generation_config.{name}"
+    "the target's generation configuration, or the call, asks for {name}={value}, an option of lossy verification, "
+    "which may change the text. It is not used. To use it, set drafter.generation_config.{name}"
 )
 _ALIKE, _NEAR = 0.85, 0.4  # of two names; see `difflib.SequenceMatcher.ratio`
 
@@ -185,7 +185,8 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
     rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
     for name, allowed in rules.items():
         if option(name) not in allowed:
-            raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {', '.join(allowed)}")
+            known = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in allowed)
+            raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {known}")
     builder, verification, packed = map(option, ("tree_builder", "verification", "packed_weights"))
     if VERIFIERS[verification].drawn_nodes and builder not in DRAWING:
         raise ValueError(

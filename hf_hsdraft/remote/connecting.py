@@ -6,6 +6,8 @@ import ssl
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from ..common.checks import is_number
+
 if TYPE_CHECKING:
     from .remote_model import RemoteModel
 
@@ -44,9 +46,12 @@ def connect(
         ImportError: a package is missing.
         LinkLost: there is no connection.
         ServerRefused: the server does not take it.
-        ValueError: the address is none.
+        ValueError: the address is none, or a number of seconds is negative.
     """
     check_packages()
+    for name, value, least in (("patience", patience, "0 or more"), ("timeout", timeout, "above 0")):
+        if not is_number(value) or value < 0 or (value == 0 and name == "timeout"):
+            raise ValueError(f"{name}={value!r} is invalid: expected seconds, a number {least}")
     from .link import Address
     from .remote_model import RemoteModel
 

@@ -23,8 +23,10 @@ def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
         others: what it does not say: memory.
 
     Raises:
-        ValueError: the file is none of that bench.
+        ValueError: there is no such file, or it is none of that bench.
     """
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}; `python -m hf_hsdraft.bench.remote_sessions` writes one")
     try:
         status = json.loads(path.read_text(encoding="utf-8"))["status"]
         return replace(

@@ -54,7 +54,9 @@ class LinkPool:
         link = Link(self._address, self._timeout)
         if link.hello.identity != self.hello.identity:
             link.close()
-            raise ServerRefused("target", "the server has another target than before: connect again")
+            raise ServerRefused(
+                "target", "the server has another target than before, or the same one in another dtype: connect again"
+            )
         return link
 
     def give_back(self, link: Link) -> None:

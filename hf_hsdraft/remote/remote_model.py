@@ -11,21 +11,18 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ..acceleration.accelerator import Acceleration
+from ..common.checks import is_integer, short
 from ..common.refusals import DraftingRefused
-from ..drafters.draft_options import DraftOptions
-from ..drafters.protocol import Accepted as News
-from ..drafters.protocol import Ask, DraftCall, Drafter
+from ..drafters.draft_options import DraftOptions, option_names
+from ..drafters.protocol import DraftCall, Drafter
 from ..engine.call_output import DraftStatistics
-from ..engine.drafting import Drafting
-from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
-from ..engine.round_loop import decode
-from ..pace.pacing import FixedPace, KindOfCall, pace_for
-from ..trees.draft_tree import DraftTree
+from ..engine.observers import StatisticsKeeper
+from ..verifiers.registry import VERIFIERS
 from .link import Address
 from .link_pool import LinkPool
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens
 from .packing import packed_ints, unpacked_ints
+from .remote_rounds import Streaming, decode_rounds
 from .remote_target import LinkStatistics, RemoteCall, RemoteTarget
 from .target_shell import TargetShell
 from .verified_text import check_options
@@ -48,34 +45,6 @@ class RemoteOutput:
     statistics: DraftStatistics
     link: LinkStatistics
     seed: int
-
-
-@dataclass
-class _Streaming(Observer):
-    """Hands the tokens of each round to a streamer."""
-
-    streamer: Any
-
-    def ended(self, done: Round) -> None:
-        for news in done.news:
-            self.streamer.put(torch.tensor(news.tokens))
-
-
-class _SharedDrafting(Drafting):
-    """Drafts no more nodes than the server has room for, where many texts share a forward.
-
-    Args:
-        drafter, call: see `Drafting`.
-        target: says how many.
-    """
-
-    def __init__(self, drafter: Drafter, call: DraftCall, target: RemoteTarget) -> None:
-        super().__init__(drafter, call, lambda row, tree: tree)
-        self._target = target
-
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        """The best nodes of what is drafted. Any part of a tree is verified exactly by the target's own choice."""
-        return [tree.first(self._target.most_nodes) for tree in super().draft(asks)]
 
 
 class RemoteModel:
@@ -141,14 +110,10 @@ class RemoteModel:
             ServerRefused: the server does not do it; `retry_seconds` says when it may.
             ValueError: an argument is wrong.
         """
-        check_options(options)
-        if most_taps is not None and most_taps < 1:
-            raise ValueError(f"most_taps={most_taps} is invalid: expected a positive number, or None for all positions")
+        _check_call(assistant_model, seed, most_taps, options)
         ids = self._ids(inputs if input_ids is None else input_ids, attention_mask, chat)
         self._check_size(ids, options)
         seed = secrets.randbits(63) if seed is None else seed
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed={seed} is invalid: expected 0 to 2**63 - 1")
         draft, taps = self._prepared(assistant_model, options)
         drafter_options = None if draft is None else draft.options
         call = RemoteCall(
@@ -160,8 +125,8 @@ class RemoteModel:
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         try:
-            observers = [] if streamer is None else [_Streaming(streamer)]
-            self._decode(target, assistant_model, draft, keeper, observers)
+            observers = [] if streamer is None else [Streaming(streamer)]
+            decode_rounds(target, assistant_model, draft, keeper, observers)
         finally:
             link = target.end()
             if link is not None:
@@ -175,48 +140,13 @@ class RemoteModel:
             return RemoteOutput(sequences, statistics, target.statistics, seed)
         return sequences
 
-    def _decode(
-        self,
-        target: RemoteTarget,
-        drafter: Drafter | None,
-        draft: DraftCall | None,
-        keeper: StatisticsKeeper,
-        observers: Sequence[Observer],
-    ) -> None:
-        """Runs the prompt and all rounds."""
-        keeper.began()
-        first = target.open()
-        keeper.enter("prefill_seconds")
-        keeper.statistics.target_forwards, keeper.statistics.row_forwards = 1, 1
-        for each in observers:
-            each.ended(Round([], [], [first], 1, 0))
-        if drafter is None or draft is None:
-            while not target.finished:
-                _tell(observers, target.receive())
-                keeper.statistics.target_forwards += 1
-                keeper.statistics.row_forwards += 1
-            return
-        drafting = _SharedDrafting(drafter, draft, target)
-        drafting.observe([first])
-        drafting.pace = FixedPace() if draft.options.tree_sizing == "fixed" else _pace(drafter, draft, drafting)
-        timer = PaceTimer(drafting, Acceleration(draft.target), lambda: None)
-        decode(target, drafting, lambda: not target.finished, lambda: None, [keeper, timer, *observers])
-        drafting.session.end()
-
     def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[DraftCall | None, Sequence[int]]:
         """What a drafter is called with, and the hidden states that it reads."""
         if drafter is None:
             return None, ()
-        if not isinstance(drafter, Drafter):
-            raise ValueError(f"assistant_model is a {type(drafter).__name__}: expected a drafter of this package")
         drafter.check(self._shell)
         asked = {name: options[name] for name in ("do_sample", "temperature") if name in options}
         draft = DraftOptions.of(drafter, GenerationConfig(**asked))
-        if draft.verification != "walk":
-            raise DraftingRefused(
-                f"verification={draft.verification!r} is not possible with a remote target: the server chooses each "
-                "token by the target alone, as verification='walk' does"
-            )
         taps = tuple(sorted(drafter.taps_of(self._shell)))
         # Drafters that read hidden states borrow the target's rows.
         shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
@@ -267,9 +197,11 @@ class RemoteModel:
         """Returns the text of tokens `[length]`, without special tokens, by the server's tokenizer.
 
         Raises:
-            ValueError: there are more of them than a text of this server has.
+            ValueError: they are no integers, or more than a text of this server has.
         """
         tokens = torch.as_tensor(ids).flatten().tolist()
+        if not all(map(is_integer, tokens)):
+            raise ValueError(f"{short(tokens)} are no token ids: expected integers")
         if len(tokens) > self._hello.longest:
             raise ValueError(f"{len(tokens)} tokens are too many: this server takes at most {self._hello.longest}")
         packed = packed_ints(tokens)
@@ -289,14 +221,24 @@ class RemoteModel:
         self.close()
 
 
-def _pace(drafter: Drafter, call: DraftCall, drafting: Drafting) -> Any:
-    """The pace of a call. The way there and back is in the cost of every round, so drafts grow deeper."""
-    session, draft = drafting.session, call.options
-    by = (type(session).__qualname__, *session.kind, draft.beam_width, repr(sorted(draft.own.items())))
-    depth = 0 if session.free else draft.depth
-    return pace_for(call.target, drafter, KindOfCall(by, by, depth, draft.tree_size), draft.costs)
-
-
-def _tell(observers: Sequence[Observer], news: News) -> None:
-    for each in observers:
-        each.ended(Round([], [], [news], 1, 0))
+def _check_call(drafter: Any, seed: Any, most_taps: Any, options: Mapping[str, Any]) -> None:
+    """Raises an error for arguments of a call that are wrong, before anything is sent."""
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"assistant_model is a {type(drafter).__name__}: expected a drafter of this package; "
+            "AutoDrafter.from_pretrained loads one by its name"
+        )
+    for name in options if drafter is not None else ():
+        if name in option_names(drafter):
+            raise ValueError(f"{name!r} is an option of the drafter: set drafter.generation_config.{name}")
+    check_options(options)
+    rule = getattr(getattr(drafter, "generation_config", None), "verification", None)
+    if rule in VERIFIERS and rule != "walk":
+        raise DraftingRefused(
+            f"verification={rule!r} is not possible with a remote target: the server chooses each token by the target "
+            "alone, as verification='walk' does"
+        )
+    if most_taps is not None and (not is_integer(most_taps) or most_taps < 1):
+        raise ValueError(f"most_taps={most_taps!r} is invalid: expected a positive number, or None for all positions")
+    if seed is not None and (not is_integer(seed) or not 0 <= seed < 2**63):
+        raise ValueError(f"seed={seed!r} is invalid: expected an integer from 0 to 2**63 - 1")

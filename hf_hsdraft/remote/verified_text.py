@@ -57,11 +57,12 @@ def check_options(options: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, sorted(OPTIONS), n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise ValueError(
-                f"{name[:64]!r} is not possible with a remote target{hint} Possible are {', '.join(sorted(OPTIONS))}"
+                f"{name[:64]!r} is not possible with a remote target{hint} Options that choose or end tokens are "
+                f"possible: {', '.join(sorted(OPTIONS))}"
             )
         if not is_setting(name, value):
             raise ValueError(
-                f"{name}={str(value)[:64]} is invalid: expected a number, True or False, or a list of at most "
+                f"{name}={repr(value)[:64]} is invalid: expected a number, True or False, or a list of at most "
                 f"{MOST_ITEMS} token ids"
             )
 

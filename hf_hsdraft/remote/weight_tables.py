@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HOME
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .messages import INPUT, MOST_ROWS, OUTPUT, PIECE_BYTES, Hello
@@ -80,7 +81,7 @@ def weights_digest(target: Any) -> str:
 def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[int, torch.Tensor]:
     """Returns the tables of a target, by `INPUT` and `OUTPUT`, each `[rows, width]`, bfloat16.
 
-    They are fetched once and kept on disk under their fingerprint.
+    They are fetched once and kept on disk under their fingerprint. A kept file that does not have it is fetched anew.
 
     Args:
         hello: of the server.
@@ -91,11 +92,11 @@ def kept_tables(hello: Hello, fetch: Callable[[int, int, int], bytes]) -> dict[i
     """
     path = Path(HF_HOME) / "hf_hsdraft" / f"{hello.fingerprint}.safetensors"
     wanted = [INPUT] if hello.tied else [INPUT, OUTPUT]
-    kept = load_file(path) if path.is_file() else {}
-    shapes = {name: (tuple(table.shape), table.dtype) for name, table in kept.items()}
-    if shapes != {_NAMES[table]: ((hello.rows, hello.width), torch.bfloat16) for table in wanted}:
+    kept = _on_disk(path)
+    if not _is_announced(hello, kept, wanted):
         kept = {_NAMES[table]: _fetched(hello, table, fetch) for table in wanted}
-        _check(hello, kept)
+        if not _is_announced(hello, kept, wanted):
+            raise ValueError("the embedding rows that came in are not those that the server announced: try again")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
         os.close(handle)
@@ -111,12 +112,22 @@ def _fetched(hello: Hello, table: int, fetch: Callable[[int, int, int], bytes]) 
     return torch.cat(parts)
 
 
-def _check(hello: Hello, tables: dict[str, torch.Tensor]) -> None:
+def _on_disk(path: Path) -> dict[str, torch.Tensor]:
+    """The tables of a file; none where there is no file that can be read."""
+    try:
+        return load_file(path) if path.is_file() else {}
+    except (OSError, SafetensorError):
+        return {}
+
+
+def _is_announced(hello: Hello, tables: dict[str, torch.Tensor], wanted: Sequence[int]) -> bool:
+    """Whether tables, by name, have the shapes and the fingerprint that the server announced."""
+    shape = (hello.rows, hello.width)
+    found = {name: (tuple(table.shape), table.dtype) for name, table in tables.items()}
+    if found != {_NAMES[table]: (shape, torch.bfloat16) for table in wanted}:
+        return False
     digest = hashlib.sha256()
-    for table in tables.values():
-        if table.shape != (hello.rows, hello.width):
-            raise ValueError(f"rows {tuple(table.shape)} came in: the server announced {(hello.rows, hello.width)}")
-        for part in table.split(MOST_ROWS):
+    for table in wanted:
+        for part in tables[_NAMES[table]].split(MOST_ROWS):
             digest.update(packed_states(part))
-    if digest.hexdigest() != hello.fingerprint:
-        raise ValueError("the embedding rows that came in are not those that the server announced: try again")
+    return digest.hexdigest() == hello.fingerprint

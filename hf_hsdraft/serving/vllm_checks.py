@@ -25,6 +25,7 @@ from importlib.metadata import entry_points
 if not entry_points(group="vllm.general_plugins", name="hsdraft"):
     sys.exit("hf_hsdraft is not installed there, so vLLM does not find its plugin")
 """
+_FOUND = "vLLM is there"  # what the interpreter says, if it is one
 _PARALLEL = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"))
 
 
@@ -41,15 +42,17 @@ def check_environment(python: str | os.PathLike[str] | None, with_plugin: bool) 
     )
     if python is None:
         raise ImportError(f"vLLM needs an environment of its own, for it wants an older transformers: {how}")
-    code = _FIND_VLLM + (_FIND_PLUGIN if with_plugin else "")
+    code = _FIND_VLLM + (_FIND_PLUGIN if with_plugin else "") + f"print({_FOUND!r})\n"
     try:
         found = subprocess.run([os.fspath(python), "-c", code], capture_output=True, text=True, check=False)
     except OSError as error:
         raise ImportError(f"{python} cannot be started ({error.strerror}): {how}") from None
     if found.returncode:
-        why = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
+        why = printable((found.stderr.strip().splitlines() or ["no reason given"])[-1])
         wanted = "vLLM and this package" if with_plugin else "vLLM"
         raise ImportError(f"{python} does not find {wanted} ({why}): {how}")
+    if _FOUND not in found.stdout:
+        raise ImportError(f"{python} is no Python interpreter: {how}")
 
 
 def check_parallel(drafter: Mapping[str, Any], further: Sequence[str]) -> None:

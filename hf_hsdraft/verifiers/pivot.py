@@ -129,7 +129,7 @@ class Pivot(Relaxed):
             "pivot_threshold",
             0.5,
             lambda value: is_number(value) and 0 <= value <= 1,
-            "a probability",
+            "a number from 0 to 1",
             "Lossy rule `pivot`: probability of a pivot from which on a drafted token is refused.",
         ),
     )

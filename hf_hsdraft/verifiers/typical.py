@@ -28,7 +28,7 @@ class Typical(Relaxed):
             "typical_threshold",
             0.09,
             lambda value: is_number(value) and 0 < value <= 1,
-            "a probability above 0, at most 1",
+            "a number above 0, at most 1",
             "Lossy rule `typical`: epsilon, a probability that is always enough.",
         ),
         Option(

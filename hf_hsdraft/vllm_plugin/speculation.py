@@ -57,7 +57,8 @@ def speculation_of(
     wanted = usual if num_speculative_tokens is None else num_speculative_tokens
     if not 1 <= wanted <= longest:
         raise ValueError(
-            f"chains of {wanted} tokens do not go with {name}, which drafts {longest} tokens: expected 1 to {longest}"
+            f"chains of {wanted} tokens do not go with {name}, which drafts at most {longest} tokens: expected 1 to "
+            f"{longest}"
         )
     return {**found, "num_speculative_tokens": wanted}
 
