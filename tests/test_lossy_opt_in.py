@@ -80,7 +80,7 @@ def test_loading_warns_and_stays_exact_until_it_is_confirmed(target, folder, pla
     ids, text = plain
     drafter = LOADERS[loader](folder)
     [warning] = [line for line in told if "verification='fly'" in line]
-    assert "lossy" in warning and "after loading" in warning
+    assert "lossy" in warning and "pass the drafter itself" in warning
     assert warning.endswith("not the published ones: fly_entropy=0.0, not 0.3, fly_window=0, not 6")
     output = target.generate(ids, **NEW, assistant_model=drafter, return_dict_in_generate=True)
     assert output.sequences.tolist() == text and output.exact

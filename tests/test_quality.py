@@ -183,7 +183,7 @@ def test_figures_are_those_of_their_definitions():
     assert (row.tau.value, row.speed_up.value, row.gain.value, row.tokens.value) == (2.0, 2.0, 1.0, 10.0)
     quality = Quality({}, {}, {"greedy": {PLAIN: plain, EXACT: plain, "fly": own}})
     assert as_document(quality)["figures"]["greedy"]["fly"]["kept"]["value"] == pytest.approx(6 / 8)
-    assert "say nothing" in str(tables_of(quality)[1].caption) and "b" in str(tables_of(quality)[1].caption)
+    assert "say nothing" in str(tables_of(quality)[2].caption) and "b" in str(tables_of(quality)[2].caption)
 
 
 def test_log_probabilities_are_the_targets(target):
@@ -223,6 +223,25 @@ def test_questions_out_of_prompts_have_answers_of_their_texts(tmp_path):
         [text] = [text for text in texts if text in item.prompt]
         assert [label for label in item.labels if label in text] == [item.answer] and len(set(item.labels)) == 3
     assert all(item.is_right(item.answer) and "Summarize" not in item.prompt for item in items)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The temperature fell to -12 degrees in the night.",
+        "They stood in room B12 and waited for the water.",
+        "She took three buckets, and 4 were left in the room.",
+        "The rent of the house was $1.5 million in that year.",
+        "Anna finished in the 3rd place, behind her sisters.",
+        "They kept 3/4 of the harvest in the old wooden barn.",
+        "Half of the 40 boats in the harbour were painted.",
+    ],
+)
+def test_numbers_that_can_be_read_otherwise_are_not_asked_for(text):
+    asked = {
+        question["category"] for question in questions_of([f"{text} Nobody noticed it until the next Sunday."], "t")
+    }
+    assert "t: copying" in asked and asked.isdisjoint({"t: number", "t: amount"})
 
 
 def test_a_run_that_was_stopped_goes_on(target, tokenizer, tmp_path):
@@ -299,7 +318,7 @@ def test_speeds_of_a_busy_machine_are_left_out():
     assert {"speed_up", "gain"} <= set(quiet["figures"]["greedy"][EXACT]) and "speed_up" in quiet["definitions"]
     assert set(quiet["figures"]["greedy"][EXACT]) - set(busy["figures"]["greedy"][EXACT]) == {"speed_up", "gain"}
     assert "speed_up" not in busy["definitions"] and "seconds" not in busy["answers"]["greedy"][PLAIN][0]
-    columns = [column.header for column in tables_of(Quality({}, {}, answers, timed=False))[0].columns]
+    columns = [column.header for column in tables_of(Quality({}, {}, answers, timed=False))[1].columns]
     assert "tau" in columns and "gain" not in columns
 
 
@@ -420,6 +439,13 @@ def test_the_commands(saved, tmp_path, monkeypatch):
     assert [name for name in names[2:] if document["rules"][name]["published"]] == ["fly", "typical", "pivot"]
     run = CliRunner().invoke(app, [*command, "--rules", "walk"])
     assert run.exit_code != 0 and "no lossy rule" in run.output
+    for wrong, told in (
+        (["--rules", ""], "names no rule"),
+        (["--thresholds", "abc"], "expected numbers"),
+        (["--picture", "a.txt"], "ends in .png"),
+    ):
+        run = CliRunner().invoke(app, [*command, *wrong])
+        assert run.exit_code == 2 and told in " ".join(run.output.replace("│", " ").split())
 
     kept = ["--rules", "fly", "--temperature", "0", "--no-speed", "--answers", str(tmp_path / "answers.jsonl")]
     run = CliRunner().invoke(app, [*command, *kept, "--json", str(out)])
@@ -427,6 +453,7 @@ def test_the_commands(saved, tmp_path, monkeypatch):
     busy = CliRunner().invoke(app, [*command, *[each for each in kept if each != "--no-speed"]])
     assert busy.exit_code != 0 and "timed is False" in str(busy.exception) + busy.output
     before = out.read_text()
+    assert json.loads(before)["settings"]["drafter"] == "drafter" and not json.loads(before)["settings"]["timed"]
     monkeypatch.setattr(quality_module, "time_call", None)  # all answers are known
     run = CliRunner().invoke(app, [*command, *kept, "--json", str(out)])
     assert run.exit_code == 0 and out.read_text() == before, run.output

@@ -351,11 +351,13 @@ def test_responses_say_by_which_rule_drafts_were_verified(tokenizer, tmp_path):
 
         plain = served.plain(words(3), max_new_tokens=24)[0].strip()
         assert ask() == ("exact", plain) and served.drafting(1)["lossless"]
+        assert served.drafting(1)["verification"] == "exact"
         set_verification(loaded, "typical")
         rule, text = ask()
         assert rule == "typical; lossy" and text != plain
         report = served.drafting(2)
-        assert not report["lossless"] and not report["last"]["lossless"] and report["relaxed_tokens"] > 0
+        assert report["verification"] == "typical; lossy" and report["relaxed_tokens"] > 0
+        assert not report["lossless"] and not report["last"]["lossless"]
 
 
 def test_a_rule_of_the_command_line_is_checked_before_anything_is_served(tmp_path):

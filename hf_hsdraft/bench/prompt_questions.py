@@ -7,7 +7,7 @@ text of other questions, whose answers follow from that text by rule:
 
 - copying: repeat the first sentence. The answers are long.
 - amount: the one amount of dollars of a text.
-- number: the one number of a text.
+- number: the one number of a text. Texts with numbers in words, with a sign, or joined to letters are left out.
 - word: which of three words the text has. The other two are words of other prompts.
 """
 
@@ -30,6 +30,12 @@ _SHORT = 40  # characters; a shorter sentence is not copied
 _END = re.compile(r"[a-z0-9)][.?!](?=\s|$)")
 _AMOUNT = re.compile(r"\$(\d+(?:,\d{3})*(?:\.\d+)?)")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+_IN_WORDS = re.compile(
+    r"\b(one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|seventy|"
+    r"eighty|ninety|hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|quarter|third|twice|once|double)\b",
+    re.IGNORECASE,
+)
+_JOINED = re.compile(r"[^\s\d.,($\"']\d|\d(?:[A-Za-z/:]|[-\u2013]\w)")  # -12, B12, 3rd, 1/2, 10:30, 2-3
 _WORD = re.compile(r"\b[a-z]{6,12}\b")
 
 Asked = tuple[str, dict[str, object]]  # a question, and the fields of its answer
@@ -51,15 +57,20 @@ def _copying(text: str, others: Sequence[str]) -> Asked | None:
 
 def _amount(text: str, others: Sequence[str]) -> Asked | None:
     found = _AMOUNT.findall(text)
-    if len(found) != 1 or "dollar" in text or "cents" in text:
+    if len(found) != 1 or "dollar" in text or "cents" in text or _is_unclear(text):
         return None
     asked = f"{text}\n\nWhich amount of dollars does this text name? Do not calculate anything."
     return asked, {"answer": found[0].replace(",", "")}
 
 
+def _is_unclear(text: str) -> bool:
+    """Whether a text has numbers that could be read in another way than by their digits."""
+    return bool(_IN_WORDS.search(text) or _JOINED.search(text))
+
+
 def _number(text: str, others: Sequence[str]) -> Asked | None:
     found = _NUMBER.findall(text)
-    if len(found) != 1:
+    if len(found) != 1 or _is_unclear(text):
         return None
     asked = f"{text}\n\nWhich number does this text name? Do not calculate anything."
     return asked, {"answer": found[0].replace(",", "")}

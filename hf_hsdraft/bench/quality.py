@@ -81,12 +81,14 @@ class Quality:
         rules: by the name of their system.
         answers: in the order of the questions.
         timed: whether the machine was quiet, so that speeds mean something. Else they are left out.
+        drafter: its name. Kept answers do not depend on it.
     """
 
     settings: dict[str, Any]
     rules: dict[str, Rule]
     answers: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
     timed: bool = True
+    drafter: str = ""
 
 
 def systems_of(drafter: Any, rules: Sequence[Rule], timed: bool = True) -> list[System]:

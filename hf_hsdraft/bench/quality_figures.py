@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..training.files import write_json
 from ..verifiers.lossy_rule import Rule
@@ -21,6 +21,7 @@ LEAST_ACCURACY = 0.2  # of plain decoding in a task; below it the task says noth
 _RESAMPLES, _SEED = 1000, 0
 _COVERED = 0.95
 SPEEDS = ("speed_up", "gain")
+_PRICE = ("accuracy", "kept", "relaxed", "same", "log_probability")  # the other figures have a table of their own
 
 DEFINITIONS = {
     "interval": f"{_COVERED:.0%} of {_RESAMPLES} bootstrap samples of the questions; every system has the same sample",
@@ -158,7 +159,7 @@ def as_document(quality: Quality) -> dict[str, Any]:
     hidden = () if quality.timed else ("seconds",)
     return {
         "definitions": {name: text for name, text in DEFINITIONS.items() if name in (*shown, "interval")},
-        "settings": quality.settings,
+        "settings": {**quality.settings, "drafter": quality.drafter, "timed": quality.timed},
         "rules": {name: {**asdict(rule), "published": rule.is_published} for name, rule in quality.rules.items()},
         "figures": {
             mode: {
@@ -190,22 +191,24 @@ def _label(name: str, rules: Mapping[str, Rule]) -> str:
 
 
 def tables_of(quality: Quality) -> list[Table]:
-    """Returns the figures and the accuracies by task, a table of each for each way of decoding."""
+    """Returns two tables of figures and one of the accuracies by task, for each way of decoding."""
     tables = []
     for mode, answers in quality.answers.items():
         rows, shown = rows_of(answers, quality.rules), shown_figures(quality)
-        table = Table(mode, *shown)
-        for name, row in rows.items():
-            table.add_row(escape(_label(name, quality.rules)), *(str(getattr(row, each)) for each in shown))
+        for names in (_PRICE, [name for name in shown if name not in _PRICE]):
+            table = Table(Column(mode, overflow="fold"), *(Column(name, overflow="fold") for name in names))
+            for name, row in rows.items():
+                table.add_row(escape(_label(name, quality.rules)), *(str(getattr(row, each)) for each in names))
+            tables.append(table)
         telling = told_by(answers[PLAIN])
-        by_task = Table(f"{mode}: accuracy by task", *map(escape, accuracies(answers[PLAIN])))
+        by_task = Table(Column(f"{mode}: accuracy by task", overflow="fold"), *map(escape, accuracies(answers[PLAIN])))
         for name, own in answers.items():
             cells = [f"{value:.3f}" for value in accuracies(own).values()]
             by_task.add_row(escape(_label(name, quality.rules)), *cells)
         silent = [task for task in accuracies(answers[PLAIN]) if task not in telling]
         if silent:
             by_task.caption = f"say nothing, as plain decoding answers too few right: {', '.join(silent)}"
-        tables += [table, by_task]
+        tables.append(by_task)
     return tables
 
 
@@ -214,7 +217,8 @@ def draw_quality(quality: Quality, path: Path) -> Path:
 
     Where the machine was not quiet, tau takes the place of the speed.
 
-    Published settings are marked by a ring. The points of a line are in the order of the threshold.
+    Published settings are marked by a ring. The points of a line are in the order of the threshold, which stands beside
+    them where there are several.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -237,12 +241,18 @@ def draw_quality(quality: Quality, path: Path) -> Path:
             ]
             xs, ys = [x for x, _ in points], [getattr(rows[rule.text], what).value for _, rule in points]
             colour = COLOURS[index % len(COLOURS)]
+            for x, y, (_, rule) in zip(xs, ys, points, strict=True) if len(points) > 1 else ():
+                axes.annotate(
+                    f"{rule.value:g}", (x, y), (4, 4), textcoords="offset points", fontsize="x-small", color=colour
+                )
             axes.plot(xs, ys, color=colour, marker="o", markersize=4, label=text)
             published = [place for place, (_, rule) in enumerate(points) if rule.is_published]
             axes.plot([xs[p] for p in published], [ys[p] for p in published], "o", markersize=10,
                       markerfacecolor="none", color=colour)  # fmt: skip
         exact = rows[EXACT]
-        axes.plot([getattr(exact, across).value], [getattr(exact, what).value], "s", color=GREY, label=EXACT)
+        axes.plot([getattr(exact, across).value], [getattr(exact, what).value], "s", markersize=14, color=GREY,
+                  markerfacecolor="none", label=EXACT)  # fmt: skip
+        axes.plot([], [], "o", markersize=10, markerfacecolor="none", color=GREY, label="as published")
         axes.axhline(1.0 if what == "kept" else 0.0, color=GREY, linewidth=1, linestyle="--")
         label = "accuracy over plain decoding's" if what == "kept" else "log-probability, nats a token"
         style(axes, f"{mode}: {label}", "tokens/s over plain generate()" if quality.timed else "tau", label)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, load_pair
+from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, drafter_of, load_pair
 
 if TYPE_CHECKING:
     from ..bench.checked_tasks import Item
@@ -34,6 +36,18 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def _numbers(text: str) -> list[float]:
+    """Reads `--thresholds`.
+
+    Raises:
+        ValueError: something in it is no number.
+    """
+    try:
+        return [float(value) for value in _names(text)]
+    except ValueError:
+        raise ValueError(f"--thresholds {text} is invalid: expected numbers, as in 0.1,0.3") from None
+
+
 RulesOption = Annotated[
     str,
     typer.Option(
@@ -54,7 +68,9 @@ AnswersOption = Annotated[
 @app.command(short_help="Measure what lossy verification costs and gains.")
 def quality(
     rules: RulesOption = "fly,typical",
-    thresholds: Annotated[str, typer.Option(help="Also each rule with these thresholds, as 0.1,0.3,0.5,1.")] = "",
+    thresholds: Annotated[
+        str, typer.Option(help="Also each rule with these thresholds, as 0.1,0.3,0.5; all have to be in its range.")
+    ] = "",
     tasks: TasksOption = _TASKS,
     questions: QuestionsOption = None,
     items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 200,
@@ -78,10 +94,12 @@ def quality(
     from ..common.checks import public_name
 
     try:
-        wanted = rules_of(_names(rules), [float(value) for value in _names(thresholds)])
+        wanted = rules_of(_names(rules), _numbers(thresholds))
         asked = items_of(_names(tasks), questions or [], items, seed)
         if temperature == 0 and not greedy:
             raise ValueError("--no-greedy and --temperature 0 leave nothing to decode: give one of them up")
+        if not wanted:
+            raise ValueError("--rules names no rule: expected some of fly, typical, pivot")
         _check_files(answers, json_out, picture)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -97,9 +115,22 @@ def quality(
         "temperature": temperature,
         "seed": seed,
     }
-    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed)
-    _answer(found, pair, asked, greedy, answers, json_out)
+    named = public_name(drafter_of(target, drafter))
+    found = Quality(settings, {rule.text: rule for rule in wanted}, timed=speed, drafter=named)
+    with _going_on_from(answers):
+        _answer(found, pair, asked, greedy, answers, json_out)
     _show(found, picture)
+
+
+@contextlib.contextmanager
+def _going_on_from(kept: Path | None) -> Iterator[None]:
+    """Says on Ctrl-C that what is in a file is not lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if kept is not None:
+            console.print(f"stopped; the same command goes on from {kept}", highlight=False, soft_wrap=True)
+        raise
 
 
 def _check_files(answers: Path | None, json_out: Path | None, picture: Path | None) -> None:
@@ -107,6 +138,8 @@ def _check_files(answers: Path | None, json_out: Path | None, picture: Path | No
     for path in (answers, json_out, picture):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"no such folder: {path.parent}")
+    if picture is not None and picture.suffix != ".png":
+        raise ValueError(f"--picture {picture} is invalid: expected a file that ends in .png")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--picture needs matplotlib: pip install -e '.[bench]' in a checkout")
 
@@ -202,7 +235,8 @@ def train_verifier(
     plan = Plan(places, roll_outs, temperature, max_new_tokens, seed)
     folder = plan.folder_for(loaded, out)
     kept = Labels.read(labels, {} if labels is None else run_of(model, plan))
-    found = _labelled((model, tokenizer, loaded), asked, plan, kept)
+    with _going_on_from(labels):
+        found = _labelled((model, tokenizer, loaded), asked, plan, kept)
     classifier, figures = fit([place for place, _ in found], [label for _, label in found], plan)
     save_beside(loaded, classifier, folder, model)
     for name, value in classifier.recipe.items():

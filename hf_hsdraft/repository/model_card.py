@@ -124,7 +124,8 @@ def render_card(folder: Path, name: str) -> str:
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]
-    limits = _limits(target, warns=of_paper)[0 if reads_states else 1 :]
+    lossy = _lossy(folder)
+    limits = _limits(target, of_paper, bool(lossy))[0 if reads_states else 1 :]
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         MARK,
@@ -134,7 +135,7 @@ def render_card(folder: Path, name: str) -> str:
         "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
         *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
         "## Training\n\n" + _training(recipe),
-        _lossy(folder),
+        lossy,
         "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -322,11 +323,12 @@ def _lossy(folder: Path) -> str:
     return "\n\n".join(["## Lossy verification", *parts]) if parts else ""
 
 
-def _limits(target: str, warns: bool) -> list[str]:
+def _limits(target: str, warns: bool, lossy: bool) -> list[str]:
     warning = ", and `generate()` warns with what it measured" if warns else ""
+    unless = ", unless a lossy rule of verification is set" if lossy else ""
     return [
         f"It belongs to the weights of {code(target) if target else 'its target'}. For a fine-tuned one it drafts "
-        f"less{warning}; the text is always the model's own.",
+        f"less{warning}; the text is the model's own all the same{unless}.",
         "In half precision a forward over a tree rounds otherwise than one over a token; where the model's two best "
         "tokens are closer than that, texts can part. In float32 they are the same.",
     ]

@@ -252,8 +252,9 @@ def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
         return options
     logger.warning(
         f"the options saved in {folder} ask for verification={rule!r}, which is lossy: it may change the text. The "
-        "drafter is loaded with exact verification. To use that rule, set drafter.generation_config.verification = "
-        f"{rule!r} after loading{_unpublished(options)}"
+        "drafter is loaded with exact verification. To use that rule, load the drafter, set "
+        f"drafter.generation_config.verification = {rule!r}, and pass the drafter itself, not its "
+        f"name{_unpublished(options)}"
     )
     return {name: value for name, value in options.items() if name != "verification"}
 

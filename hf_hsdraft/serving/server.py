@@ -114,10 +114,13 @@ class SaysVerification:
         await self.app(scope, receive, marked)
 
     def _rule(self) -> str:
-        if self._attachment is None:
-            return "exact"
-        rule = getattr(self._attachment.drafter.generation_config, "verification", None)
-        return f"{rule}; lossy" if is_lossy(rule) else "exact"
+        return "exact" if self._attachment is None else rule_of(self._attachment)
+
+
+def rule_of(attachment: Attachment) -> str:
+    """Returns by which rule the next request is verified: `exact`, or the name of a lossy rule and `lossy`."""
+    rule = getattr(attachment.drafter.generation_config, "verification", None)
+    return f"{rule}; lossy" if is_lossy(rule) else "exact"
 
 
 class Server(uvicorn.Server):
@@ -140,6 +143,7 @@ def report(attachment: Attachment | None) -> dict[str, Any]:
     total, last = attachment.statistics, attachment.last
     return {
         "drafting": True,
+        "verification": rule_of(attachment),
         "lossless": total.exact,
         "tau": total.tau if total.calls else None,
         **{name: value for name, value in dataclasses.asdict(total).items() if name != "exact"},
