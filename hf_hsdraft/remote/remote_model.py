@@ -233,7 +233,7 @@ def _check_call(drafter: Any, seed: Any, most_taps: Any, options: Mapping[str, A
             raise ValueError(f"{name!r} is an option of the drafter: set drafter.generation_config.{name}")
     check_options(options)
     rule = getattr(getattr(drafter, "generation_config", None), "verification", None)
-    if rule in VERIFIERS and rule != "walk":
+    if isinstance(rule, str) and rule in VERIFIERS and rule != "walk":
         raise DraftingRefused(
             f"verification={rule!r} is not possible with a remote target: the server chooses each token by the target "
             "alone, as verification='walk' does"
