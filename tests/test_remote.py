@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -210,7 +211,7 @@ def test_kept_rows_that_are_damaged_are_fetched_anew(target, drafter, served, tm
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("wrong", [{"patience": -1}, {"patience": "x"}, {"timeout": 0}, {"timeout": True}])
+@pytest.mark.parametrize("wrong", [{"patience": -1}, {"patience": "x"}, {"timeout": 0}, {"timeout": math.nan}])
 def test_seconds_that_are_none_are_refused(served, wrong) -> None:
     with pytest.raises(ValueError, match="expected seconds"):
         connect(served[1], **wrong)

@@ -128,7 +128,7 @@ def _going_on_from(kept: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if kept is not None:
+        if kept is not None and kept.is_file():
             console.print(f"stopped; the same command goes on from {kept}", highlight=False, soft_wrap=True)
         raise
 

@@ -46,11 +46,11 @@ def connect(
         ImportError: a package is missing.
         LinkLost: there is no connection.
         ServerRefused: the server does not take it.
-        ValueError: the address is none, or a number of seconds is negative.
+        ValueError: the address is none, or `patience` or `timeout` is no number of seconds.
     """
     check_packages()
     for name, value, least in (("patience", patience, "0 or more"), ("timeout", timeout, "above 0")):
-        if not is_number(value) or value < 0 or (value == 0 and name == "timeout"):
+        if not is_number(value) or not (value > 0 or (value == 0 and name == "patience")):
             raise ValueError(f"{name}={value!r} is invalid: expected seconds, a number {least}")
     from .link import Address
     from .remote_model import RemoteModel

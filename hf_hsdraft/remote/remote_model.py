@@ -222,7 +222,7 @@ class RemoteModel:
 
 
 def _check_call(drafter: Any, seed: Any, most_taps: Any, options: Mapping[str, Any]) -> None:
-    """Raises an error for arguments of a call that are wrong, before anything is sent."""
+    """Raises an error for arguments of a call that are wrong in themselves, before anything is sent."""
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(
             f"assistant_model is a {type(drafter).__name__}: expected a drafter of this package; "
