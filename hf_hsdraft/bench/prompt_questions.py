@@ -55,17 +55,17 @@ def _copying(text: str, others: Sequence[str]) -> Asked | None:
     return f"Repeat the following sentence exactly, word for word:\n\n{sentence}", {"answer": sentence}
 
 
+def _is_unclear(text: str) -> bool:
+    """Whether a text has numbers that could be read in another way than by their digits."""
+    return bool(_IN_WORDS.search(text) or _JOINED.search(text))
+
+
 def _amount(text: str, others: Sequence[str]) -> Asked | None:
     found = _AMOUNT.findall(text)
     if len(found) != 1 or "dollar" in text or "cents" in text or _is_unclear(text):
         return None
     asked = f"{text}\n\nWhich amount of dollars does this text name? Do not calculate anything."
     return asked, {"answer": found[0].replace(",", "")}
-
-
-def _is_unclear(text: str) -> bool:
-    """Whether a text has numbers that could be read in another way than by their digits."""
-    return bool(_IN_WORDS.search(text) or _JOINED.search(text))
 
 
 def _number(text: str, others: Sequence[str]) -> Asked | None:
