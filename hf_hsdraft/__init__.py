@@ -8,7 +8,7 @@ of `model.generate()` draft, with nothing else changed.
 from typing import Any
 
 from ._version import __version__
-from .transformers_version import needs_newer
+from .transformers_version import needs_newer, warn_if_untested
 
 if needs_newer() is None:
     from .acceleration.accelerator import register_acceleration
@@ -44,6 +44,7 @@ if needs_newer() is None:
     from .target.target_loading import load_target
     from .trees.draft_tree import DraftTree
 
+    warn_if_untested()
     allow_names()
     install()
     allow_attachments()

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import PurePosixPath
 from typing import Any
@@ -108,7 +108,7 @@ class Commit:
     oid: str
     parent: str | None
     files: dict[str, Blob]
-    date: str = field(default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
+    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
 
     def missing(self, message: str = "Entry not found") -> Refusal:
         # the commit lets the client remember that the file does not exist

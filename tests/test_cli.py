@@ -1,12 +1,19 @@
 """The command `hsdraft`: which commands it has, and how further ones join it."""
 
 import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from hf_hsdraft import cli, commands
 from hf_hsdraft._version import __version__
+from hf_hsdraft.transformers_version import NEEDED, TESTED
+
+ROOT = Path(__file__).parent.parent
 
 NAMES = [
     "average",
@@ -85,3 +92,20 @@ def test_an_old_transformers_is_named_before_anything_else(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1 and "transformers 5.1 is installed" in capsys.readouterr().err
+
+
+def test_a_transformers_beyond_the_tested_range_warns_once_at_import():
+    code = "import transformers; transformers.__version__ = {!r}; import hf_hsdraft"
+    newest = ".".join(map(str, TESTED))
+    for version, count in ((newest + ".7", 0), (f"{TESTED[0]}.{TESTED[1] + 1}.0", 1)):
+        run = subprocess.run([sys.executable, "-c", code.format(version)], capture_output=True, text=True, check=True)
+        assert run.stderr.count(f"transformers {version} is installed") == count
+
+
+def test_the_tested_range_is_that_of_the_package_and_of_ci():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [needed] = [each for each in project["dependencies"] if each.startswith("transformers")]
+    assert needed == f"transformers>={NEEDED[0]}.{NEEDED[1]},<{TESTED[0]}.{TESTED[1] + 1}"
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert f"transformers=={TESTED[0]}.{TESTED[1]}." in constraints
+    assert f"transformers=={NEEDED[0]}.{NEEDED[1]}." in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

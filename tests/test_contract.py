@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import functools
 import io
 import itertools
 import random
+import warnings
 from collections import Counter
 
 import pytest
@@ -400,6 +402,12 @@ PROCESSORS = {
         "bad_words_ids": [[9], [11, 12]],
         "sequence_bias": [[[13], 2.0], [[14, 15], 3.0]],
         "no_repeat_ngram_size": 2,
+    },
+    "prefixes of two texts of a prompt": {
+        "prefix_allowed_tokens_fn": lambda prompt, ids: [3 * prompt + 5, 3 * prompt + 7 + len(ids) % 9],
+        "num_return_sequences": 2,
+        "do_sample": True,
+        "top_k": 1,
     },
     "values": {"remove_invalid_values": True, "renormalize_logits": True},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash")},
@@ -1081,3 +1089,33 @@ def test_an_interrupted_first_call_has_streamed_what_its_cache_holds():
     assert streamer.tokens == plain[0, :told].tolist() and cache.get_seq_length() == told - 1
     goes_on = target.generate(plain[:, :told], do_sample=False, max_new_tokens=NEW, past_key_values=cache)
     assert goes_on[0, : plain.shape[1]].equal(plain[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_experts_are_multiplied_as_in_plain_decoding(target, drafter, monkeypatch, rows):
+    """On GPUs `generate()` multiplies experts otherwise after the prompt's forward; so do all forwards of a draft."""
+    inside, seen, optimized = [False], [], type(target)._optimize_model_for_decode
+
+    @contextlib.contextmanager
+    def noting(self):
+        with optimized(self):
+            inside[0] = True
+            yield
+            inside[0] = False
+
+    monkeypatch.setattr(type(target), "_optimize_model_for_decode", noting)
+    hook = target.register_forward_pre_hook(lambda *_: seen.append(inside[0]))
+    try:
+        for assistant in ({}, {"assistant_model": drafter}):
+            seen.clear()
+            target.generate(**batch_of(rows), do_sample=False, max_new_tokens=NEW, **assistant)
+            assert not seen[0] and len(seen) > 1 and all(seen[1:])
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_no_name_that_transformers_deprecates_is_used(target, drafter, rows):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        compare(target, drafter, batch_of(rows))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
 from hf_hsdraft.bench.round_cost import TINY, ForcedDrafter, Plan, main, random_pair
+from hf_hsdraft.common.cache_name import CACHE
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
 from hf_hsdraft.target.static_cache import StaticSlots, why_not_static
 from hf_hsdraft.target.target_runtime import TargetRuntime
@@ -305,7 +306,7 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
     """
     inputs = {name: value[:rows] for name, value in prompts.items()}
     generation_config = target.generation_config
-    kwargs = {"past_key_values": StaticCache(target.config, max_cache_len=200), "use_cache": True, **inputs}
+    kwargs = {CACHE: StaticCache(target.config, max_cache_len=200), "use_cache": True, **inputs}
     kwargs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     ids = kwargs.pop("input_ids")
     runtime = TargetRuntime(target, [1, 2], kwargs)

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter, HSCandidateGenerator
 from hf_hsdraft.bench.support import check_type, model_types
+from hf_hsdraft.common.cache_name import given_cache
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.target import target_ability, target_limits, target_probe
@@ -585,8 +586,8 @@ def misread_beyond(monkeypatch, target, length: int, what: str) -> None:
     """A planted fault: beyond a length, several tokens at once are read without their mask or positions."""
     forward = type(target.model).forward
 
-    def short_sighted(self, *args, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
-        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+    def short_sighted(self, *args, attention_mask=None, position_ids=None, **kwargs):
+        cached = given_cache(kwargs).get_seq_length() if given_cache(kwargs) is not None else 0
         several = cached > 0 and position_ids is not None and position_ids.shape[-1] > 1
         if several and cached >= length:
             if what == "trees" and attention_mask is not None and attention_mask.dim() == 4:
@@ -594,7 +595,7 @@ def misread_beyond(monkeypatch, target, length: int, what: str) -> None:
             elif what == "drafts":
                 position_ids = torch.zeros_like(position_ids)
         kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids}
-        return forward(self, *args, past_key_values=past_key_values, **kwargs)
+        return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(target.model), "forward", short_sighted)
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
+from ..common.cache_name import CACHE
 from ..drafters.block.block_session import BlockSession
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Ask, DraftCall
@@ -286,7 +287,7 @@ def muse_slots(
         noise_embeds=target.get_input_embeddings()(ids),
         context_hidden_states=taps[None, :anchor],
         position_ids=torch.arange(anchor + SLOTS)[None],
-        past_key_values=cache,
+        **{CACHE: cache},
     )
     logits = target.get_output_embeddings()(output.last_hidden_state)[0]
     return logits, logits

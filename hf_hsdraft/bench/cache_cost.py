@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..acceleration.cpu.grouped_attention import grouped_attention
 from ..acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
+from ..common.cache_name import CACHE
 from ..target.growing_cache import make_room
 from ..target.target_loading import load_target
 from ..training.files import write_json
@@ -64,7 +65,7 @@ def _filled(target: Any, context: int) -> DynamicCache:
     cache = DynamicCache(config=target.config)
     tokens = _tokens(target, context)
     for begin in range(0, context, _CHUNK):
-        target(tokens[:, begin : begin + _CHUNK], past_key_values=cache, logits_to_keep=1)
+        target(tokens[:, begin : begin + _CHUNK], **{CACHE: cache}, logits_to_keep=1)
     return cache
 
 
@@ -80,7 +81,7 @@ def _forward(target: Any, cache: DynamicCache, context: int, size: int) -> float
     tokens = _tokens(target, size)
     synchronise(target.device)
     begin = time.perf_counter()
-    target(tokens, past_key_values=cache, **kwargs)
+    target(tokens, **{CACHE: cache}, **kwargs)
     synchronise(target.device)
     seconds = time.perf_counter() - begin
     cache.crop(-size)

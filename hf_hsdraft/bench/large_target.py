@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from ..common.cache_name import CACHE, returned_cache
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter
 from ..training.trainable import TRAINABLE
@@ -136,13 +137,14 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
 @torch.inference_mode()
 def forward_time(target: Any, rows: int) -> float:
     """Returns the median seconds of the target's forward over some tokens after a prompt."""
-    cache = target(torch.randint(target.config.vocab_size, (1, _PROMPT)), use_cache=True, logits_to_keep=1)
+    prompt = torch.randint(target.config.vocab_size, (1, _PROMPT))
+    cache = returned_cache(target(prompt, use_cache=True, logits_to_keep=1))
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        target(torch.randint(target.config.vocab_size, (1, rows)), past_key_values=cache.past_key_values)
+        target(torch.randint(target.config.vocab_size, (1, rows)), **{CACHE: cache})
         times.append(time.perf_counter() - begin)
-        cache.past_key_values.crop(-rows)
+        cache.crop(-rows)
     return statistics.median(times)
 
 

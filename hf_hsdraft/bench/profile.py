@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..acceleration.cpu.packed_weights import PackedWeights, packed_now
+from ..common.cache_name import CACHE, given_cache
 from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ..drafters.hidden_state.expansion import Expansion
 from ..drafters.hidden_state.roll_out import RollOut
@@ -184,11 +185,11 @@ def _verifying_call(
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal best
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = given_cache(kwargs), kwargs.get("input_ids")
         if not args and ids is not None and cache is not None and cache.get_seq_length():
             distance = abs(ids.shape[1] - nodes)
             if best is None or distance <= abs(best.nodes - nodes):
-                kept = {**kwargs, "past_key_values": copy.deepcopy(cache)}
+                kept = {**kwargs, CACHE: copy.deepcopy(cache)}
                 best = _VerifyingCall(kept, contextvars.copy_context(), packed_now(target))
 
     hook = target.register_forward_pre_hook(look, with_kwargs=True)
@@ -202,11 +203,11 @@ def _verifying_call(
 @torch.inference_mode()
 def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
     """Returns the median milliseconds of a plain forward over one token, and of `call`. Both take turns."""
-    many, cache = call.arguments, call.arguments["past_key_values"]
+    many, cache = call.arguments, given_cache(call.arguments)
     mask, own = many.get("attention_mask"), copy.deepcopy(cache)
     give_room_back(getattr(own, "self_attention_cache", own))
     one = {name: value for name, value in many.items() if name not in ("attention_mask", "output_hidden_states")}
-    one["past_key_values"] = own
+    one[CACHE] = own
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         one["attention_mask"] = mask[:, : cache.get_seq_length() + 1]
     for name in ("input_ids", "position_ids", "cache_position"):
@@ -216,7 +217,7 @@ def _forward_times(target: Any, call: _VerifyingCall) -> tuple[float, float]:
         one["logits_to_keep"] = 1
 
     def seconds(arguments: dict[str, Any], context: contextvars.Context, packed: PackedWeights) -> float:
-        given = {**arguments, "past_key_values": copy.deepcopy(arguments["past_key_values"])}
+        given = {**arguments, CACHE: copy.deepcopy(arguments[CACHE])}
         synchronise(target.device)
 
         def forward() -> None:

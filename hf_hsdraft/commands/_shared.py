@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ if not console.is_terminal:
     console = Console(width=140)  # tables in a log file keep their columns
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -29,7 +29,7 @@ class Dtype(str, Enum):
         return getattr(torch, self.value)
 
 
-class Injector(str, Enum):
+class Injector(StrEnum):
     path = "path"
     low_rank = "low_rank"
     selector = "selector"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from enum import Enum
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -27,7 +27,7 @@ from ._shared import (
 app = typer.Typer()
 
 
-class Engine(str, Enum):
+class Engine(StrEnum):
     transformers = "transformers"
     vllm = "vllm"
 

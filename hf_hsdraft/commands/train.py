@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from ._shared import Dtype, Injector, TargetOption, console
 app = typer.Typer()
 
 
-class Family(str, Enum):
+class Family(StrEnum):
     hidden_state = "hidden-state"
     block = "block"
     eagle3 = "eagle3"
@@ -25,13 +25,13 @@ class Family(str, Enum):
     lm = "lm"
 
 
-class MarkovHead(str, Enum):
+class MarkovHead(StrEnum):
     vanilla = "vanilla"
     gated = "gated"
     rnn = "rnn"
 
 
-class Head(str, Enum):
+class Head(StrEnum):
     target = "target"
     trained = "trained"
 

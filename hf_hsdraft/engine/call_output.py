@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from ..common.cache_name import CACHE
 from ..target.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts
 
@@ -110,7 +111,7 @@ def as_output(
         "sequences": texts.sequences(),
         "scores": texts.stacked_scores("scores") if texts.keeps_scores else None,
         "logits": texts.stacked_scores("logits") if texts.keeps_logits else None,
-        "past_key_values": runtime.cache,
+        CACHE: runtime.cache,
         "statistics": statistics,
     }
     if runtime.target.config.is_encoder_decoder:

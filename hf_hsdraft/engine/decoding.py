@@ -95,8 +95,9 @@ def _run_rounds(
     """Runs all rounds after the prompts' forward; returns `None` if there are none, as each text has ended."""
     rounds = None
     if call.texts.active or call.synced_gpus:
-        rounds = Rounds(call, output, inputs_embeds, keeper)
-        rounds.run()
+        with call.target._optimize_model_for_decode():  # experts are multiplied as in plain decoding
+            rounds = Rounds(call, output, inputs_embeds, keeper)
+            rounds.run()
     call.texts.stream()
     call.runtime.finish(call.texts.sequences())
     if rounds is not None and call.outlives:

@@ -133,9 +133,7 @@ def is_row_wise(processor: Any) -> bool:
 
 def _is_known(processor: Any) -> bool:
     kind = type(processor)
-    if kind is logits_process.PrefixConstrainedLogitsProcessor:
-        return processor._num_beams == 1
-    return kind in _ROW_WISE or kind in _HOLDS_ROWS or kind in _READS_THE_START
+    return kind in (*_ROW_WISE, *_HOLDS_ROWS, *_READS_THE_START, logits_process.PrefixConstrainedLogitsProcessor)
 
 
 class RowProcessors:
@@ -188,8 +186,8 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
         return processor
     kind = type(processor)
     if kind is logits_process.PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return kind(lambda batch_id, ids: allowed(row, ids), num_beams=1)
+        allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        return kind(lambda batch_id, ids: allowed(prompt, ids), num_beams=1)
     field = _HOLDS_ROWS.get(kind)
     held = None if field is None else getattr(processor, field)
     if field is None or not isinstance(held, torch.Tensor | list):

@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..acceleration.accelerator import acceleration_of
+from ..common.cache_name import CACHE, returned_cache
 from ..common.refusals import DraftingRefused
 from ..common.tensors import on_device
 from ..target.cache_slots import CacheSlots
@@ -98,7 +99,7 @@ class TreeReader:
         device, vocabulary = self.target.device, text_config(self.target).vocab_size
         ids = (torch.arange(1, 15, device=device) * 7 % vocabulary)[None]
         outputs = self.target(ids[:, :5], use_cache=True)
-        own, self.vocab_size = getattr(outputs, "past_key_values", None), outputs.logits.shape[-1]
+        own, self.vocab_size = returned_cache(outputs), outputs.logits.shape[-1]
         check_cache(self.target, own)
         if reason := why_no_trees(self.target, own):
             raise self._refusal(reason)
@@ -140,7 +141,7 @@ class TreeReader:
         inputs = {
             "input_ids": ids,
             "position_ids": positions[None],
-            "past_key_values": cache,
+            CACHE: cache,
             "use_cache": True,
             **({"logits_to_keep": 1} if self._keeps_few else {}),
             **self._states_asked_for(layers),

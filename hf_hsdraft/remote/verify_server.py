@@ -192,7 +192,7 @@ class VerifyServer:
             data = encode(message)
             try:
                 await asyncio.wait_for(connection.send(data), self.limits.idle_seconds)
-            except (ConnectionClosed, asyncio.TimeoutError, OSError) as error:
+            except (TimeoutError, ConnectionClosed, OSError) as error:
                 raise DeviceGone from error
 
         conversation = Conversation(self._desk, send, lambda: connection.state is State.OPEN)
@@ -202,7 +202,7 @@ class VerifyServer:
             while True:
                 try:
                     data = await asyncio.wait_for(connection.recv(), self.limits.idle_seconds)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     await connection.close(1001, "nothing was said for too long")
                     break
                 try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from ..common.cache_name import CACHE, returned_cache
 from ..engine.call_output import DraftStatistics
 from .limits import end_tokens, room_left
 
@@ -90,7 +91,7 @@ class Conversation:
             ids = torch.tensor([self._text[:held]], device=self.target.device)
             reading = {"do_sample": False, "max_new_tokens": 1, "return_dict_in_generate": True}
             output = self.target.generate(ids, attention_mask=torch.ones_like(ids), **reading)
-            self._cache = output.past_key_values
+            self._cache = returned_cache(output)
 
     def ask(self, question: str, streamer: BaseStreamer | None = None) -> Answer:
         """Answers a message of the user. Where that fails or is interrupted, the message is forgotten.
@@ -114,14 +115,13 @@ class Conversation:
         output = self.target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
             assistant_model=self.drafter,
             streamer=streamer,
             return_dict_in_generate=True,
-            **{**self.options, "max_new_tokens": limit},
+            **{**self.options, "max_new_tokens": limit, CACHE: cache},
         )
         seconds = time.perf_counter() - begin
-        self._cache, self._text = output.past_key_values, output.sequences[0].tolist()
+        self._cache, self._text = returned_cache(output), output.sequences[0].tolist()
         new = output.sequences[0, ids.shape[1] :]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": text}]

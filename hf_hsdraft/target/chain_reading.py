@@ -16,6 +16,7 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
+from ..common.cache_name import given_cache, returned_cache
 from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .cache_marks import mark, roll_back
@@ -78,7 +79,7 @@ def _read_on(call: TargetCall, input_ids: torch.Tensor, size: int) -> Any:
     kwargs = _prepare_position_ids(kwargs, total, decoder)
     inputs = call.inputs(input_ids, size, kwargs.get(call.names.mask), kwargs=kwargs)
     outputs = call.forward(inputs, size)
-    if inputs.get("past_key_values") is None:  # a model that computes its cache anew where its frequencies change
-        call.slots.cache = outputs.past_key_values
+    if given_cache(inputs) is None:  # a model that computes its cache anew where its frequencies change
+        call.slots.cache = returned_cache(outputs)
         call.slots.cache.activate_past_recording()
     return outputs

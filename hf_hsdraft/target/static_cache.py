@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DummyLayer, StaticCache, StaticLayer
 
+from ..common.cache_name import CACHE, given_cache
 from ..common.refusals import DraftingRefused
 
 
@@ -71,7 +72,7 @@ def with_draft_room(
     Raises:
         DraftingRefused: the caller's cache is too short for a batch, whose rows go on behind the longest one.
     """
-    cache = model_kwargs.get("past_key_values")
+    cache = given_cache(model_kwargs)
     if not isinstance(cache, StaticCache) or why_not_static(cache):
         return model_kwargs
     embeds = model_kwargs.get("inputs_embeds")
@@ -93,7 +94,7 @@ def with_draft_room(
         prefill_chunk_size=generation_config.prefill_chunk_size,
         model_kwargs=model_kwargs,
     )
-    return {**model_kwargs, "past_key_values": roomy}
+    return {**model_kwargs, CACHE: roomy}
 
 
 def move_slots(states: Sequence[torch.Tensor], source: torch.Tensor, goal: torch.Tensor) -> None:

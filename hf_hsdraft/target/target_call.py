@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..acceleration.accelerator import Acceleration, acceleration_of
+from ..common.cache_name import CACHE, returned_cache
 from ..common.refusals import DraftingRefused
 from ..common.tensors import on_device
 from .cache_marks import Mark
@@ -73,7 +74,7 @@ class TargetCall:
         Raises:
             DraftingRefused: the target cannot take back what was rejected; the message says what is missing.
         """
-        cache = getattr(outputs, "past_key_values", None)
+        cache = returned_cache(outputs)
         check_cache(target, cache)
         slots = CacheSlots(cache)
         if slots.hold_more_than_the_text:
@@ -118,7 +119,7 @@ class TargetCall:
             kwargs: instead of those of the call.
         """
         kwargs = dict(self.kwargs if kwargs is None else kwargs)
-        kwargs["past_key_values"] = self.slots.cache
+        kwargs[CACHE] = self.slots.cache
         kwargs[self.names.mask] = mask
         if positions is not None:
             kwargs[self.names.positions] = positions

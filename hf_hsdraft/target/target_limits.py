@@ -9,7 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    StaticCache,
+    StaticLayer,
+)
 from transformers.generation.utils import GenerationMixin
 
 from ..common.refusals import DraftingRefused
@@ -59,6 +66,8 @@ def why_refused(target: Any, cache: Any) -> str:
     holder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not cache.is_croppable and type(holder) is not DynamicCache:
         return f"its cache, a {type(cache).__name__}, cannot be put back to the last accepted token"
+    if cache_layers(cache) and not any(isinstance(layer, CacheLayerMixin) for layer in cache_layers(cache)):
+        return "its cache has linear-attention layers only, and does not tell how many tokens it holds"
     unable = sorted({type(layer).__name__ for layer in cache_layers(cache) if not _crops_what_it_keeps(layer)})
     if unable:
         return f"its cache layers ({', '.join(unable)}) cannot be put back to the last accepted token"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..acceleration.accelerator import Acceleration
+from ..common.cache_name import given_cache
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind
 from .cache_marks import Mark, as_given, mark, restore, roll_back
@@ -57,8 +58,8 @@ class TargetRuntime:
         self._columns = self._again = 0  # the drafts' columns in it, and those before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
         self._first: FirstLayers | None = None  # where drafts are read ahead
-        if self._kwargs.get("past_key_values") is not None:
-            check_cache(target, self._kwargs["past_key_values"])
+        if (cache := given_cache(self._kwargs)) is not None:
+            check_cache(target, cache)
 
     def prefill(self, input_ids: torch.Tensor, generation_config: Any) -> TargetOutput:
         """Reads the prompts `[B, length]`, less what the cache already holds, as plain decoding does.
@@ -71,7 +72,7 @@ class TargetRuntime:
         """
         self.num_texts, self._prompt_length = input_ids.shape
         self._generation_config = generation_config
-        before = self._kwargs.get("past_key_values")
+        before = given_cache(self._kwargs)
         self.cached_before = 0 if before is None else int(before.get_seq_length())
         with as_given(before):
             outputs = self._outputs = self.target._prefill(input_ids, generation_config, self._kwargs)

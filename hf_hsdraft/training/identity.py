@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from ..bench.measure import encode_prompt
+from ..common.cache_name import CACHE, returned_cache
 from ..common.checks import public_name
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.hidden_state.target_match import can_measure, measure_match, tokenizer_hash
@@ -81,8 +82,8 @@ def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
     """
     text, cache, read = prompt, None, prompt
     for _ in range(tokens):
-        output = target(read, past_key_values=cache, use_cache=True)
-        cache, read = output.past_key_values, output.logits[:, -1:].argmax(dim=-1).to(prompt.device)
+        output = target(read, **{CACHE: cache}, use_cache=True)
+        cache, read = returned_cache(output), output.logits[:, -1:].argmax(dim=-1).to(prompt.device)
         text = torch.cat([text, read], dim=1)
     return [int(token) for token in text[0]]
 

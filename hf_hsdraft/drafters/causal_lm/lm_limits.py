@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from transformers import DynamicCache
 
+from ...common.cache_name import takes_cache
 from ...target.cache_slots import CacheSlots
 from ...target.target_limits import cache_layers, furthest_position, text_config, why_no_trees, why_refused
 from ...trees.tree_masks import AttentionKind, attention_kinds
@@ -33,7 +33,7 @@ def why_it_cannot_draft(model: Any) -> str:
     cache = empty_cache(model)
     if getattr(model, "_is_stateful", False) or CacheSlots(cache).recurrent:
         return f"{name} has recurrent layers: they cannot take back the tokens that the target rejects"
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if not takes_cache(model):
         return f"{name} keeps no keys and values: it would read the whole text for every drafted token"
     reason = why_refused(model, cache)
     return f"{name}: {reason}" if reason else ""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...common.cache_name import CACHE
 from ...common.tensors import on_device
 from ...common.tuning import TUNING
 from ...target.cache_slots import CacheSlots
@@ -196,9 +197,8 @@ class LMTexts:
         further: dict[str, Any] = {"logits_to_keep": wanted, "position_ids": positions}
         further = {name: value for name, value in further.items() if name in self._takes}
         further |= {"output_hidden_states": list(taps), "return_dict": True} if taps else {}
-        outputs = self._model(
-            input_ids=ids, attention_mask=masks, past_key_values=self._slots.cache, use_cache=True, **further
-        )
+        further |= {CACHE: self._slots.cache, "use_cache": True}
+        outputs = self._model(input_ids=ids, attention_mask=masks, **further)
         if self._slots.length != before + ids.shape[1]:
             raise ValueError(f"its cache holds {self._slots.length} tokens where {before + ids.shape[1]} were read")
         output = target_output(self._model, outputs, "hidden_states", taps)
