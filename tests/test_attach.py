@@ -124,11 +124,11 @@ def test_a_streamer_gets_the_same_items(target, drafter, prompt):
 def test_statistics_are_what_can_be_counted_from_outside(target, batch, rows):
     call = {name: value[:rows] for name, value in batch.items()}
     plain = target.generate(**call, **GREEDY)
-    attachment = attach(target, knowing(plain))
+    attachment, forwards, calls = attach(target, knowing(plain)), forwards_of(target), 3
     target.generate(**call, **GREEDY)  # finds out what the target can do, which takes forwards of its own
     attachment.reset()
+    forwards.clear()
     assert attachment.statistics.calls == 0 and attachment.last is None
-    forwards, calls = forwards_of(target), 3
     for _ in range(calls):
         target.generate(**call, **GREEDY)
     found = attachment.statistics

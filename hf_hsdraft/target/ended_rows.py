@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from .fingerprint import foreign_hooks
 from .growing_cache import GrowingLayer
 
 
@@ -23,17 +24,14 @@ def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str],
         known: names among these whose rows are taken out too.
     """
     others = [value for name, value in model_kwargs.items() if name not in known and value is not None]
-    if not all(isinstance(value, (bool, int, float, str, Cache)) for value in others) or _has_hooks(target):
+    if not all(isinstance(value, (bool, int, float, str, Cache)) for value in others):
+        return False
+    # Somebody else looks on, as peft does where each row has an adapter of its own.
+    if any(any(foreign_hooks(module)) for module in target.modules()):
         return False
     if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.offloading:
         return False
     return all(type(layer) in (DynamicLayer, GrowingLayer) and layer.keys is not None for layer in cache.layers)
-
-
-def _has_hooks(target: Any) -> bool:
-    """Whether somebody else looks on, as peft does where each row has an adapter of its own."""
-    hooks = ((*module._forward_pre_hooks.values(), *module._forward_hooks.values()) for module in target.modules())
-    return any(not getattr(hook, "__module__", "").startswith("transformers.") for each in hooks for hook in each)
 
 
 class EndedRows:

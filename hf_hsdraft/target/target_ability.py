@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..common.tuning import TUNING
 from .target_limits import cache_layers, known_until, layer_class, text_config
 from .target_runtime import TargetRuntime
 
@@ -28,6 +30,7 @@ class Ability:
         chains: whether it reads them rightly. They are not tried where trees are read: then none is drafted.
         reason: why it reads no trees, or no drafts at all.
         unclear: whether other tokens might tell more; no trees until then.
+        doubtful: whether the verdict is too near its threshold to be kept.
         tried: length of the longest text that it was found with.
         until: length of text up to which that counts.
     """
@@ -36,6 +39,7 @@ class Ability:
     chains: bool
     reason: str = ""
     unclear: bool = False
+    doubtful: bool = False
     tried: int = 0
     until: int = sys.maxsize
 
@@ -60,9 +64,13 @@ class _Refusal:
 _Known = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[bool, Ability]]]
 _Refused = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Refusal]]
 
+# Where a target changes from call to call, only the last few findings are kept.
+_MOST_KINDS = 64
+
 # By target and kind of call; one for trees and one for chains alone, which may have been found at other lengths.
 known: _Known = weakref.WeakKeyDictionary()
 refused: _Refused = weakref.WeakKeyDictionary()
+_doubts: weakref.WeakKeyDictionary[Any, Counter[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
 def known_ability(
@@ -105,8 +113,18 @@ def remembered(
     chains: bool = False,
     ragged: bool = False,
 ) -> Ability:
-    """What was found in a call with texts of `length` tokens, kept for later calls; see `known_ability`."""
+    """What was found in a call with texts of `length` tokens, kept for later calls; see `known_ability`.
+
+    A doubtful verdict holds for this call alone, unless several calls in a row come to doubtful ones.
+    """
     refusals, kind = refused.setdefault(runtime.target, {}), _kind_of_refusal(runtime, chains, ragged)
+    doubts = _doubts.setdefault(runtime.target, Counter())
+    for kept in (refusals, known.get(runtime.target, {}), doubts):
+        while len(kept) > _MOST_KINDS:
+            kept.pop(next(iter(kept)), None)
+    doubts[kind] = doubts[kind] + 1 if ability.doubtful or ability.unclear else 0
+    if 0 < doubts[kind] < TUNING.most_doubts:
+        return replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
     before = refusals.get(kind)
     if ability.chains:
         found = known.setdefault(runtime.target, {}).setdefault((*kind_of_call(runtime), chains), {})
@@ -129,7 +147,8 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     attention = text_config(target)._attn_implementation
     cast = torch.is_autocast_enabled(target.device.type)
     rows = runtime.num_texts > 1
-    return attention, target.dtype, target.device, target.training, cast, layers, rows, runtime.attended is not None
+    call = target.device, target.training, cast, layers, rows, runtime.attended is not None
+    return runtime.made_of, attention, *call
 
 
 def _kind_of_refusal(runtime: TargetRuntime, chains: bool, ragged: bool) -> tuple[Any, ...]:

@@ -8,12 +8,15 @@ The tokens are root, a, c, d. As a tree they stand in the order root, b, a, c: a
 a and c are misread if b is not hidden from them, or if slots are taken for positions; and keeping their path moves
 both. d is read after the path is kept. As a chain they are root, a, c, and then d.
 
-In half precision a misreading may be as small as rounding. So the same tree is also read as faulty targets would read
-it, and the target has to be nearer to the truth than they are; see `misreading.heeded`.
+In half precision a misreading may be as small as rounding. The target itself tells how large rounding is: it reads the
+tokens one by one once more, each behind copies that nobody sees (`_noise`). It also reads the same tree as faulty
+targets would, and has to be nearer to the truth than they are; see `misreading.heeded`. The logits tell the precision,
+since a model may return float32 that it computed in half precision.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +25,15 @@ import torch
 from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .cache_marks import Mark
-from .misreading import heeded, same_but_rounding
+from .misreading import (
+    computing_dtype,
+    distances_of,
+    heeded,
+    in_tolerances,
+    is_full,
+    measured_tolerance,
+    usual_tolerance,
+)
 from .target_ability import Ability, remembered
 from .target_runtime import TargetRuntime
 
@@ -45,6 +56,7 @@ class Steps:
         input_ids: `[B, length]`, the texts up to and with the first of them, the root.
         tokens: of each step those of all rows.
         logits: of each step `[B, V]`.
+        doubtful: whether what they were compared with came near to a threshold.
     """
 
     runtime: TargetRuntime
@@ -52,6 +64,7 @@ class Steps:
     input_ids: torch.Tensor
     tokens: list[list[int]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    doubtful: bool = False
 
     @classmethod
     def begin(cls, runtime: TargetRuntime, input_ids: torch.Tensor) -> Steps:
@@ -72,6 +85,30 @@ class Steps:
     def paths(self) -> list[tuple[int, ...]]:
         """Root, a and c of each row."""
         return list(zip(*self.tokens[:-1], strict=True))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the target computes in."""
+        return computing_dtype(self.logits[0], self.runtime.target.dtype)
+
+    @functools.cached_property
+    def tolerance(self) -> float:
+        """The distance of logits that rounding explains; in half precision by what it makes of these very tokens."""
+        fits = self.runtime.deepest >= STEPS + PROBE_COLUMNS
+        if is_full(self.dtype) or not fits or self.runtime.prepare_trees():
+            return usual_tolerance(self.dtype)
+        try:
+            return measured_tolerance(self.dtype, _noise(self))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a forward that refuses columns will refuse drafts
+            return usual_tolerance(self.dtype)
+
+    def same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether logits are the expected ones up to rounding."""
+        ratio = in_tolerances(logits, expected, self.tolerance)
+        self.doubtful |= 1 / TUNING.doubtful < ratio < TUNING.doubtful
+        return ratio <= 1
 
     @property
     def telling(self) -> bool:
@@ -236,7 +273,7 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
         strict: of text as the target writes it, which tells less of positions; other tokens will be tried if it is not
             clear that they are heeded.
     """
-    paths = steps.paths
+    paths, _ = steps.paths, steps.tolerance  # which reads the steps itself, so it comes first
     reason, unclear = "" if chains else steps.runtime.prepare_trees(), False
     if not reason and not chains:
         attempts = 1 if strict else TUNING.trial_attempts
@@ -248,16 +285,16 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
             if not unclear:
                 break
         if unclear:
-            reason = f"what its masks change drowns in the rounding of {logits.dtype}"
+            reason = f"what its masks change drowns in the rounding of {steps.dtype}"
         if not reason or (unclear and strict):
-            return Ability(not reason, True, reason, unclear)
+            return Ability(not reason, True, reason, unclear, steps.doubtful)
     # Ragged rows have no chains: there a tree is read even where it has one path.
     steps.runtime.trees = ragged
     drafts = [DraftTree(path, (-1, 0, 1), (0, 1, 2), (0.0,) * 3) for path in paths]
     problem = _problem(steps, drafts, [0, 1, 2], [[0, 1, 2]])
     if problem:
-        return Ability(False, False, f"several tokens at once are {problem}")
-    return Ability(False, True, reason, unclear)
+        return Ability(False, False, f"several tokens at once are {problem}", doubtful=steps.doubtful)
+    return Ability(False, True, reason, unclear, steps.doubtful)
 
 
 def _likely(logits: torch.Tensor, without: set[int], count: int) -> list[int]:
@@ -272,7 +309,7 @@ def _problem_of_trees(steps: Steps, beside: Sequence[int], strict: bool) -> str 
     rows = zip(beside, steps.paths, strict=True)
     trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * PROBE_COLUMNS) for b, (root, a, c) in rows]
     misread: list[torch.Tensor] = []
-    if steps.logits[0].element_size() < 4:
+    if not is_full(steps.dtype):
         # A target that does not heed masks, or positions, is played by the same forward.
         line = tuple(range(-1, PROBE_COLUMNS - 1))
         in_line = [replace(tree, parents=line) for tree in trees]
@@ -315,13 +352,27 @@ def _problem(
     except Exception as error:  # whatever a model's own code raises, it says that it cannot do this
         return _refusal(error)
     true, seen = torch.stack(steps.logits, dim=1), torch.cat([logits[:, path], further[:, None]], dim=1)
-    if not all(same_but_rounding(seen[:, group], true[:, group]) for group in (*groups, [STEPS - 1])):
+    if not all(steps.same(seen[:, group], true[:, group]) for group in (*groups, [STEPS - 1])):
         return _OTHERWISE
     if not misread:
         return ""
     # Not every model has positions.
-    right = heeded(seen[:, 1:3], true[:, 1:3], [each[:, path[1:]] for each in misread], all_faults=strict)
+    faults = [each[:, path[1:]] for each in misread]
+    right = heeded(seen[:, 1:3], true[:, 1:3], faults, all_faults=strict, tolerance=steps.tolerance)
     return None if right is None else "" if right else _OTHERWISE
+
+
+def _noise(steps: Steps) -> float:
+    """The greatest distance of the tokens' logits to what the target says where more columns are computed beside them.
+
+    The token is the last column, and sees what it sees when it is read alone. So no fault in reading several tokens
+    at once is taken for rounding.
+    """
+    runtime, noise = steps.rewind(), 0.0
+    runtime.trees = True
+    for tokens, expected in zip(steps.tokens, steps.logits, strict=True):
+        noise = max(noise, float(distances_of(runtime.read_beside(tokens, PROBE_COLUMNS), expected).max()))
+    return noise
 
 
 def _read(runtime: TargetRuntime, trees: list[DraftTree], input_ids: torch.Tensor) -> torch.Tensor:

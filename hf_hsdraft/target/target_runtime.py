@@ -15,16 +15,18 @@ import torch
 
 from ..acceleration.accelerator import Acceleration
 from ..common.cache_name import given_cache
+from ..common.tensors import on_device
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind
 from .cache_marks import Mark, as_given, mark, restore, roll_back
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
+from .fingerprint import fingerprint
 from .first_layers import FirstLayers
 from .target_call import Names, TargetCall
 from .target_limits import check_cache, text_config
 from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
-from .tree_reading import commit_trees, kinds_of_attention, read_trees, tokens_kept
+from .tree_reading import commit_trees, kinds_of_attention, read_beside, read_trees, tokens_kept
 
 
 class TargetRuntime:
@@ -40,12 +42,13 @@ class TargetRuntime:
         trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
         num_texts: number of rows of the call; `num_rows` are those that are still read.
         cached_before: number of slots that the cache of the call came with.
+        made_of: the target's `fingerprint`.
     """
 
     _call: TargetCall  # from the prompts' forward on
 
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
-        self.target, self.trees = target, True
+        self.target, self.trees, self.made_of = target, True, fingerprint(target)
         self.num_texts = self.cached_before = self._prompt_length = 0
         self._names = Names(target)
         self.tap_layers = list(tap_layers)
@@ -137,6 +140,10 @@ class TargetRuntime:
             self._outputs = read_chains(call, trees, input_ids, self._columns)
             self._again = call.unread
         return target_output(self.target, self._outputs, self._names.states, self.tap_layers).last(self._columns)
+
+    def read_beside(self, tokens: Sequence[int], columns: int) -> torch.Tensor:
+        """See `tree_reading.read_beside`; trees are prepared."""
+        return read_beside(self._call, on_device(tokens, self.target.device), columns, self._kinds)
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.

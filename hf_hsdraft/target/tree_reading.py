@@ -46,6 +46,24 @@ def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds
     return call.forward(node_inputs(call, batch, columns, kinds), columns)
 
 
+def read_beside(call: TargetCall, tokens: torch.Tensor, columns: int, kinds: Sequence[AttentionKind]) -> torch.Tensor:
+    """Reads a token `[B]` of each row after copies of it that nobody sees, and keeps it.
+
+    Its last column has to say what the token says alone, up to rounding.
+
+    Args:
+        columns: of the forward.
+
+    Returns:
+        logits `[B, V]`.
+    """
+    apart = torch.eye(columns, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+    ids = tokens[:, None].expand(-1, columns)
+    outputs = call.forward(node_inputs(call, TreeBatch(ids, torch.zeros_like(ids), apart), columns, kinds), columns)
+    commit_trees(call, [[]] * len(tokens), 1)
+    return outputs.logits[:, -1]
+
+
 def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequence[AttentionKind]) -> dict[str, Any]:
     """The inputs of a forward over the last `columns` nodes of a batch of trees, whose other nodes are in the cache."""
     rows, device = call.rows, call.target.device

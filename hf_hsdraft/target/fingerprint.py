@@ -1,0 +1,38 @@
+"""What a model's forwards are made of. What was found out about a model holds while that is the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as of_all_modules
+
+
+def fingerprint(model: nn.Module) -> int:
+    """A number that changes with hooks, replaced forwards, adapters, classes of modules, and dtypes of weights.
+
+    Hooks of transformers' own are left out: they capture outputs, and come and go within a call.
+    """
+    parts: list[Any] = [*of_all_modules._global_forward_hooks, *of_all_modules._global_forward_pre_hooks]
+    kinds = set()
+    for module in model.modules():
+        own, kind = vars(module), type(module)
+        kinds.add(kind)
+        parts.append(kind)
+        parts += ((type(weight), weight.dtype) for weight in own["_parameters"].values() if weight is not None)
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            parts += (number for number, _ in foreign_hooks(module))
+        parts += (id(own[name]) for name in ("forward", "_compiled_call_impl") if own.get(name) is not None)
+        if "_active_adapter" in own:  # of PEFT
+            parts += (str(own["_active_adapter"]), own.get("_disable_adapters"), str(own.get("merged_adapters")))
+    parts.append(frozenset((kind, id(kind.forward)) for kind in kinds))
+    return hash(tuple(parts))
+
+
+def foreign_hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:
+    """The hooks around a module's forward that are not transformers', each with its number, which is never reused."""
+    for number, hook in itertools.chain(module._forward_pre_hooks.items(), module._forward_hooks.items()):
+        if not getattr(hook, "__module__", "").startswith("transformers."):
+            yield number, hook

@@ -1,0 +1,209 @@
+"""What was found out about a target holds while the target is the same; and its rounding is its own."""
+
+import functools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from conftest import VOCAB, make_target
+from peft import LoraConfig, get_peft_model
+
+from hf_hsdraft import CachebackDrafter, attach
+from hf_hsdraft.engine import draft_limits
+from hf_hsdraft.target import target_ability, target_probe
+from hf_hsdraft.target.fingerprint import fingerprint
+from hf_hsdraft.target.misreading import computing_dtype, measured_tolerance
+from hf_hsdraft.target.target_ability import Ability
+
+GREEDY = {"do_sample": False, "max_new_tokens": 32, "pad_token_id": 0}
+
+
+def prompts(rows: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, VOCAB, (rows, 12), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def drafted(target, inputs, expected):
+    """A call with a drafter that knows the text, by `attach`: the text, whether it was drafted, and why not."""
+    drafter = CachebackDrafter(expected[:, 12:].tolist(), tree_sizing="fixed", tree_size=6)
+    with attach(target, drafter) as attachment:
+        text = target.generate(**inputs, **GREEDY)
+    return text, attachment.statistics.calls == 1 and attachment.statistics.tau > 1, attachment.statistics
+
+
+def steered(module, args, output):
+    """Activation steering as in honest_llama: of the last position alone."""
+    states = output[0] if isinstance(output, tuple) else output
+    states[:, -1] += 0.5
+    return output
+
+
+@contextmanager
+def hooked(target):
+    handle = target.model.layers[1].register_forward_hook(steered)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def replaced(target):
+    layer = target.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: steered(layer, args, forward(*args, **kwargs))
+    yield
+    del layer.forward
+
+
+@contextmanager
+def replaced_in_its_class(target):
+    kind = type(target.model.layers[1])
+    forward = kind.forward
+    kind.forward = lambda self, *args, **kwargs: steered(self, args, forward(self, *args, **kwargs))
+    yield
+    kind.forward = forward
+
+
+@contextmanager
+def hooked_everywhere(target):
+    attention = type(target.model.layers[1].self_attn)
+
+    def hook(module, args, output):
+        return steered(module, args, output) if isinstance(module, attention) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("change", [hooked, replaced, replaced_in_its_class, hooked_everywhere])
+def test_a_target_that_changes_is_tried_again(change, rows):
+    target, inputs = make_target(), prompts(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    for _ in range(2):
+        text, drafts, _ = drafted(target, inputs, plain)
+        assert drafts and text.equal(plain)
+        with change(target):
+            other = target.generate(**inputs, **GREEDY)
+            assert not other.equal(plain)
+            for _ in range(3):  # a refusal counts once it was found twice
+                text, drafts, statistics = drafted(target, inputs, other)
+                assert text.equal(other) and not drafts, statistics
+
+
+def test_the_fingerprint_tells_hooks_adapters_and_dtypes_apart():
+    target = make_target()
+    seen = [fingerprint(target)]
+    assert fingerprint(target) == seen[0]
+    with hooked(target):
+        seen.append(fingerprint(target))
+    with hooked(target):  # the same function, and perhaps the same address, but another hook
+        seen.append(fingerprint(target))
+    model = get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    seen.append(fingerprint(target))
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("other")
+    seen.append(fingerprint(target))
+    with model.disable_adapter():
+        seen.append(fingerprint(target))
+    seen.append(fingerprint(target.to(torch.bfloat16)))
+    assert len(set(seen)) == len(seen)
+    target.generate(**prompts(), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
+    assert fingerprint(target) == seen[-1]  # hooks by which outputs are captured are transformers' own
+
+
+def test_findings_about_many_forms_of_a_target_are_not_all_kept():
+    target, inputs = make_target(), prompts()
+    plain = target.generate(**inputs, **GREEDY)
+    for _ in range(70):
+        handle = target.register_forward_hook(lambda *_: None)
+        drafted(target, inputs, plain)
+        handle.remove()
+    assert len(target_ability.known[target]) <= 65
+
+
+# Rounding
+
+
+@pytest.fixture
+def mixed_precision():
+    """A target as `Accelerator(mixed_precision="bf16")` makes it: computed in bfloat16, returned in float32."""
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    yield accelerator.prepare(make_target())
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+
+
+def cast_at_the_end():
+    """As Nemotron-H."""
+    target = make_target().to(torch.bfloat16)
+    forward = target.forward
+
+    @functools.wraps(forward)
+    def cast(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = output.logits.float()
+        return output
+
+    target.forward = cast
+    return target
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["mixed precision", "cast"])
+def test_float32_that_was_computed_in_half_precision_is_drafted_for(request, kind, rows):
+    target = request.getfixturevalue("mixed_precision") if kind == "mixed precision" else cast_at_the_end()
+    inputs = prompts(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    _, drafts, statistics = drafted(target, inputs, plain)
+    assert drafts and not statistics.stepped_aside
+
+
+def test_the_dtype_that_computed_is_seen_in_the_logits():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    assert computing_dtype(logits) == torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = logits.to(dtype)
+        ruled_out = rounded.float().masked_fill(logits > 1, torch.finfo(torch.float32).min)
+        assert {computing_dtype(each) for each in (rounded, rounded.float(), ruled_out)} == {dtype}
+    assert computing_dtype(logits, torch.bfloat16) == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert computing_dtype(logits) == torch.bfloat16
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_half_precision_hides_no_steering(seed):
+    """Steering of the last position that moves logits by a tenth or so, which a wide tolerance takes for rounding."""
+    target, inputs = make_target().to(torch.bfloat16), prompts(seed=seed)
+    plain = target.generate(**inputs, **GREEDY)
+    assert drafted(target, inputs, plain)[1]
+    handle = target.model.layers[1].register_forward_hook(steered)
+    other = target.generate(**inputs, **GREEDY)
+    text, drafts, statistics = drafted(target, inputs, other)
+    handle.remove()
+    assert text.equal(other) and not drafts, statistics
+
+
+def test_a_tolerance_follows_the_noise_within_limits():
+    assert measured_tolerance(torch.bfloat16, 0.0) == pytest.approx(4 * 2**-7)
+    assert measured_tolerance(torch.float16, 0.0) == pytest.approx(4 * 2**-10)
+    assert measured_tolerance(torch.bfloat16, 0.05) == pytest.approx(0.2)
+    assert measured_tolerance(torch.bfloat16, 1.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("doubt", ["doubtful", "unclear"])
+def test_a_verdict_near_its_threshold_is_tried_again(monkeypatch, doubt):
+    """It holds for the call that found it, and is kept once four calls in a row were in doubt."""
+    target, inputs, calls = make_target(), prompts(), []
+    plain = target.generate(**inputs, **GREEDY)
+    by_steps = draft_limits.ability_by
+    near = Ability(False, True, "near", **{doubt: True})
+    monkeypatch.setattr(target_probe, "_tried", lambda *_, **__: near)
+    monkeypatch.setattr(draft_limits, "ability_by", lambda *args: calls.append(1) or by_steps(*args))
+    drafter = CachebackDrafter(plain[:, 12:].tolist())
+    for count in (1, 2, 3, 4, 4, 4):
+        output = target.generate(**inputs, **GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        assert output.sequences.equal(plain) and len(calls) == count
+        assert output.statistics.draft_kind == "chain"
