@@ -67,18 +67,22 @@ class Reference:
         save: writes it into a folder.
         logits: what it drafts; the family's comparison says what it is given and what it returns.
         taps: hidden states of the target that it reads.
+        settle: tells a loaded drafter what its files do not.
     """
 
     name: str
     save: Callable[[Path], Any]
     logits: Callable[..., Any]
     taps: Sequence[int]
+    settle: Callable[[Any], Any] = lambda drafter: None
 
     def loaded(self) -> Any:
         """Returns the drafter that its files are read as, in float32."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
-            return AutoDrafter.from_pretrained(folder, dtype=torch.float32)
+            drafter = AutoDrafter.from_pretrained(folder, dtype=torch.float32)
+        self.settle(drafter)
+        return drafter
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ What a layer attends to is the caller's: these modules make queries, keys and va
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,18 +137,25 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
         sizes: of the layers.
 
     Raises:
-        ValueError, KeyError: transformers does not know such an embedding.
+        ValueError: transformers does not know such an embedding, or cannot make it of what is said.
     """
     names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
     known = {name: fields[name] for name in names if fields.get(name) is not None}
-    config = LlamaConfig(
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_key_value_heads=sizes.num_key_value_heads,
-        head_dim=sizes.head_dim,
-        **known,
-    )
-    return Rotary(config)
+    given = copy.deepcopy(known)  # transformers fills the tables in
+    try:
+        config = LlamaConfig(
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_attention_heads,
+            num_key_value_heads=sizes.num_key_value_heads,
+            head_dim=sizes.head_dim,
+            **known,
+        )
+        return Rotary(config)
+    except Exception as error:  # transformers raises what it likes for a wrong value
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"rope={given!r} is invalid ({told}): expected rope_parameters as transformers has them"
+        ) from error
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ...repository.checkpoint import Checkpoint
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
 from ..draft_reads import Read, weights_of
-from ..loading_arguments import take_options
+from ..loading_arguments import Placement, take_options
 from ..protocol import DraftCall
 from ..published_drafter import PublishedDrafter, SpeculatorsFiles
 from .configuration_eagle import EagleConfig
@@ -53,17 +53,21 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, **options: Any) -> Any:
-        """Loads a drafter out of files that were found; see `from_pretrained`."""
-        reading = read(checkpoint)
+    def from_checkpoint(cls, checkpoint: Checkpoint, mask_token_id: int | None = None, **options: Any) -> Any:
+        """Loads a drafter out of files that were found; see `from_pretrained`.
+
+        Args:
+            mask_token_id: the mask of a parallel drafter whose files do not name it.
+        """
+        placement, reading = Placement.taken_from(options), read(checkpoint, mask_token_id)
         with torch.device("meta"):
             drafter = cls(reading.config)
         take_options(drafter, checkpoint.folder, options)
         reading.check(drafter)
         drafter.config = reading.complete_config()
-        drafter.load_state_dict(reading.state(drafter, dtype), assign=True)
+        drafter.load_state_dict(reading.state(drafter, placement.dtype), assign=True)
         drafter.loaded_from = checkpoint.folder
-        return drafter.eval()
+        return placement.place(drafter.eval())
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
         config = replace(self.config, target_name=target_name or self.config.target_name)
