@@ -22,7 +22,12 @@ from hf_hsdraft.drafters.block.network import BlockNetwork
 
 CLOSE = 1e-4
 BY_NAME = {case.name: case for case in CASES}
-WITHOUT_SPECULATORS = ("z-lab DFlash", "transformers DFlash", "transformers DFlash, sliding")
+WITHOUT_SPECULATORS = (
+    "z-lab DFlash",
+    "z-lab DFlash, target that scales",
+    "transformers DFlash",
+    "transformers DFlash, sliding",
+)
 
 
 def needs(case: Case) -> None:
@@ -270,6 +275,21 @@ def test_embeddings_and_logits_are_scaled_as_zlab_says(saved, target):
     assert torch.allclose(drafter.logits(hidden, weights), wanted, atol=1e-5)
 
 
+def test_scaled_embeddings_are_kept_when_a_drafter_is_saved(saved, tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr("hf_hsdraft.drafters.block.drafter.logger.warning", warned.append)
+    drafter = AutoDrafter.from_pretrained(saved("z-lab DFlash"))
+    drafter.save_pretrained(tmp_path / "again")
+    assert not warned
+    scaling = tiny_target(**BY_NAME["z-lab DFlash, target that scales"].target)
+    embedding, tokens = scaling.get_input_embeddings(), torch.tensor([4, 7])
+    for each in (drafter, AutoDrafter.from_pretrained(tmp_path / "again")):
+        found = each.borrow(embedding, scaling.get_output_embeddings()).embed(tokens)
+        assert torch.allclose(found, embedding(tokens)) and not torch.allclose(found, embedding.weight[tokens])
+    drafter.export("speculators", tmp_path / "exported")
+    assert "embedding rows as they are" in warned[0]
+
+
 def test_default_layers_are_those_of_the_formats():
     """As ids that count from 0: 1, 14, 27 and 1, 8, 14, 20, 27 of 30 layers; DSpark's 1, 9, 17, 25, 33 of 36."""
     assert [tap - 1 for tap in default_tap_layers(30, 3)] == [1, 14, 27]
@@ -312,7 +332,7 @@ def reshape(name):
         ("z-lab DFlash", None, lambda tensors: tensors.update({"aux_hidden_norms.0.weight": torch.ones(32)}), "Laguna"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"prefix_gru.w": torch.ones(2)}), "Domino"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"mtp.0.markov_head.w": torch.ones(2)}), "DeepSeek-V4"),
-        ("DeepSpec, vanilla", at_top(model_type="gemma4_text"), None, "model_type='gemma4_text'"),
+        ("DeepSpec, vanilla", at_top(model_type="llama"), None, "model_type='llama'"),
         ("DeepSpec, vanilla", at_top(embed_requires_grad=True), None, "embed_requires_grad=true"),
         ("DeepSpec, vanilla", at_top(markov_head_type="lstm"), None, "markov_head_type='lstm'.*vanilla, gated, rnn"),
         ("DeepSpec, vanilla", at_top(markov_rank=9), None, r"markov_w1.weight \[97, 8\] instead of \[97, 9\]"),

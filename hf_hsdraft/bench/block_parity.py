@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
+from transformers import Gemma3TextConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
 from transformers.cache_utils import DFlashCache
 
 from ..drafters.block.block_session import BlockSession
@@ -222,8 +222,14 @@ def _layer_fields(model: Any) -> dict[str, Any]:
     return {**fields, "rope_theta": parameters["rope_theta"]}
 
 
-def of_deepspec(target: Any, **fields: Any) -> BlockReference:
-    """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's."""
+def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's.
+
+    Args:
+        target: the target.
+        copied: fields that are a copy of the target's, which the drafter's layers do not read.
+        fields: as `speculators_model` takes them.
+    """
     model = speculators_model(target, "dspark", **fields)
     own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
     config = {
@@ -234,12 +240,40 @@ def of_deepspec(target: Any, **fields: Any) -> BlockReference:
         "mask_token_id": MASK,
         "num_anchors": 512,
         **{name: getattr(model.config, name) for name in own},
+        **(copied or {}),
     }
     left_out = ("verifier_lm_head.weight", "verifier_norm.weight")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     return BlockReference(
         type(model).__name__, lambda folder: write(folder, config, tensors), partial(speculators_slots, model)
     )
+
+
+def of_specforge(target: Any, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
+    model = speculators_model(target, "dspark", **fields)
+    own = {
+        "attention_mode": "gqa",
+        "projector_type": "dspark",
+        "mask_token_id": MASK,
+        "target_layer_ids": [tap - 1 for tap in TAPS],
+        "markov_rank": model.config.markov_rank,
+        "markov_head_type": model.config.markov_head_type,
+        "confidence_head_alpha": 1.0,
+        "enable_confidence_head": model.config.enable_confidence_head,
+        "confidence_head_with_markov": model.config.confidence_head_with_markov,
+    }
+    config = {
+        **_layer_fields(model),
+        "architectures": ["DSparkDraftModel"],
+        "block_size": SLOTS,
+        "num_target_layers": target.config.num_hidden_layers,
+        "dflash_config": own,
+    }
+    left_out = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    slots = partial(speculators_slots, model)
+    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots)
 
 
 def of_zlab2(target: Any) -> BlockReference:
@@ -326,9 +360,17 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 DFLASH2: dict[str, Any] = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 12}
 HEAD = {"markov_rank": 8}
+_QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25,
+                        "mrope_interleaved": True, "mrope_section": [1, 1, 2]},
+}  # fmt: skip
+_SCALING = {
+    "kind": Gemma3TextConfig, "head_dim": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 8, "sliding_window": 64,
+}  # fmt: skip
 
 CASES = tuple(
-    Case(name, partial(make, **fields))
+    Case(name, partial(make, **fields), _SCALING if "scales" in name else {})
     for name, make, fields in (
         ("speculators dflash", partial(of_speculators, kind="dflash"), {"ids": DRAFTED}),
         ("speculators dflash, whole vocabulary, YaRN", partial(of_speculators, kind="dflash"), {
@@ -349,7 +391,14 @@ CASES = tuple(
         ("DeepSpec, vanilla", of_deepspec, HEAD),
         ("DeepSpec, rank 0 (DFlash, anchor first)", of_deepspec, {
             "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
+        ("DeepSpec, copy of Qwen3.5", of_deepspec, {
+            **HEAD, "copied": _QWEN3_5, "layer": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
+        ("SpecForge DSpark", of_specforge, HEAD),
+        ("SpecForge DSpark, gated, no confidence", of_specforge, {
+            **HEAD, "markov_head_type": "gated", "enable_confidence_head": False,
+            "confidence_head_with_markov": False}),
         ("z-lab DFlash", of_zlab, {}),
+        ("z-lab DFlash, target that scales", of_zlab, {}),
         ("z-lab DFlash2", of_zlab2, {}),
         ("transformers DFlash", of_transformers, {}),
         ("transformers DFlash, sliding", of_transformers, {"layer_types": SLIDING["layer_types"], "sliding_window": 6}),

@@ -123,8 +123,9 @@ class NotingDrafter(WrappedDrafter):
 
 
 def tiny_target(**overrides: Any) -> Any:
-    """Returns a small random target in float32 whose text varies."""
+    """Returns a small random target in float32 whose text varies; `kind` is the class of its configuration."""
     torch.manual_seed(3)
+    kind = overrides.pop("kind", LlamaConfig)
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -137,7 +138,7 @@ def tiny_target(**overrides: Any) -> Any:
         "pad_token_id": PADDING,
         "initializer_range": 0.3,
     }
-    return AutoModelForCausalLM.from_config(LlamaConfig(**{**fields, **overrides})).eval()
+    return AutoModelForCausalLM.from_config(kind(**{**fields, **overrides})).eval()
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from ...common.checks import printable
 from ...common.refusals import DraftingRefused
@@ -24,6 +25,8 @@ from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows
 from .writing import config_document
+
+logger = logging.get_logger(__name__)
 
 
 class BlockDrafter(BlockNetwork, PublishedDrafter):
@@ -104,6 +107,11 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
                 f"this drafter cannot be written in the format {form!r}: its masks have an embedding of their own, for "
                 f"which that format has no field. `save_pretrained` keeps it in {LOOSE_MASK}, which only this package "
                 "reads"
+            )
+        if self.config.embedding_scale is None:
+            logger.warning(
+                f"in the format {form!r} this drafter reads the target's embedding rows as they are. If its target "
+                "multiplies them by a factor, as Gemma does, other programs will accept less than is accepted here"
             )
         super().export(form, folder, target_name)
 

@@ -114,5 +114,5 @@ FORMATS = (
     _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators, _OF_SPECULATORS),
     _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec, _OF_LAYERS),
     _format("transformers (DFlash)", 30, is_transformers, read_transformers, names_transformers, **_OF_TRANSFORMERS),
-    _format("z-lab (DFlash, DFlash2)", 40, is_dflash, read_dflash, _OF_LAYERS),
+    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark)", 40, is_dflash, read_dflash, _OF_LAYERS),
 )
