@@ -25,6 +25,8 @@ BY_NAME = {case.name: case for case in CASES}
 WITHOUT_SPECULATORS = (
     "z-lab DFlash",
     "z-lab DFlash, target that scales",
+    "DeepSpec, Gemma 4, target that scales",
+    "DeepSpec, Gemma 4, target that scales, values of keys",
     "transformers DFlash",
     "transformers DFlash, sliding",
 )

@@ -15,8 +15,21 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from transformers import Gemma3TextConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
+from torch import nn
+from transformers import (
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    Qwen3Config,
+)
 from transformers.cache_utils import DFlashCache
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextMLP,
+    Gemma4TextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from ..drafters.block.block_session import BlockSession
 from ..drafters.draft_options import DraftOptions
@@ -249,6 +262,97 @@ def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any
     )
 
 
+class GemmaLayer(nn.Module):
+    """A layer of a DSpark drafter for Gemma 4, of transformers' modules; it keeps nothing between its calls."""
+
+    def __init__(self, config: Gemma4TextConfig, shared: bool) -> None:
+        super().__init__()
+        width, size, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        keys = config.num_key_value_heads * size
+        self.self_attn = nn.ModuleDict({
+            "q_proj": nn.Linear(width, config.num_attention_heads * size, bias=False),
+            "k_proj": nn.Linear(width, keys, bias=False),
+            **({} if shared else {"v_proj": nn.Linear(width, keys, bias=False)}),
+            "o_proj": nn.Linear(config.num_attention_heads * size, width, bias=False),
+            "q_norm": Gemma4RMSNorm(size, eps),
+            "k_norm": Gemma4RMSNorm(size, eps),
+        })  # fmt: skip
+        self.value_norm = Gemma4RMSNorm(size, eps, with_scale=False)
+        self.mlp = Gemma4TextMLP(config, 0)
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            setattr(self, f"{name}_layernorm", Gemma4RMSNorm(width, eps))
+        self.register_buffer("layer_scalar", torch.full((1,), 0.7))
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Returns slots `[n, D]` after the layer, with context `[p, D]`, cosines and sines `[p + n, size]` of both."""
+        part, inputs = self.self_attn, self.input_layernorm(x)
+        both = torch.cat([context, inputs])
+
+        def heads(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(-1, (-1, self.self_attn["q_norm"].weight.shape[0]))
+
+        queries = apply_rotary_pos_emb(part["q_norm"](heads(part["q_proj"](inputs))), cos[-len(x) :], sin[-len(x) :])
+        keys = apply_rotary_pos_emb(part["k_norm"](heads(part["k_proj"](both))), cos, sin)
+        values = self.value_norm(heads((part["v_proj"] if "v_proj" in part else part["k_proj"])(both)))
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+        shares = torch.einsum("qhd,khd->hqk", queries, keys).softmax(dim=-1)
+        mixed = torch.einsum("hqk,khd->qhd", shares, values).flatten(1)
+        x = x + self.post_attention_layernorm(part["o_proj"](mixed))
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x * self.layer_scalar
+
+
+def of_gemma(target: Any, shared: bool = False) -> BlockReference:
+    """Returns a DSpark drafter as DeepSpec writes it for Gemma 4; `shared` makes values by the product for keys."""
+    kinds = ["full_attention"] * 2
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0}
+    config = Gemma4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, layer_types=kinds, rope_parameters={"full_attention": rope},
+        hidden_size_per_layer_input=0, per_layer_config={},
+    )  # fmt: skip
+    model = nn.ModuleDict({
+        "fc": nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False),
+        "hidden_norm": Gemma4RMSNorm(HIDDEN, config.rms_norm_eps),
+        "layers": nn.ModuleList(GemmaLayer(config, shared) for _ in kinds),
+        "norm": Gemma4RMSNorm(HIDDEN, config.rms_norm_eps),
+        "markov_head": nn.ModuleDict({
+            "markov_w1": nn.Embedding(VOCABULARY, 8), "markov_w2": nn.Linear(8, VOCABULARY, bias=False)}),
+    })  # fmt: skip
+    randomise(model)
+    rotary, embedding, head = (
+        Gemma4TextRotaryEmbedding(config),
+        target.get_input_embeddings(),
+        target.get_output_embeddings(),
+    )
+
+    def slots(taps: torch.Tensor, text: Sequence[int], anchor: int) -> tuple[torch.Tensor, torch.Tensor]:
+        context = model["hidden_norm"](model["fc"](taps[:anchor]))
+        x = embedding(torch.tensor([text[anchor], *[MASK] * (SLOTS - 1)]))
+        cos, sin = rotary(x, torch.arange(anchor + SLOTS)[None], "full_attention")
+        for layer in model["layers"]:
+            x = layer(x, context, cos[0], sin[0])
+        logits = torch.tanh(head(model["norm"](x)) / 30.0) * 30.0
+        heads = model["markov_head"]
+        return logits, logits + heads["markov_w2"](heads["markov_w1"](torch.tensor(text[anchor : anchor + SLOTS])))
+
+    fields = {
+        "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "num_global_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+        "attention_k_eq_v": shared, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 99.0}},
+        "layer_types": kinds, "sliding_window": 512, "final_logit_softcapping": 30.0, "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "tie_word_embeddings": False,
+        "block_size": SLOTS, "target_layer_ids": [tap - 1 for tap in TAPS], "mask_token_id": MASK, "num_anchors": 512,
+        "num_target_layers": target.config.num_hidden_layers, "markov_rank": 8, "markov_head_type": "vanilla",
+        "enable_confidence_head": False, "target_model_type": "gemma4",
+    }  # fmt: skip
+    save = partial(write, config=fields, tensors=model.state_dict())
+    return BlockReference("modules of Gemma 4", save, slots)
+
+
 def of_specforge(target: Any, **fields: Any) -> BlockReference:
     """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
     model = speculators_model(target, "dspark", **fields)
@@ -393,6 +497,8 @@ CASES = tuple(
             "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
         ("DeepSpec, copy of Qwen3.5", of_deepspec, {
             **HEAD, "copied": _QWEN3_5, "layer": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
+        ("DeepSpec, Gemma 4, target that scales", of_gemma, {}),
+        ("DeepSpec, Gemma 4, target that scales, values of keys", of_gemma, {"shared": True}),
         ("SpecForge DSpark", of_specforge, HEAD),
         ("SpecForge DSpark, gated, no confidence", of_specforge, {
             **HEAD, "markov_head_type": "gated", "enable_confidence_head": False,

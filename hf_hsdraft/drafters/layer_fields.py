@@ -100,6 +100,8 @@ def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
         table.number(name, None)
     if whole_heads and set(named.values()) <= {"default", "mrope"}:
         found.pop("partial_rotary_factor", None)
+    elif "proportional" in named.values():  # turns whole heads, some of their parts by nothing
+        table.number("partial_rotary_factor", None, most=1.0)
     else:
         table.expect("partial_rotary_factor", 1, 1.0)
     return found

@@ -17,12 +17,14 @@ from .drafter import BlockDrafter
 from .reading import (
     is_deepspec,
     is_dflash,
+    is_gemma_dspark,
     is_refused,
     is_speculators,
     is_transformers,
     names_transformers,
     read_deepspec,
     read_dflash,
+    read_gemma_dspark,
     read_speculators,
     read_transformers,
     refuse,
@@ -113,6 +115,7 @@ FORMATS = (
     Format("neighbouring formats that are refused", 0, is_refused, refuse, possible=_OF_LAYERS, loads=False),
     _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators, _OF_SPECULATORS),
     _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec, _OF_LAYERS),
+    _format("DeepSpec (DSpark of Gemma 4)", 19, is_gemma_dspark, read_gemma_dspark, _OF_LAYERS),
     _format("transformers (DFlash)", 30, is_transformers, read_transformers, names_transformers, **_OF_TRANSFORMERS),
     _format("z-lab (DFlash, DFlash2), SpecForge (DSpark)", 40, is_dflash, read_dflash, _OF_LAYERS),
 )

@@ -126,6 +126,42 @@ def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
     return _with_loose_mask(BlockConfig(**fields), checkpoint)
 
 
+def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
+    """Reads a DSpark drafter of DeepSpec for Gemma 4: layers as its full ones are, by a copy of its configuration."""
+    config, shapes = Fields(checkpoint.config, CONFIG), checkpoint.shapes
+    config.choice("model_type", ("gemma4_text", "gemma4_unified_text"), "gemma4_text")
+    config.ignore(*_MEANINGLESS, "num_anchors", "attention_k_eq_v", "tie_word_embeddings", "attention_bias")
+    for name in ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"):
+        config.expect(name, False, 0)
+    # Where the heads of layers differ, a copy says it in several ways. The tensors are those of full layers.
+    first = "layers.0.self_attn."
+    [head_dim], [keys, _] = shapes.get(first + "q_norm.weight", (0,)), shapes.get(first + "k_proj.weight", (0, 0))
+    own = {**config.values, "head_dim": head_dim, "num_key_value_heads": keys // max(head_dim, 1)}
+    own["hidden_act"] = config.values.get("hidden_activation", "gelu_pytorch_tanh")
+    bias = f"{first}q_proj.bias" in shapes
+    sizes = read_sizes(Fields(own, CONFIG), attention_bias=bias, output_bias=bias, qk_norm=True)
+    vocabulary = config.integer("vocab_size", most=LIMITS["vocab_size"])
+    fields = {
+        "vocab_size": vocabulary,
+        "draft_vocab_size": vocabulary,
+        "sizes": replace(sizes, gemma=True, keys_are_values=f"{first}v_proj.weight" not in shapes),
+        "num_hidden_layers": config.integer("num_hidden_layers", most=MOST_LAYERS),
+        "rope": read_rope(config, "full_attention"),
+        "target_hidden_size": config.integer("hidden_size"),
+        "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
+        "block_size": config.integer("block_size", most=LIMITS["block_size"]),
+        "sample_from_anchor": config.flag("sample_from_anchor", True),
+        "mask_token_id": config.integer("mask_token_id", least=0),
+        "embedding_scale": None,
+        "final_logit_softcapping": config.number("final_logit_softcapping", 0.0),
+        "last_tap_is_normed": False,
+        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
+        **_dspark_heads(config, enabled=False),
+    }
+    config.refuse_unread()
+    return BlockConfig(**fields)
+
+
 def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
     """Reads a DFlash drafter as transformers has it: a Muse Glimmer assistant."""
     config = _with_defaults(checkpoint.config, CONFIG, "muse_glimmer_assistant")
@@ -279,6 +315,11 @@ def is_deepspec(checkpoint: Checkpoint) -> bool:
     by_name = isinstance(names, list) and any("DSpark" in str(name) for name in names)
     others = speculators_type(checkpoint) or "dflash_config" in checkpoint.config
     return not others and (by_name or "markov_rank" in checkpoint.config)
+
+
+def is_gemma_dspark(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is DSpark of DeepSpec with layers of Gemma 4."""
+    return is_deepspec(checkpoint) and "Gemma4DSparkModel" in str(checkpoint.config.get("architectures"))
 
 
 def is_transformers(checkpoint: Checkpoint) -> bool:

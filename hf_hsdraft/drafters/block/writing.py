@@ -91,6 +91,7 @@ def _check_can_be_written(config: BlockConfig) -> None:
         "any target's vocabulary": config.vocab_size is None,
         "an output of the target's last layer after its norm, or one that may be that": config.last_tap_is_normed
         and config.target_tap_layers[-1] == (config.target_num_hidden_layers or config.target_tap_layers[-1]),
+        "layers of Gemma 4": config.sizes.gemma,
         "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
     }
     if found := [name for name, is_so in told.items() if is_so]:
