@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench import block_parity, parity_formats
 from hf_hsdraft.bench.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
-from hf_hsdraft.bench.format_parity import Case, tiny_target
+from hf_hsdraft.bench.format_parity import Case, texts_of, tiny_target
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.block.configuration import Sight, default_tap_layers
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
@@ -25,8 +25,8 @@ BY_NAME = {case.name: case for case in CASES}
 WITHOUT_SPECULATORS = (
     "z-lab DFlash",
     "z-lab DFlash, target that scales",
-    "DeepSpec, Gemma 4, target that scales",
-    "DeepSpec, Gemma 4, target that scales, values of keys",
+    "DeepSpec, Gemma 4 that scales",
+    "DeepSpec, Gemma 4 that scales, shared values",
     "transformers DFlash",
     "transformers DFlash, sliding",
 )
@@ -380,8 +380,14 @@ def test_another_target_is_refused(saved):
         drafter.check(tiny_target(vocab_size=98))
 
 
-def test_the_last_layer_before_the_norm_cannot_be_read(saved, target):
+def test_the_last_layer_is_read_before_the_norm(saved, target, monkeypatch):
     drafter = AutoDrafter.from_pretrained(saved("DeepSpec, vanilla", at_top(target_layer_ids=[0, 2, 5])))
+    drafter.check(target)
+    assert tuple(drafter.taps_of(target)) == (1, 3, 7)
+    heads, hooks = target.model.norm._forward_pre_hooks, len(target.model.norm._forward_pre_hooks)
+    texts_of(target, drafter)  # checks the texts
+    assert len(heads) == hooks
+    monkeypatch.setattr("hf_hsdraft.target.last_state._NAMES", ())
     with pytest.raises(DraftingRefused, match="before the target's final norm"):
         drafter.check(target)
     AutoDrafter.from_pretrained(saved("z-lab DFlash", in_dflash(target_layer_ids=[0, 2, 5]))).check(target)

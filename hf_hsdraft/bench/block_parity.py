@@ -285,11 +285,12 @@ class GemmaLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, context: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Returns slots `[n, D]` after the layer, with context `[p, D]`, cosines and sines `[p + n, size]` of both."""
-        part, inputs = self.self_attn, self.input_layernorm(x)
+        module: Any = self  # norms were set by name
+        part, inputs = module.self_attn, module.input_layernorm(x)
         both = torch.cat([context, inputs])
 
         def heads(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(-1, (-1, self.self_attn["q_norm"].weight.shape[0]))
+            return x.unflatten(-1, (-1, module.self_attn["q_norm"].weight.shape[0]))
 
         queries = apply_rotary_pos_emb(part["q_norm"](heads(part["q_proj"](inputs))), cos[-len(x) :], sin[-len(x) :])
         keys = apply_rotary_pos_emb(part["k_norm"](heads(part["k_proj"](both))), cos, sin)
@@ -298,9 +299,9 @@ class GemmaLayer(nn.Module):
         keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
         shares = torch.einsum("qhd,khd->hqk", queries, keys).softmax(dim=-1)
         mixed = torch.einsum("hqk,khd->qhd", shares, values).flatten(1)
-        x = x + self.post_attention_layernorm(part["o_proj"](mixed))
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x * self.layer_scalar
+        x = x + module.post_attention_layernorm(part["o_proj"](mixed))
+        x = x + module.post_feedforward_layernorm(module.mlp(module.pre_feedforward_layernorm(x)))
+        return x * module.layer_scalar
 
 
 def of_gemma(target: Any, shared: bool = False) -> BlockReference:
@@ -312,7 +313,7 @@ def of_gemma(target: Any, shared: bool = False) -> BlockReference:
         num_key_value_heads=2, head_dim=16, layer_types=kinds, rope_parameters={"full_attention": rope},
         hidden_size_per_layer_input=0, per_layer_config={},
     )  # fmt: skip
-    model = nn.ModuleDict({
+    model: Any = nn.ModuleDict({
         "fc": nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False),
         "hidden_norm": Gemma4RMSNorm(HIDDEN, config.rms_norm_eps),
         "layers": nn.ModuleList(GemmaLayer(config, shared) for _ in kinds),
@@ -497,8 +498,8 @@ CASES = tuple(
             "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
         ("DeepSpec, copy of Qwen3.5", of_deepspec, {
             **HEAD, "copied": _QWEN3_5, "layer": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
-        ("DeepSpec, Gemma 4, target that scales", of_gemma, {}),
-        ("DeepSpec, Gemma 4, target that scales, values of keys", of_gemma, {"shared": True}),
+        ("DeepSpec, Gemma 4 that scales", of_gemma, {}),
+        ("DeepSpec, Gemma 4 that scales, shared values", of_gemma, {"shared": True}),
         ("SpecForge DSpark", of_specforge, HEAD),
         ("SpecForge DSpark, gated, no confidence", of_specforge, {
             **HEAD, "markov_head_type": "gated", "enable_confidence_head": False,

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, Qwen3Config
 from ..drafters.eagle.eagle_expansion import EagleExpansion
 from ..drafters.eagle.eagle_session import EagleSession
 from ..drafters.protocol import DraftCall
+from ..target.last_state import before_norm
 from ..trees.tree_builders import Expansion
 from .block_parity import write
 from .format_parity import (
@@ -238,7 +239,8 @@ def of_speculators(target: Any, kind: str = "eagle3", **fields: Any) -> Referenc
     """Returns a drafter as the package speculators saves it; the arguments are those of `speculators_model`."""
     model = speculators_model(kind, **fields)
     logits = partial(in_parallel if kind == "peagle" else unrolled, model)
-    return Reference(type(model).__name__, model.save_pretrained, logits, model.config.eagle_aux_hidden_state_layer_ids)
+    taps = before_norm(model.config.eagle_aux_hidden_state_layer_ids, LAYERS)
+    return Reference(type(model).__name__, model.save_pretrained, logits, taps)
 
 
 def authors_config(**fields: Any) -> dict[str, Any]:
@@ -389,6 +391,7 @@ CASES = tuple(
         ("speculators eagle3, three layers", of_speculators, {"layer": {"num_hidden_layers": 3}}),
         ("speculators eagle3, biases", of_speculators, {"layer": {"attention_bias": True}}),
         ("speculators eagle3, five hidden states", of_speculators, {"taps": (0, 1, 3, 5, 7)}),
+        ("speculators eagle3, last layer before the norm", of_speculators, {"taps": (1, 4, LAYERS)}),
         ("speculators eagle3, rope_theta", of_speculators, {"layer": _rope("default")}),
         ("speculators eagle3, YaRN", of_speculators, {"layer": _rope("yarn", **_SCALED)}),
         ("speculators eagle3, Llama 3's positions", of_speculators, {

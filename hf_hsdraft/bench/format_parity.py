@@ -172,8 +172,15 @@ def texts_of(target: Any, drafter: Any, prompts: Sequence[Sequence[int]] = PROMP
 
 @torch.no_grad()
 def taps_of(target: Any, text: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
-    """Returns hidden states `[T, taps * D]` of a text at some layers, side by side, by one plain forward."""
+    """Returns hidden states `[T, taps * D]` of a text at some layers, side by side, by one plain forward.
+
+    The one after the last is the last layer's output before the final norm.
+    """
+    given: list[torch.Tensor] = []  # to the final norm
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     states = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+    hook.remove()
+    states = (*states, given[0])
     return torch.cat([states[layer][0] for layer in layers], dim=-1)
 
 

@@ -15,6 +15,7 @@ from ...common.checks import printable
 from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
 from ...repository.checkpoint import LOOSE_MASK
+from ...target.last_state import before_norm, check_last_state
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import DraftOptions, default_options
 from ..draft_reads import Read, weights_of
@@ -119,6 +120,10 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
     def taps(self) -> Sequence[int]:  # type: ignore[override]
         return self.config.target_tap_layers
 
+    def taps_of(self, target: Any) -> Sequence[int]:
+        taps = self.config.target_tap_layers
+        return taps if self.config.last_tap_is_normed else before_norm(taps, decoder_layers(text_config(target)))
+
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
         return self.config.num_draft_steps
@@ -151,10 +156,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
                 f"has {layers} layers and {config.vocab_size} tokens: {made_for}. Use a drafter of this target."
             )
         if taps[-1] == layers and not wanted.last_tap_is_normed:
-            raise DraftingRefused(
-                f"the drafter reads the output of the last layer ({layers}) before the target's final norm, which a "
-                "model of transformers does not give. Use a drafter that reads lower layers only."
-            )
+            check_last_state(target)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config = self.config

@@ -15,6 +15,7 @@ from ...common.checks import few, printable
 from ...common.refusals import DraftingRefused
 from ...common.target_weights import TargetWeights, borrow
 from ...repository.checkpoint import Checkpoint
+from ...target.last_state import before_norm, check_last_state
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
 from ..draft_reads import Read, weights_of
@@ -86,7 +87,8 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         return tuple(self.config.target_tap_layers)
 
     def taps_of(self, target: Any) -> Sequence[int]:
-        return self.config.taps_of(decoder_layers(text_config(target)))
+        layers = decoder_layers(text_config(target))
+        return before_norm(self.config.taps_of(layers), layers)
 
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
@@ -108,17 +110,15 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
                     f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
                     "target."
                 )
-        layers, taps = decoder_layers(config), self.taps_of(target)
+        layers = decoder_layers(config)
+        taps = wanted.taps_of(layers)
         if taps[0] < 0 or taps[-1] > layers or any(low >= high for low, high in pairwise(taps)):
             raise DraftingRefused(
                 f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}: "
                 f"{made_for}. Use a drafter of this target."
             )
         if taps[-1] == layers:
-            raise DraftingRefused(
-                f"the drafter reads the output of the last layer ({layers}) before the target's final norm, which a "
-                "model of transformers does not give. Use a drafter that reads lower layers only."
-            )
+            check_last_state(target)
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
         """Collects what this drafter uses of a target: its embedding, unless the drafter has its own.
