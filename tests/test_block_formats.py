@@ -329,6 +329,13 @@ def reshape(name):
         ("z-lab DFlash", at_top(head_dim=7), None, "head_dim=7 is invalid"),
         ("z-lab DFlash", at_top(partial_rotary_factor=0.25), None, "partial_rotary_factor=0.25"),
         ("z-lab DFlash", at_top(block_size=1), None, "block_size=1 is invalid"),
+        ("z-lab DFlash", at_top(rope_theta=0), None, "rope_theta=0 in config.json is invalid"),
+        ("z-lab DFlash", at_top(rope_scaling="yarn"), None, "rope_scaling='yarn' in config.json is invalid"),
+        ("z-lab DFlash", at_top(rope_scaling={"type": "spiral"}), None, "spiral.*expected rope_parameters"),
+        ("z-lab DFlash", at_top(target_hidden_size=-32), None, "target_hidden_size=-32"),
+        ("z-lab DFlash", None, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)}),
+         r"no floating-point numbers of 16 bits or more \(fc.weight of I8\)"),
+        ("SpecForge DSpark", in_dflash(projector_type="lilicorr"), None, "projector_type='lilicorr'.*dspark"),
         ("z-lab DFlash", at_top(is_causal=True, dflash_config={
             "causal": False, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]}), None, "contradict"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"aux_hidden_norms.0.weight": torch.ones(32)}), "Laguna"),
