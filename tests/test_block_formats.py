@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench import block_parity, parity_formats
 from hf_hsdraft.bench.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
-from hf_hsdraft.bench.format_parity import Case, tiny_target
+from hf_hsdraft.bench.format_parity import Case, texts_of, tiny_target
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.block.configuration import Sight, default_tap_layers
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
@@ -22,7 +22,14 @@ from hf_hsdraft.drafters.block.network import BlockNetwork
 
 CLOSE = 1e-4
 BY_NAME = {case.name: case for case in CASES}
-WITHOUT_SPECULATORS = ("z-lab DFlash", "transformers DFlash", "transformers DFlash, sliding")
+WITHOUT_SPECULATORS = (
+    "z-lab DFlash",
+    "z-lab DFlash, target that scales",
+    "DeepSpec, Gemma 4 that scales",
+    "DeepSpec, Gemma 4 that scales, shared values",
+    "transformers DFlash",
+    "transformers DFlash, sliding",
+)
 
 
 def needs(case: Case) -> None:
@@ -270,6 +277,21 @@ def test_embeddings_and_logits_are_scaled_as_zlab_says(saved, target):
     assert torch.allclose(drafter.logits(hidden, weights), wanted, atol=1e-5)
 
 
+def test_scaled_embeddings_are_kept_when_a_drafter_is_saved(saved, tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr("hf_hsdraft.drafters.block.drafter.logger.warning", warned.append)
+    drafter = AutoDrafter.from_pretrained(saved("z-lab DFlash"))
+    drafter.save_pretrained(tmp_path / "again")
+    assert not warned
+    scaling = tiny_target(**BY_NAME["z-lab DFlash, target that scales"].target)
+    embedding, tokens = scaling.get_input_embeddings(), torch.tensor([4, 7])
+    for each in (drafter, AutoDrafter.from_pretrained(tmp_path / "again")):
+        found = each.borrow(embedding, scaling.get_output_embeddings()).embed(tokens)
+        assert torch.allclose(found, embedding(tokens)) and not torch.allclose(found, embedding.weight[tokens])
+    drafter.export("speculators", tmp_path / "exported")
+    assert "embedding rows as they are" in warned[0]
+
+
 def test_default_layers_are_those_of_the_formats():
     """As ids that count from 0: 1, 14, 27 and 1, 8, 14, 20, 27 of 30 layers; DSpark's 1, 9, 17, 25, 33 of 36."""
     assert [tap - 1 for tap in default_tap_layers(30, 3)] == [1, 14, 27]
@@ -307,12 +329,19 @@ def reshape(name):
         ("z-lab DFlash", at_top(head_dim=7), None, "head_dim=7 is invalid"),
         ("z-lab DFlash", at_top(partial_rotary_factor=0.25), None, "partial_rotary_factor=0.25"),
         ("z-lab DFlash", at_top(block_size=1), None, "block_size=1 is invalid"),
+        ("z-lab DFlash", at_top(rope_theta=0), None, "rope_theta=0 in config.json is invalid"),
+        ("z-lab DFlash", at_top(rope_scaling="yarn"), None, "rope_scaling='yarn' in config.json is invalid"),
+        ("z-lab DFlash", at_top(rope_scaling={"type": "spiral"}), None, "spiral.*expected rope_parameters"),
+        ("z-lab DFlash", at_top(target_hidden_size=-32), None, "target_hidden_size=-32"),
+        ("z-lab DFlash", None, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)}),
+         r"no floating-point numbers of 16 bits or more \(fc.weight of I8\)"),
+        ("SpecForge DSpark", in_dflash(projector_type="lilicorr"), None, "projector_type='lilicorr'.*dspark"),
         ("z-lab DFlash", at_top(is_causal=True, dflash_config={
             "causal": False, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]}), None, "contradict"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"aux_hidden_norms.0.weight": torch.ones(32)}), "Laguna"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"prefix_gru.w": torch.ones(2)}), "Domino"),
         ("z-lab DFlash", None, lambda tensors: tensors.update({"mtp.0.markov_head.w": torch.ones(2)}), "DeepSeek-V4"),
-        ("DeepSpec, vanilla", at_top(model_type="gemma4_text"), None, "model_type='gemma4_text'"),
+        ("DeepSpec, vanilla", at_top(model_type="llama"), None, "model_type='llama'"),
         ("DeepSpec, vanilla", at_top(embed_requires_grad=True), None, "embed_requires_grad=true"),
         ("DeepSpec, vanilla", at_top(markov_head_type="lstm"), None, "markov_head_type='lstm'.*vanilla, gated, rnn"),
         ("DeepSpec, vanilla", at_top(markov_rank=9), None, r"markov_w1.weight \[97, 8\] instead of \[97, 9\]"),
@@ -358,8 +387,14 @@ def test_another_target_is_refused(saved):
         drafter.check(tiny_target(vocab_size=98))
 
 
-def test_the_last_layer_before_the_norm_cannot_be_read(saved, target):
+def test_the_last_layer_is_read_before_the_norm(saved, target, monkeypatch):
     drafter = AutoDrafter.from_pretrained(saved("DeepSpec, vanilla", at_top(target_layer_ids=[0, 2, 5])))
+    drafter.check(target)
+    assert tuple(drafter.taps_of(target)) == (1, 3, 7)
+    heads, hooks = target.model.norm._forward_pre_hooks, len(target.model.norm._forward_pre_hooks)
+    texts_of(target, drafter)  # checks the texts
+    assert len(heads) == hooks
+    monkeypatch.setattr("hf_hsdraft.target.last_state._NAMES", ())
     with pytest.raises(DraftingRefused, match="before the target's final norm"):
         drafter.check(target)
     AutoDrafter.from_pretrained(saved("z-lab DFlash", in_dflash(target_layer_ids=[0, 2, 5]))).check(target)

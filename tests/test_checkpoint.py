@@ -34,11 +34,15 @@ def test_shapes_and_tensors_are_read_from_either_kind_of_file(tmp_path, pickled)
     found.check_shapes({"a": (2, 3)}, optional={"d2t": (4,)})
 
 
+@pytest.mark.parametrize("kept", [0, 0.1, 0.5, 0.99])
 @pytest.mark.parametrize("pickled", [False, True])
-def test_a_truncated_file_is_damaged(tmp_path, pickled):
-    folder_with(tmp_path, pickled=pickled)
+def test_a_truncated_file_is_damaged(tmp_path, pickled, kept):
+    save_file({"a": torch.zeros(99, 99)}, folder_with(tmp_path) / "model.safetensors")
+    if pickled:  # from some size on the end of a truncated archive is looked for before its beginning
+        (tmp_path / "model.safetensors").unlink()
+        torch.save({"a": torch.zeros(99, 99)}, tmp_path / "pytorch_model.bin")
     path = tmp_path / ("pytorch_model.bin" if pickled else "model.safetensors")
-    path.write_bytes(path.read_bytes()[:-9])
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
     with pytest.raises(DamagedFile, match="is damaged"):
         _ = Checkpoint.open(tmp_path).shapes
 
@@ -78,6 +82,32 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     found = Checkpoint.open(folder_with(tmp_path))
     with pytest.raises(ValueError, match=r"missing: b; unknown: d2t; of other shapes: a \[2, 3\] instead of \[3, 2\]"):
         found.check_shapes({"a": (3, 2), "b": (1,)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_that_are_packed_are_refused_before_they_are_read(tmp_path, dtype, pickled):
+    weights = {**WEIGHTS, "b": torch.ones(2).to(dtype)}
+    if pickled:
+        torch.save(weights, folder_with(tmp_path, pickled=True) / "pytorch_model.bin")
+    else:
+        save_file(weights, folder_with(tmp_path) / "model.safetensors")
+    found, shapes = Checkpoint.open(tmp_path), {"a": (2, 3), "b": (2,), "d2t": (4,)}
+    with pytest.raises(ValueError, match=r"no floating-point numbers of 16 bits or more \(b of .*before it was quanti"):
+        found.check_shapes(shapes)
+    found.check_shapes(shapes, integers=("b", "d2t"))
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_prefix_of_all_names_is_left_out(tmp_path, pickled):
+    weights = {"model.fc.weight": torch.ones(2, 2), "model.norm.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}
+    if pickled:
+        torch.save(weights, folder_with(tmp_path, pickled=True) / "pytorch_model.bin")
+    else:
+        save_file(weights, folder_with(tmp_path) / "model.safetensors")
+    found = Checkpoint.open(tmp_path)
+    assert found.shapes == {"fc.weight": (2, 2), "norm.weight": (2,), "lm_head.weight": (3,)}
+    assert {name for name, _ in found.tensors(["fc.weight", "lm_head.weight"])} == {"fc.weight", "lm_head.weight"}
 
 
 def test_fields_name_what_is_wrong():

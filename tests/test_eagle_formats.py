@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, EagleDrafter
+from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.bench.block_parity import write
 from hf_hsdraft.bench.eagle_parity import (
     CASES,
@@ -27,10 +28,12 @@ from hf_hsdraft.bench.eagle_parity import (
     speculators_model,
     unrolled,
 )
-from hf_hsdraft.bench.format_parity import HIDDEN, Reference
+from hf_hsdraft.bench.format_parity import HIDDEN, Reference, taps_of
+from hf_hsdraft.cli import app
 from hf_hsdraft.common.decoder_layer import rotary_of
 from hf_hsdraft.common.refusals import DraftingRefused
-from hf_hsdraft.drafters.eagle import eagle_texts
+from hf_hsdraft.drafters.eagle import eagle_texts, feedback_trial
+from hf_hsdraft.hub.describe import describe
 from hf_hsdraft.repository.checkpoint import Checkpoint
 
 pytest.importorskip("speculators")
@@ -184,6 +187,8 @@ def test_a_truncated_file_is_told(tmp_path):
 
 LAYER = {"model_type": "llama", "hidden_size": HIDDEN, "vocab_size": TOKENS, "num_attention_heads": 4}
 BAD_FIELDS = {
+    "theta": ({"transformer_layer_config": {**LAYER, "rope_theta": 0}}, r"rope_theta=0 in config.json, transformer_la"),
+    "negative": ({"transformer_layer_config": {**LAYER, "sliding_window": -4}}, r"sliding_window=-4"),
     "kind": ({"speculators_model_type": "eagle"}, r"speculators_model_type=eagle: expected one of eagle3, peagle"),
     "mtp": ({"speculators_model_type": "mtp"}, r"speculators_model_type=mtp.*MTP heads are not drafted with here"),
     "lossy": (
@@ -214,6 +219,41 @@ def test_wrong_fields_are_told_by_name(tmp_path, wrong):
         AutoDrafter.from_pretrained(folder)
 
 
+BAD_LAYERS = {
+    "a name": ({"rope_scaling": "yarn"}, "rope_scaling='yarn' in config.json is invalid: expected an object"),
+    "kind": ({"rope_scaling": {"type": 5}}, "rope_type=.*5.* is invalid: expected a name"),
+    "unknown kind": ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "spiral.*expected rope_parameters"),
+    "no factor": ({"rope_scaling": {"type": "yarn"}}, "factor.*expected rope_parameters as transformers"),
+    "factor": ({"rope_scaling": {"type": "linear", "factor": -2.0}}, r"factor=-2.0 in config.json, rope_scaling"),
+    "theta": ({"rope_theta": 0}, "rope_theta=0 in config.json is invalid: expected a number above 0"),
+    "theta within": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1}},
+        "rope_theta=-1 in config.json, ro",
+    ),
+    "positions": ({"max_position_embeddings": -4}, "max_position_embeddings=-4"),
+    "layers": ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+    "kinds": ({"layer_types": "full"}, "layer_types='full'"),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_LAYERS)
+def test_malformed_layers_are_told_by_name(tmp_path, wrong):
+    fields, message = BAD_LAYERS[wrong]
+    write(tmp_path, authors_config(**fields), midlayer_state())
+    with pytest.raises(ValueError, match=message):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_a_mask_that_the_files_do_not_name_is_given(tmp_path):
+    state = speculators_model("peagle", ids=None, mask_token_id=MASK).state_dict()
+    left_out = ("verifier_lm_head.weight", "verifier_norm.weight")
+    kept = {name: each for name, each in state.items() if name not in left_out}
+    write(tmp_path, authors_config(architectures=["PEagleDraftModel"], draft_vocab_size=TOKENS), kept)
+    with pytest.raises(ValueError, match=r"names no mask_token_id.*pass mask_token_id=.*len\(tokenizer\)"):
+        AutoDrafter.from_pretrained(tmp_path)
+    assert AutoDrafter.from_pretrained(tmp_path, mask_token_id=MASK).config.mask_token_id == MASK
+
+
 def test_a_parallel_drafter_needs_its_mask(tmp_path):
     folder = saved(speculators_model("peagle", mask_token_id=MASK), tmp_path)
     change(folder, mask_token_id=None)
@@ -221,13 +261,6 @@ def test_a_parallel_drafter_needs_its_mask(tmp_path):
         AutoDrafter.from_pretrained(folder)
     change(folder, mask_token_id=TOKENS)
     with pytest.raises(ValueError, match=f"mask_token_id={TOKENS} is invalid"):
-        AutoDrafter.from_pretrained(folder)
-
-
-def test_states_that_are_not_normed_before_the_head_are_refused(tmp_path):
-    folder = tmp_path
-    write(folder, authors_config(norm_output=False), midlayer_state())
-    with pytest.raises(ValueError, match="norm_output=False"):
         AutoDrafter.from_pretrained(folder)
 
 
@@ -326,3 +359,75 @@ def test_what_is_saved_is_loaded_by_speculators_and_by_us(tmp_path, monkeypatch,
         model.verifier_lm_head.load_state_dict({"weight": torch.zeros_like(model.lm_head.weight)})
     reference = Reference(kind, model.save_pretrained, lambda *path: logits(model, *path), drafter.taps)
     assert parity_of("saved", again, eagle_target(), reference).difference < 1e-4
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """By reading of `norm_output`: files that do not tell it, of a drafter that has learned a text by it."""
+    torch.manual_seed(0)
+    target, prompt, depth = eagle_target(), torch.tensor([[5, 9, 11, 3, 40, 41, 42]]), 4
+    text = target.generate(prompt, max_new_tokens=160, do_sample=False)[0]
+    taps, following = taps_of(target, text.tolist(), (2, 4, 5))[:-1], text[1:]
+    embeds = target.get_input_embeddings()(following).detach()
+    starts = torch.arange(len(taps) - depth)
+    places, folders = starts[:, None] + torch.arange(depth), {}
+    for normed in (False, True):
+        config = EagleConfig.for_target(target, target_tap_layers=(2, 4, 5), norm_output=normed)
+        drafter = EagleDrafter(config)
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+        for _ in range(120):
+            states = drafter(taps, embeds, torch.arange(len(taps)), starts, None, depth, None, embeds[places])
+            logits = torch.stack([drafter.logits(state) for state in states.hidden_states], dim=1)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), following[places + 1].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        state = {name.replace("layers.0.", "midlayer."): each for name, each in drafter.state_dict().items()}
+        folders[normed] = tmp_path_factory.mktemp("learned")
+        ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "draft_vocab_size": TOKENS}
+        write(folders[normed], authors_config(norm_output=True, intermediate_size=64, **ids), state)
+    return target, prompt, text, folders
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_which_state_is_fed_back_is_tried_where_the_files_do_not_tell(learned, normed, tmp_path):
+    target, prompt, text, folders = learned
+    chain = {"beam_width": 1, "tree_size": 5, "num_assistant_tokens": 4, "ngram_length": 0, "tree_sizing": "fixed"}
+
+    def rounds(drafter):
+        call = {"max_new_tokens": 160, "do_sample": False, "return_dict_in_generate": True}
+        output = target.generate(prompt, assistant_model=drafter, **call)
+        assert torch.equal(output.sequences[0], text)
+        return output.statistics.rounds
+
+    needed = {}
+    for reading in (False, True):
+        drafter = AutoDrafter.from_pretrained(folders[normed], **chain)
+        drafter.config = replace(drafter.config, norm_output=reading, norm_output_told=True)
+        needed[reading] = rounds(drafter)
+    assert needed[normed] < needed[not normed]
+    drafter = AutoDrafter.from_pretrained(folders[normed], **chain)
+    assert not drafter.config.norm_output_told and feedback_trial.told(drafter).startswith("not tried yet")
+    drafter.save_pretrained(tmp_path)
+    assert not AutoDrafter.from_pretrained(tmp_path).config.norm_output_told
+    assert needed[normed] <= rounds(drafter) < needed[not normed]
+    assert drafter.config.norm_output is normed and drafter.config.norm_output_told
+    assert feedback_trial.told(drafter).startswith("the normed state" if normed else "the state before the norm")
+    drafter.save_pretrained(tmp_path)
+    again = AutoDrafter.from_pretrained(tmp_path).config
+    assert again.norm_output is normed and again.norm_output_told
+
+
+def test_info_says_which_state_is_fed_back(learned, own_tokenizer, tmp_path):
+    target, _, _, folders = learned
+    told = describe(str(folders[True]))["drafter"]["state fed back"]
+    assert "not told" in told and "--target" in told
+    target.save_pretrained(tmp_path)
+    own_tokenizer.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["info", str(folders[True]), "--target", str(tmp_path)], catch_exceptions=False)
+    assert re.search(r"state fed back: the (normed state|state before).*drafts agreed with \d+ tokens", done.output)
+    for flag, expected in ((True, "after the norm"), (False, "before the norm")):
+        speculators_model(norm_output=flag).save_pretrained(tmp_path)
+        assert expected in describe(str(tmp_path))["drafter"]["state fed back"]
+    write(tmp_path, authors_config(hidden_size=-1), midlayer_state())
+    assert "hidden_size=-1" in describe(str(tmp_path))["drafter"]["cannot be loaded"]

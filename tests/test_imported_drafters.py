@@ -12,7 +12,16 @@ from conftest import make_drafter, make_target
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, BlockDrafter, CausalLMDrafter, EagleConfig, EagleDrafter, HSDrafter
+from hf_hsdraft import (
+    AutoDrafter,
+    BlockDrafter,
+    CachebackDrafter,
+    CascadeDrafter,
+    CausalLMDrafter,
+    EagleConfig,
+    EagleDrafter,
+    HSDrafter,
+)
 from hf_hsdraft.cli import app
 from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.drafters.draft_memory import DraftMemory
@@ -32,6 +41,16 @@ def eagle(target, **fields) -> EagleDrafter:
     return EagleDrafter(EagleConfig.for_target(target, **fields))
 
 
+EVERY = {
+    "hidden states": make_drafter,
+    "block": block,
+    "eagle": eagle,
+    "language model": lambda target: CausalLMDrafter(target),
+    "n-grams": lambda target: CachebackDrafter(),
+    "cascade": lambda target: CascadeDrafter([CachebackDrafter(), CausalLMDrafter(target)], tokens=[4, 8]),
+}
+
+
 @pytest.mark.parametrize("make", [block, eagle])
 def test_a_dtype_and_options_are_given_by_name(make, tmp_path):
     make(make_target()).save_pretrained(tmp_path)
@@ -44,6 +63,36 @@ def test_a_dtype_and_options_are_given_by_name(make, tmp_path):
         AutoDrafter.from_pretrained(tmp_path, tree_sise=9)
     with pytest.raises(ValueError, match="tree_size=0 is invalid"):
         AutoDrafter.from_pretrained(tmp_path, tree_size=0)
+
+
+@pytest.mark.parametrize("kind", [*EVERY])
+def test_every_family_takes_the_same_arguments(kind, tmp_path):
+    EVERY[kind](make_target()).save_pretrained(tmp_path)
+    for dtype in ({"dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16}):
+        drafter = AutoDrafter.from_pretrained(tmp_path, **dtype, attn_implementation="eager", ngram_length=1)
+        assert getattr(drafter, "dtype", torch.bfloat16) == torch.bfloat16
+        assert drafter.generation_config.ngram_length == 1
+    weightless = kind == "n-grams"
+    for device in ("cpu", "auto", {"": "cpu"}, torch.device("cpu")):
+        drafter = AutoDrafter.from_pretrained(tmp_path, device_map=device, attn_implementation="sdpa", token=None)
+        assert weightless or drafter.device.type == "cpu"
+    for wrong, error in (
+        ({"dtype": "int8"}, ValueError),
+        ({"attn_implementation": "flash_attention_9"}, (ValueError, ImportError)),
+        ({"tree_sise": 9}, (TypeError, ValueError)),
+        *([] if kind == "language model" else [({"device_map": {"a": "cpu", "b": 0}}, ValueError)]),
+    ):
+        [name] = wrong
+        with pytest.raises(error, match=name):
+            AutoDrafter.from_pretrained(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("make", [block, eagle])
+def test_a_device_is_where_the_weights_go(make, tmp_path):
+    make(make_target()).save_pretrained(tmp_path)
+    assert AutoDrafter.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
+    with pytest.raises(ValueError, match="dtype='float16' contradicts torch_dtype='float32'"):
+        AutoDrafter.from_pretrained(tmp_path, dtype="float16", torch_dtype="float32")
 
 
 def test_what_the_format_of_speculators_cannot_say_is_not_written(tmp_path):

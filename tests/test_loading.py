@@ -9,7 +9,8 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from safetensors.torch import load_file, save_file
 
-from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
+from hf_hsdraft.repository import drafter_files
 
 
 def generate(target, drafter, prompt, **kwargs):
@@ -171,13 +172,23 @@ def folder(target, tmp_path):
     return tmp_path
 
 
-def test_missing_folders_and_unknown_options(target, drafter, prompt, tmp_path, monkeypatch):
+def test_a_folder_named_like_an_owner_hides_no_repository(folder, tmp_path, monkeypatch):
+    def download(name, **_):
+        if name == "Owner/drafter":
+            return folder
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(drafter_files, "snapshot_download", download)
+    (tmp_path / "Owner" / "other").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(AutoDrafter.from_pretrained("Owner/drafter"), HSDrafter)
+    with pytest.raises(OSError, match=f"there is no drafter folder {tmp_path}/Owner/nowhere, and Owner/nowhere"):
+        AutoDrafter.from_pretrained("Owner/nowhere")
+
+
+def test_missing_folders_and_unknown_options(target, drafter, prompt, tmp_path):
     with pytest.raises(OSError, match="no such drafter folder"):
         HSDrafter.from_pretrained(tmp_path / "nowhere")
-    (tmp_path / "drafters").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(OSError, match="no such drafter folder"):
-        HSDrafter.from_pretrained("drafters/nowhere")  # its first part is a folder here, so no Hub name
     drafter.generation_config.beam_widht = 3
     with pytest.raises(ValueError, match="beam_widht"):
         generate(target, drafter, prompt)

@@ -15,8 +15,21 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
+from torch import nn
+from transformers import (
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    Qwen3Config,
+)
 from transformers.cache_utils import DFlashCache
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextMLP,
+    Gemma4TextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from ..common.cache_name import CACHE
 from ..drafters.block.block_session import BlockSession
@@ -223,8 +236,14 @@ def _layer_fields(model: Any) -> dict[str, Any]:
     return {**fields, "rope_theta": parameters["rope_theta"]}
 
 
-def of_deepspec(target: Any, **fields: Any) -> BlockReference:
-    """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's."""
+def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's.
+
+    Args:
+        target: the target.
+        copied: fields that are a copy of the target's, which the drafter's layers do not read.
+        fields: as `speculators_model` takes them.
+    """
     model = speculators_model(target, "dspark", **fields)
     own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
     config = {
@@ -235,12 +254,132 @@ def of_deepspec(target: Any, **fields: Any) -> BlockReference:
         "mask_token_id": MASK,
         "num_anchors": 512,
         **{name: getattr(model.config, name) for name in own},
+        **(copied or {}),
     }
     left_out = ("verifier_lm_head.weight", "verifier_norm.weight")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     return BlockReference(
         type(model).__name__, lambda folder: write(folder, config, tensors), partial(speculators_slots, model)
     )
+
+
+class GemmaLayer(nn.Module):
+    """A layer of a DSpark drafter for Gemma 4, of transformers' modules; it keeps nothing between its calls."""
+
+    def __init__(self, config: Gemma4TextConfig, shared: bool) -> None:
+        super().__init__()
+        width, size, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        keys = config.num_key_value_heads * size
+        self.self_attn = nn.ModuleDict({
+            "q_proj": nn.Linear(width, config.num_attention_heads * size, bias=False),
+            "k_proj": nn.Linear(width, keys, bias=False),
+            **({} if shared else {"v_proj": nn.Linear(width, keys, bias=False)}),
+            "o_proj": nn.Linear(config.num_attention_heads * size, width, bias=False),
+            "q_norm": Gemma4RMSNorm(size, eps),
+            "k_norm": Gemma4RMSNorm(size, eps),
+        })  # fmt: skip
+        self.value_norm = Gemma4RMSNorm(size, eps, with_scale=False)
+        self.mlp = Gemma4TextMLP(config, 0)
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            setattr(self, f"{name}_layernorm", Gemma4RMSNorm(width, eps))
+        self.register_buffer("layer_scalar", torch.full((1,), 0.7))
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Returns slots `[n, D]` after the layer, with context `[p, D]`, cosines and sines `[p + n, size]` of both."""
+        module: Any = self  # norms were set by name
+        part, inputs = module.self_attn, module.input_layernorm(x)
+        both = torch.cat([context, inputs])
+
+        def heads(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(-1, (-1, module.self_attn["q_norm"].weight.shape[0]))
+
+        queries = apply_rotary_pos_emb(part["q_norm"](heads(part["q_proj"](inputs))), cos[-len(x) :], sin[-len(x) :])
+        keys = apply_rotary_pos_emb(part["k_norm"](heads(part["k_proj"](both))), cos, sin)
+        values = self.value_norm(heads((part["v_proj"] if "v_proj" in part else part["k_proj"])(both)))
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+        shares = torch.einsum("qhd,khd->hqk", queries, keys).softmax(dim=-1)
+        mixed = torch.einsum("hqk,khd->qhd", shares, values).flatten(1)
+        x = x + module.post_attention_layernorm(part["o_proj"](mixed))
+        x = x + module.post_feedforward_layernorm(module.mlp(module.pre_feedforward_layernorm(x)))
+        return x * module.layer_scalar
+
+
+def of_gemma(target: Any, shared: bool = False) -> BlockReference:
+    """Returns a DSpark drafter as DeepSpec writes it for Gemma 4; `shared` makes values by the product for keys."""
+    kinds = ["full_attention"] * 2
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0}
+    config = Gemma4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, layer_types=kinds, rope_parameters={"full_attention": rope},
+        hidden_size_per_layer_input=0, per_layer_config={},
+    )  # fmt: skip
+    model: Any = nn.ModuleDict({
+        "fc": nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False),
+        "hidden_norm": Gemma4RMSNorm(HIDDEN, config.rms_norm_eps),
+        "layers": nn.ModuleList(GemmaLayer(config, shared) for _ in kinds),
+        "norm": Gemma4RMSNorm(HIDDEN, config.rms_norm_eps),
+        "markov_head": nn.ModuleDict({
+            "markov_w1": nn.Embedding(VOCABULARY, 8), "markov_w2": nn.Linear(8, VOCABULARY, bias=False)}),
+    })  # fmt: skip
+    randomise(model)
+    rotary, embedding, head = (
+        Gemma4TextRotaryEmbedding(config),
+        target.get_input_embeddings(),
+        target.get_output_embeddings(),
+    )
+
+    def slots(taps: torch.Tensor, text: Sequence[int], anchor: int) -> tuple[torch.Tensor, torch.Tensor]:
+        context = model["hidden_norm"](model["fc"](taps[:anchor]))
+        x = embedding(torch.tensor([text[anchor], *[MASK] * (SLOTS - 1)]))
+        cos, sin = rotary(x, torch.arange(anchor + SLOTS)[None], "full_attention")
+        for layer in model["layers"]:
+            x = layer(x, context, cos[0], sin[0])
+        logits = torch.tanh(head(model["norm"](x)) / 30.0) * 30.0
+        heads = model["markov_head"]
+        return logits, logits + heads["markov_w2"](heads["markov_w1"](torch.tensor(text[anchor : anchor + SLOTS])))
+
+    fields = {
+        "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "num_global_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+        "attention_k_eq_v": shared, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 99.0}},
+        "layer_types": kinds, "sliding_window": 512, "final_logit_softcapping": 30.0, "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "tie_word_embeddings": False,
+        "block_size": SLOTS, "target_layer_ids": [tap - 1 for tap in TAPS], "mask_token_id": MASK, "num_anchors": 512,
+        "num_target_layers": target.config.num_hidden_layers, "markov_rank": 8, "markov_head_type": "vanilla",
+        "enable_confidence_head": False, "target_model_type": "gemma4",
+    }  # fmt: skip
+    save = partial(write, config=fields, tensors=model.state_dict())
+    return BlockReference("modules of Gemma 4", save, slots)
+
+
+def of_specforge(target: Any, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
+    model = speculators_model(target, "dspark", **fields)
+    own = {
+        "attention_mode": "gqa",
+        "projector_type": "dspark",
+        "mask_token_id": MASK,
+        "target_layer_ids": [tap - 1 for tap in TAPS],
+        "markov_rank": model.config.markov_rank,
+        "markov_head_type": model.config.markov_head_type,
+        "confidence_head_alpha": 1.0,
+        "enable_confidence_head": model.config.enable_confidence_head,
+        "confidence_head_with_markov": model.config.confidence_head_with_markov,
+    }
+    config = {
+        **_layer_fields(model),
+        "architectures": ["DSparkDraftModel"],
+        "block_size": SLOTS,
+        "num_target_layers": target.config.num_hidden_layers,
+        "dflash_config": own,
+    }
+    left_out = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    slots = partial(speculators_slots, model)
+    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots)
 
 
 def of_zlab2(target: Any) -> BlockReference:
@@ -327,9 +466,17 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 DFLASH2: dict[str, Any] = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 12}
 HEAD = {"markov_rank": 8}
+_QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25,
+                        "mrope_interleaved": True, "mrope_section": [1, 1, 2]},
+}  # fmt: skip
+_SCALING = {
+    "kind": Gemma3TextConfig, "head_dim": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 8, "sliding_window": 64,
+}  # fmt: skip
 
 CASES = tuple(
-    Case(name, partial(make, **fields))
+    Case(name, partial(make, **fields), _SCALING if "scales" in name else {})
     for name, make, fields in (
         ("speculators dflash", partial(of_speculators, kind="dflash"), {"ids": DRAFTED}),
         ("speculators dflash, whole vocabulary, YaRN", partial(of_speculators, kind="dflash"), {
@@ -350,7 +497,16 @@ CASES = tuple(
         ("DeepSpec, vanilla", of_deepspec, HEAD),
         ("DeepSpec, rank 0 (DFlash, anchor first)", of_deepspec, {
             "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
+        ("DeepSpec, copy of Qwen3.5", of_deepspec, {
+            **HEAD, "copied": _QWEN3_5, "layer": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
+        ("DeepSpec, Gemma 4 that scales", of_gemma, {}),
+        ("DeepSpec, Gemma 4 that scales, shared values", of_gemma, {"shared": True}),
+        ("SpecForge DSpark", of_specforge, HEAD),
+        ("SpecForge DSpark, gated, no confidence", of_specforge, {
+            **HEAD, "markov_head_type": "gated", "enable_confidence_head": False,
+            "confidence_head_with_markov": False}),
         ("z-lab DFlash", of_zlab, {}),
+        ("z-lab DFlash, target that scales", of_zlab, {}),
         ("z-lab DFlash2", of_zlab2, {}),
         ("transformers DFlash", of_transformers, {}),
         ("transformers DFlash, sliding", of_transformers, {"layer_types": SLIDING["layer_types"], "sliding_window": 6}),

@@ -8,6 +8,7 @@ Where a project's own code is not installed, its files are those of speculators 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, Qwen3Config
 from ..drafters.eagle.eagle_expansion import EagleExpansion
 from ..drafters.eagle.eagle_session import EagleSession
 from ..drafters.protocol import DraftCall
+from ..target.last_state import before_norm
 from ..trees.tree_builders import Expansion
 from .block_parity import write
 from .format_parity import (
@@ -237,7 +239,8 @@ def of_speculators(target: Any, kind: str = "eagle3", **fields: Any) -> Referenc
     """Returns a drafter as the package speculators saves it; the arguments are those of `speculators_model`."""
     model = speculators_model(kind, **fields)
     logits = partial(in_parallel if kind == "peagle" else unrolled, model)
-    return Reference(type(model).__name__, model.save_pretrained, logits, model.config.eagle_aux_hidden_state_layer_ids)
+    taps = before_norm(model.config.eagle_aux_hidden_state_layer_ids, LAYERS)
+    return Reference(type(model).__name__, model.save_pretrained, logits, taps)
 
 
 def authors_config(**fields: Any) -> dict[str, Any]:
@@ -268,6 +271,8 @@ def renamed(
     config: dict[str, Any],
     first_layer: str = "midlayer",
     own_embedding: bool = False,
+    prefix: str = "",
+    tied: bool = False,
     **fields: Any,
 ) -> Reference:
     """Returns a drafter of speculators in files of another project.
@@ -278,17 +283,34 @@ def renamed(
         config: fields that differ from those of the authors.
         first_layer: name of the first layer.
         own_embedding: whether the files hold an embedding.
+        prefix: of the names of all tensors but the head and the maps.
+        tied: whether the head is that embedding, and no tensor of its own.
         fields: of `speculators_model`.
     """
     model = speculators_model(taps=taps, **fields)
     with torch.no_grad():
         if not own_embedding:
             model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+        if tied:
+            model.lm_head.weight.copy_(model.embed_tokens.weight)
     left_out = {"verifier_lm_head.weight", "verifier_norm.weight", *([] if own_embedding else ["embed_tokens.weight"])}
+    left_out |= {"lm_head.weight"} if tied else set()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-    tensors = {name.replace("layers.0.", f"{first_layer}."): tensor for name, tensor in state.items()}
+    unprefixed = ("lm_head.weight", "d2t", "t2d", "mask_hidden")
+    tensors = {
+        (name if name in unprefixed else prefix + name.replace("layers.0.", f"{first_layer}.")): tensor
+        for name, tensor in state.items()
+    }
     save = partial(write, config=authors_config(**config), tensors=tensors)
-    return Reference(f"{type(model).__name__}, renamed", save, partial(unrolled, model), taps)
+    logits = partial(in_parallel if fields.get("kind") == "peagle" else unrolled, model)
+    normed = bool(fields.get("norm_output"))
+    return Reference(f"{type(model).__name__}, renamed", save, logits, taps, partial(_settle, normed=normed))
+
+
+def _settle(drafter: Any, normed: bool) -> None:
+    """Tells a drafter which state is fed back, as a trial would on texts that it was trained for."""
+    if not drafter.config.norm_output_told:
+        drafter.config = replace(drafter.config, norm_output=normed, norm_output_told=True)
 
 
 def of_authors(target: Any, theta: float | None = None) -> Reference:
@@ -344,7 +366,17 @@ def _rope(kind: str, **fields: Any) -> dict[str, Any]:
 _SCALED = {"factor": 4.0, "original_max_position_embeddings": 16}
 _SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 6, "use_sliding_window": True}
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_SPECFORGE = {"eagle_config": {_IDS: [1, 2, 5]}, "norm_output": True}
+_SPECFORGE = {"eagle_config": {_IDS: [1, 2, 5]}}
+_SEVERAL_AXES = {"type": "mrope", "mrope_section": [1, 1, 2]}
+_HUNYUAN = {
+    "use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False, "tie_word_embeddings": True,
+    "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0},
+}  # fmt: skip
+_OF_OPTIMIZER = {  # ModelOpt
+    "eagle_config": {_IDS: [], "use_aux_hidden_state": True, "use_last_layernorm": True, "parallel_draft_step": 1},
+    "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 50.0},
+}
+_PARALLEL = {"kind": "peagle", "mask_token_id": MASK, "first_layer": "layers.0", "own_embedding": True}
 
 CASES = tuple(
     Case(name, partial(make, **fields))
@@ -359,6 +391,7 @@ CASES = tuple(
         ("speculators eagle3, three layers", of_speculators, {"layer": {"num_hidden_layers": 3}}),
         ("speculators eagle3, biases", of_speculators, {"layer": {"attention_bias": True}}),
         ("speculators eagle3, five hidden states", of_speculators, {"taps": (0, 1, 3, 5, 7)}),
+        ("speculators eagle3, last layer before the norm", of_speculators, {"taps": (1, 4, LAYERS)}),
         ("speculators eagle3, rope_theta", of_speculators, {"layer": _rope("default")}),
         ("speculators eagle3, YaRN", of_speculators, {"layer": _rope("yarn", **_SCALED)}),
         ("speculators eagle3, Llama 3's positions", of_speculators, {
@@ -372,7 +405,32 @@ CASES = tuple(
         ("EAGLE-3 of its authors, rope_theta", of_authors, {"theta": 50.0}),
         ("EAGLE-3 of its authors, own embedding", renamed, {"taps": OF_AUTHORS, "config": {}, "own_embedding": True}),
         ("EAGLE-3, hidden states as vLLM names them", renamed, {"taps": TAPS, "config": {_IDS: list(TAPS)}}),
-        ("SpecForge", renamed, {"taps": (2, 3, 6), "config": _SPECFORGE}),
+        ("SpecForge", renamed, {"taps": (2, 3, 6), "config": {**_SPECFORGE, "norm_output": False}}),
+        ("SpecForge, norm_output before September 2026", renamed, {
+            "taps": (2, 3, 6), "config": {**_SPECFORGE, "norm_output": True}}),
+        ("SpecForge, EAGLE-3.1", renamed, {
+            "taps": (2, 3, 6), "norm_output": True, "fc_norm": True,
+            "config": {**_SPECFORGE, "norm_output": True, "fc_norm": True}}),
+        ("SpecForge, P-EAGLE", renamed, {
+            **_PARALLEL, "taps": OF_AUTHORS, "layer": {"num_hidden_layers": 2},
+            "config": {"architectures": ["PEagleDraftModel"], "mask_token_id": MASK, "num_hidden_layers": 2}}),
+        ("NeMo AutoModel, EAGLE-3.1", renamed, {
+            "taps": OF_AUTHORS, "first_layer": "layers.0", "prefix": "model.", "own_embedding": True,
+            "norm_output": True, "fc_norm": True,
+            "config": {"architectures": ["LlamaEagle3DraftModel"], "norm_output": True, "fc_norm": True}}),
+        ("NeMo AutoModel, P-EAGLE", renamed, {
+            **_PARALLEL, "taps": OF_AUTHORS, "prefix": "model.",
+            "config": {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "num_depths": 4,
+                       "mask_token_id": MASK}}),
+        ("AngelSlim, Hunyuan", renamed, {"taps": OF_AUTHORS, "config": _HUNYUAN, "own_embedding": True}),
+        ("AngelSlim, positions of several axes", renamed, {
+            "taps": OF_AUTHORS, "config": {"rope_scaling": _SEVERAL_AXES, "rope_theta": 50.0},
+            "layer": _rope("default")}),
+        ("ModelOpt, no layers named", renamed, {
+            "taps": OF_AUTHORS, "first_layer": "layers.0", "config": _OF_OPTIMIZER, "layer": _rope("default")}),
+        ("SGLang, tied head", renamed, {
+            "taps": OF_AUTHORS, "own_embedding": True, "ids": None, "tied": True,
+            "config": {"tie_word_embeddings": True, "draft_vocab_size": None}}),
         ("SpecForge, fc_norm", renamed, {
             "taps": (2, 3, 6), "config": {**_SPECFORGE, "fc_norm": True}, "fc_norm": True}),
         ("SpecForge, hidden states by default", renamed, {

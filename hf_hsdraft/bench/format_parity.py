@@ -67,18 +67,22 @@ class Reference:
         save: writes it into a folder.
         logits: what it drafts; the family's comparison says what it is given and what it returns.
         taps: hidden states of the target that it reads.
+        settle: tells a loaded drafter what its files do not.
     """
 
     name: str
     save: Callable[[Path], Any]
     logits: Callable[..., Any]
     taps: Sequence[int]
+    settle: Callable[[Any], Any] = lambda drafter: None
 
     def loaded(self) -> Any:
         """Returns the drafter that its files are read as, in float32."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
-            return AutoDrafter.from_pretrained(folder, dtype=torch.float32)
+            drafter = AutoDrafter.from_pretrained(folder, dtype=torch.float32)
+        self.settle(drafter)
+        return drafter
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,9 @@ class NotingDrafter(WrappedDrafter):
 
 
 def tiny_target(**overrides: Any) -> Any:
-    """Returns a small random target in float32 whose text varies."""
+    """Returns a small random target in float32 whose text varies; `kind` is the class of its configuration."""
     torch.manual_seed(3)
+    kind = overrides.pop("kind", LlamaConfig)
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -133,7 +138,7 @@ def tiny_target(**overrides: Any) -> Any:
         "pad_token_id": PADDING,
         "initializer_range": 0.3,
     }
-    return AutoModelForCausalLM.from_config(LlamaConfig(**{**fields, **overrides})).eval()
+    return AutoModelForCausalLM.from_config(kind(**{**fields, **overrides})).eval()
 
 
 @torch.no_grad()
@@ -167,8 +172,15 @@ def texts_of(target: Any, drafter: Any, prompts: Sequence[Sequence[int]] = PROMP
 
 @torch.no_grad()
 def taps_of(target: Any, text: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
-    """Returns hidden states `[T, taps * D]` of a text at some layers, side by side, by one plain forward."""
+    """Returns hidden states `[T, taps * D]` of a text at some layers, side by side, by one plain forward.
+
+    The one after the last is the last layer's output before the final norm.
+    """
+    given: list[torch.Tensor] = []  # to the final norm
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     states = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+    hook.remove()
+    states = (*states, given[0])
     return torch.cat([states[layer][0] for layer in layers], dim=-1)
 
 

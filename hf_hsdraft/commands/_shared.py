@@ -75,14 +75,20 @@ def hidden_state_drafter(name: str, needed_by: str, **loading: Any) -> Any:
         ValueError: it is of another family.
     """
     from ..by_name import load_drafter
-    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 
     drafter = load_drafter(name, **loading)
+    check_hidden_state(drafter, name, needed_by)
+    return drafter
+
+
+def check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
+    """Raises a ValueError for a drafter of another family than the hidden-state one."""
+    from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
+
     if not isinstance(drafter, HSDrafter):
         raise ValueError(
             f"{needed_by} needs a hidden-state drafter, as `hsdraft train` makes: {name} is a {type(drafter).__name__}"
         )
-    return drafter
 
 
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ._shared import console, hidden_state_drafter
+from ._shared import check_hidden_state, console, hidden_state_drafter
 
 app = typer.Typer()
 
@@ -92,12 +92,21 @@ def info(
 def _print_match(name: str, target: str, hub: dict[str, Any]) -> None:
     import torch
 
+    from ..by_name import load_drafter
+    from ..drafters.eagle.feedback_trial import try_on
+    from ..drafters.eagle.modeling_eagle import EagleDrafter
     from ..drafters.hidden_state.target_match import explain_mismatch
     from ..target.target_loading import load_target
 
-    drafter = hidden_state_drafter(name, "`hsdraft info --target`", dtype=torch.float32, **hub)
+    drafter = load_drafter(name, torch.float32, **hub)
+    is_eagle = isinstance(drafter, EagleDrafter)
+    if not is_eagle:
+        check_hidden_state(drafter, name, "`hsdraft info --target`")
     model, tokenizer = load_target(target, torch.float32)
     drafter.check(model)
+    if is_eagle:
+        console.print(f"state fed back: {try_on(drafter, model, tokenizer)}", highlight=False, soft_wrap=True)
+        return
     fits = f"{target} fits: this drafter guesses as much of what it says as of its own target's words"
     if drafter.config.target_reference is None:
         fits = "this drafter does not record what its target writes; `hsdraft card --target` does"

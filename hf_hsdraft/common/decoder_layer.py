@@ -5,10 +5,12 @@ What a layer attends to is the caller's: these modules make queries, keys and va
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -34,6 +36,9 @@ class LayerSizes:
         output_bias: whether the product after attention has one.
         qk_norm: whether each head's queries and keys are normed, as in Qwen3.
         hidden_act: activation of the feed-forward block, by transformers' name.
+        gemma: whether attention is that of Gemma 4: values are normed, and scores are not scaled. Its layers norm the
+            outputs of their parts too.
+        keys_are_values: whether values are made by the product for keys.
     """
 
     hidden_size: int
@@ -46,6 +51,8 @@ class LayerSizes:
     output_bias: bool = False
     qk_norm: bool = False
     hidden_act: str = "silu"
+    gemma: bool = False
+    keys_are_values: bool = False
 
 
 class Attention(nn.Module):
@@ -59,20 +66,21 @@ class Attention(nn.Module):
     def __init__(self, sizes: LayerSizes, input_size: int | None = None) -> None:
         super().__init__()
         inputs, bias = input_size or sizes.hidden_size, sizes.attention_bias
-        self.head_dim = sizes.head_dim
+        self.head_dim, self._gemma, self._eps = sizes.head_dim, sizes.gemma, sizes.rms_norm_eps
         query_size, key_size = (
             heads * sizes.head_dim for heads in (sizes.num_attention_heads, sizes.num_key_value_heads)
         )
         self.q_proj = nn.Linear(inputs, query_size, bias=bias)
         self.k_proj = nn.Linear(inputs, key_size, bias=bias)
-        self.v_proj = nn.Linear(inputs, key_size, bias=bias)
+        self.v_proj = None if sizes.keys_are_values else nn.Linear(inputs, key_size, bias=bias)
         self.o_proj = nn.Linear(query_size, sizes.hidden_size, bias=sizes.output_bias)
         self.q_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
 
     def queries(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Returns the rotated queries `[..., n, heads, head_dim]` of inputs `[..., n, input_size]`."""
-        return self._turned(self.q_proj(x), self.q_norm, rope)
+        queries = self._turned(self.q_proj(x), self.q_norm, rope)
+        return queries * self.head_dim**0.5 if self._gemma else queries  # attention divides by that
 
     def keys(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Returns the rotated keys `[..., n, kv_heads, head_dim]` of inputs `[..., n, input_size]`."""
@@ -80,7 +88,8 @@ class Attention(nn.Module):
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the values `[..., n, kv_heads, head_dim]` of inputs `[..., n, input_size]`."""
-        return self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        values = (self.k_proj if self.v_proj is None else self.v_proj)(x).unflatten(-1, (-1, self.head_dim))
+        return F.rms_norm(values, (self.head_dim,), eps=self._eps) if self._gemma else values
 
     def _turned(self, x: torch.Tensor, norm: nn.Module | None, rope: Rope) -> torch.Tensor:
         heads = x.unflatten(-1, (-1, self.head_dim))
@@ -136,18 +145,25 @@ def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
         sizes: of the layers.
 
     Raises:
-        ValueError, KeyError: transformers does not know such an embedding.
+        ValueError: transformers does not know such an embedding, or cannot make it of what is said.
     """
     names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
     known = {name: fields[name] for name in names if fields.get(name) is not None}
-    config = LlamaConfig(
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_key_value_heads=sizes.num_key_value_heads,
-        head_dim=sizes.head_dim,
-        **known,
-    )
-    return Rotary(config)
+    given = copy.deepcopy(known)  # transformers fills the tables in
+    try:
+        config = LlamaConfig(
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_attention_heads,
+            num_key_value_heads=sizes.num_key_value_heads,
+            head_dim=sizes.head_dim,
+            **known,
+        )
+        return Rotary(config)
+    except Exception as error:  # transformers raises what it likes for a wrong value
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"rope={given!r} is invalid ({told}): expected rope_parameters as transformers has them"
+        ) from error
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

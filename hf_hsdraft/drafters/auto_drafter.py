@@ -26,10 +26,20 @@ class AutoDrafter:
 
         Args:
             pretrained_model_name_or_path: folder or Hub name of a drafter.
-            args, kwargs: as the family's own `from_pretrained` takes them.
+            args, kwargs: these are the same for all families:
+                - `revision`, `subfolder`, `token`, `cache_dir`, `local_files_only`, `force_download`: for the Hub;
+                - `dtype` (or `torch_dtype`): of the weights, that of the files by default;
+                - `device_map`: one device for the weights, or "auto", as a drafter follows its target anyway;
+                - `attn_implementation`: of a language model. All others compute attention by themselves, and take
+                  "sdpa" and "eager", which change nothing there;
+                - drafting options by name.
+                Beyond them a language model takes what `AutoModelForCausalLM.from_pretrained` takes, a drafter that
+                `hsdraft train` made fields of its configuration, and a P-EAGLE drafter `mask_token_id`, where its files
+                do not name it.
 
         Raises:
             OSError: there is no such folder or repository, or it holds no configuration.
+            TypeError: an argument is unknown. The message names it.
             ValueError: it is of no family and of no format that is known, or its files contradict each other.
         """
         return load_by_config(pretrained_model_name_or_path, *args, **kwargs)

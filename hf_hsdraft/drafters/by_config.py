@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
 from ..repository.care import care
 from ..repository.checkpoint import Checkpoint
 from ..repository.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
+from ..repository.pretrained_drafter import PretrainedDrafter
+from .draft_options import is_misspelt, nearest_option, option_names
 from .formats import Format, recognise
-from .registry import FAMILIES
+from .loading_arguments import Placement, give_options, refuse_unknown
+from .registry import FAMILIES, Family
 
 
 def load_by_config(name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +38,26 @@ def load_by_config(name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> A
             of_hub = {*HUB_ARGUMENTS, "subfolder"}
             others = {argument: value for argument, value in kwargs.items() if argument not in of_hub}
             return _format_of(checkpoint).load(checkpoint, **others)
-    return family.drafter.from_pretrained(name, *args, **kwargs)
+    if not issubclass(family.drafter, PretrainedDrafter):
+        return family.drafter.from_pretrained(name, *args, **kwargs)
+    return _load_of_transformers(family, name, args, kwargs)
+
+
+def _load_of_transformers(family: Family, name: str | os.PathLike[str], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Loads a drafter that is a model of transformers, which knows no drafting options by name, and other attention."""
+    kind, placement = family.drafter, Placement.taken_from(kwargs)
+    fields = inspect.signature(family.config.__init__).parameters.keys()
+    options = {option: kwargs.pop(option) for option in (option_names() - fields) & kwargs.keys()}
+    for argument in kwargs.keys() - fields:
+        near = nearest_option(argument, option_names())
+        if is_misspelt(argument, near):
+            refuse_unknown(kind.__name__, [argument], option_names())
+    dtype = {} if placement.dtype is None else {"dtype": placement.dtype}
+    loaded = kind.from_pretrained(name, *args, **dtype, **kwargs)
+    drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+    give_options(drafter, {}, options)
+    placement.place(drafter)
+    return loaded
 
 
 def _format_of(checkpoint: Checkpoint) -> Format:

@@ -15,6 +15,11 @@ LAYER_LIMITS = {
     "head_dim": 2**13,
 }  # fmt: skip
 MOST_LAYERS = 64
+# Sizes that not every format means, and that are no sizes of anything if they are negative.
+_SOMETIMES_READ = (
+    "num_hidden_layers", "num_target_layers", "sliding_window", "max_window_layers", "draft_vocab_size",
+    "target_hidden_size",
+)  # fmt: skip
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -30,6 +35,8 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
         ValueError: a field is missing or wrong.
     """
     fields.expect("mlp_bias", False)
+    for name in _SOMETIMES_READ:
+        fields.integer(name, None, least=0)
 
     def size(name: str, default: Any = REQUIRED) -> int:
         return fields.integer(name, default, most=LAYER_LIMITS[name])
@@ -55,25 +62,49 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
     )
 
 
-def read_rope(fields: Fields, kind: str = "") -> dict[str, Any]:
+def read_rope(fields: Fields, kind: str = "", whole_heads: bool = False) -> dict[str, Any]:
     """Reads how the layers rotate, as `rotary_of` takes it.
 
     Args:
         fields: what describes the layers.
         kind: the kind of layers whose rotation is taken, where `rope_parameters` tells kinds apart.
+        whole_heads: whether the layers rotate whole heads, whatever is said of a part: files that begin as a copy of
+            the target's configuration say what the target does.
 
     Raises:
-        ValueError: a part of each head is not rotated.
+        ValueError: a value is wrong, or a part of each head is not rotated.
     """
-    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
-    fields.expect("partial_rotary_factor", 1, 1.0)
-    rope = {name: fields.values[name] for name in names if name in fields}
+    rope = {name: value for name in ("rope_theta",) if (value := fields.number(name, None)) is not None}
+    if (longest := fields.integer("max_position_embeddings", None)) is not None:
+        rope["max_position_embeddings"] = longest
+    if not whole_heads:
+        fields.expect("partial_rotary_factor", 1, 1.0)
+    scaling = fields.table("rope_scaling", None)
+    if scaling is not None:
+        rope["rope_scaling"] = _rotation(scaling, whole_heads)
     parameters = fields.table("rope_parameters", None)
     if parameters is not None:
         parameters = (parameters.table(kind, None) if kind else None) or parameters
-        parameters.expect("partial_rotary_factor", 1, 1.0)
-        rope["rope_parameters"] = dict(parameters.values)
+        rope["rope_parameters"] = _rotation(parameters, whole_heads)
     return rope
+
+
+def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
+    """Reads one kind of rotation. Rotation by several axes ("mrope") is the plain one for text, whose axes agree."""
+    named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
+    if any(not isinstance(each, str) for each in named.values()):
+        raise ValueError(f"rope_type={short(named)} in {table.place} is invalid: expected a name, such as 'yarn'")
+    found = {name: value for name, value in table.values.items() if not name.startswith("mrope_")}
+    found |= {name: "default" if each == "mrope" else each for name, each in named.items()}
+    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+        table.number(name, None)
+    if whole_heads and set(named.values()) <= {"default", "mrope"}:
+        found.pop("partial_rotary_factor", None)
+    elif "proportional" in named.values():  # turns whole heads, some of their parts by nothing
+        table.number("partial_rotary_factor", None, most=1.0)
+    else:
+        table.expect("partial_rotary_factor", 1, 1.0)
+    return found
 
 
 def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ...]:

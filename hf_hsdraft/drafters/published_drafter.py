@@ -61,8 +61,7 @@ class PublishedDrafter(Drafter):
 
         Args:
             pretrained_model_name_or_path: folder or Hub name of a drafter in a format that is known.
-            kwargs: `revision`, `subfolder` and what else the Hub is asked with; `dtype` of the weights, that of the
-                files by default; drafting options.
+            kwargs: as `AutoDrafter.from_pretrained` takes them.
 
         Raises:
             OSError: there is no such folder or repository.

@@ -21,6 +21,7 @@ from ..repository.drafter_files import (
 )
 from ..repository.pretrained_drafter import stored_options
 from ..repository.publication import complete_folder
+from .loading_arguments import Placement
 from .protocol import Drafter
 
 
@@ -62,7 +63,7 @@ class WeightlessDrafter(Drafter):
 
         Args:
             pretrained_model_name_or_path: Folder or Hub name.
-            kwargs: `revision`, `subfolder` and what else the Hub is asked with; options. A `dtype` means nothing here.
+            kwargs: As `AutoDrafter.from_pretrained` takes them. Dtype and device mean nothing here.
 
         Raises:
             OSError: There is no such folder or repository.
@@ -70,7 +71,7 @@ class WeightlessDrafter(Drafter):
         """
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
-        kwargs.pop("dtype", None)
+        Placement.taken_from(kwargs)
         with care().loading(name, bool(hub.get("local_files_only"))):
             folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
             check_is_drafter(folder, cls.config_class.model_type)

@@ -6,6 +6,7 @@ and shapes are seen before that, by the headers of the files. Older files, which
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ from .drafter_files import (
 _PICKLED = "pytorch_model.bin"
 LOOSE_MASK = "mask_embedding.pt"  # of some block drafters: the embedding of a mask, beside the weights
 _MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
+_WEIGHTS = {"F64", "F32", "F16", "BF16"}  # dtypes of weights, as headers name them
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PREFIX = "model."  # NeMo AutoModel puts it before the names of all tensors but the head's
 
 Shape = tuple[int, ...]
 
@@ -123,6 +127,41 @@ class Checkpoint:
             return []
 
     @cached_property
+    def _found(self) -> Mapping[str, tuple[Shape, str]]:
+        """Shape and dtype of each tensor by its name in the files, by their headers."""
+        found = {
+            name: (tuple(each.shape), str(each.dtype))
+            for header in self._headers
+            for name, each in header.tensors.items()
+        }
+        files = [] if self._headers else self._files
+        if files == [self.folder / _PICKLED]:
+            pickled = self._unpickled().items()
+            return {name: (tuple(each.shape), _DTYPES.get(each.dtype, str(each.dtype))) for name, each in pickled}
+        for path in files:
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    found[name] = tuple(part.get_shape()), part.get_dtype()
+        for name, (shape, _) in found.items():
+            if torch.Size(shape).numel() > _MOST_NUMBERS:
+                raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
+        return found
+
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        """The names of the tensors as they are told, by those in the files: without a prefix that a drafter's have."""
+        names = {name: name for name in self._found}
+        if self.is_prefixed:
+            names = {name: name.removeprefix(_PREFIX) for name in names}
+        return names if len(set(names.values())) == len(names) else {name: name for name in names}
+
+    @property
+    def is_prefixed(self) -> bool:
+        """Whether the files put `model.` before the names of a drafter's tensors."""
+        return f"{_PREFIX}fc.weight" in self._found
+
+    @cached_property
     def shapes(self) -> Mapping[str, Shape]:
         """Shape of each tensor by its name, by the headers of the files.
 
@@ -130,18 +169,7 @@ class Checkpoint:
             OSError: there are no weights.
             DamagedFile: a file is truncated, or no file of weights.
         """
-        found = {name: tuple(each.shape) for header in self._headers for name, each in header.tensors.items()}
-        files = [] if self._headers else self._files
-        if files == [self.folder / _PICKLED]:
-            return {name: tuple(tensor.shape) for name, tensor in self._unpickled().items()}
-        for path in files:
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118
-                    found[name] = tuple(file.get_slice(name).get_shape())
-        for name, shape in found.items():
-            if torch.Size(shape).numel() > _MOST_NUMBERS:
-                raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
-        return found
+        return {self._names[name]: shape for name, (shape, _) in self._found.items()}
 
     @property
     def bytes(self) -> int:
@@ -166,25 +194,34 @@ class Checkpoint:
         """
         files = self._files
         if files == [self.folder / _PICKLED]:
-            for name, tensor in self._unpickled().items():
+            for stored, tensor in self._unpickled().items():
+                name = self._names[stored]
                 if names is None or name in names:
                     yield name, checked_numbers(files[0], name, tensor)
             return
         for path in files:
             with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118
+                for stored in file.keys():  # noqa: SIM118
+                    name = self._names[stored]
                     if names is None or name in names:
-                        yield name, checked_numbers(path, name, file.get_tensor(name))
+                        yield name, checked_numbers(path, name, file.get_tensor(stored))
 
-    def check_shapes(self, expected: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> None:
-        """Compares names and shapes of the tensors with those that a configuration describes.
+    def check_shapes(
+        self,
+        expected: Mapping[str, Shape],
+        optional: Mapping[str, Shape] | None = None,
+        integers: Collection[str] = ("d2t", "t2d"),
+    ) -> None:
+        """Compares names, shapes and dtypes of the tensors with those that a configuration describes.
 
         Args:
             expected: shapes by name, of the tensors that must be there.
             optional: of those that may be there.
+            integers: names of those that are no weights, and may have any dtype.
 
         Raises:
-            ValueError: tensors are missing, unknown or of other shapes. The message names them.
+            ValueError: tensors are missing, unknown, of other shapes or of a dtype that no weights have. The message
+                names them.
         """
         known = {**(optional or {}), **expected}
         wrong = {
@@ -200,6 +237,14 @@ class Checkpoint:
             raise ValueError(
                 f"the weights of {printable(self.name)} do not match its {CONFIG} ({told}): expected the files as "
                 "they were published"
+            )
+        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._found.items()}
+        packed = {name: dtypes[name] for name in sorted(expected) if dtypes[name] not in _WEIGHTS}
+        if packed := {name: dtype for name, dtype in packed.items() if name not in integers}:
+            told = few([f"{name} of {dtype}" for name, dtype in packed.items()])
+            raise ValueError(
+                f"{printable(self.name)} has weights that are no floating-point numbers of 16 bits or more ({told}): "
+                "quantised drafters cannot be read here; expected the drafter before it was quantised"
             )
 
     def loose_tensor(self, name: str) -> torch.Tensor:
@@ -244,10 +289,13 @@ def _unpickled(path: Path) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
-    except Exception as error:  # a damaged pickle raises what it likes
-        raise DamagedFile(f"{path} is damaged ({printable(error)})", path) from error
+    except Exception as error:  # a damaged pickle raises what it likes, among it errors of seeking beyond its end
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        told = printable(error) or type(error).__name__
+        raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
 
 
 def _opened(path: Path) -> Any:

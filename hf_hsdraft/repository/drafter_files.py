@@ -71,8 +71,7 @@ def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder
     name = os.fspath(name)
     if os.path.isdir(name):
         return Path(name) / subfolder
-    # A Hub name has at most one slash, and is not a folder here.
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.isdir(name.partition("/")[0]):
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # a Hub name has at most one slash
         raise OSError(f"no such drafter folder: {os.path.abspath(name)}")
     wanted = [f"{subfolder}/{pattern}" if subfolder else pattern for pattern in patterns]
     try:

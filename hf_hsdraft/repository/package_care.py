@@ -173,8 +173,8 @@ def _why_not_fetched(failure: NotFetched) -> str:
         )
     kind = "" if isinstance(error, HfHubHTTPError) else f"{type(error).__name__}: "
     return (
-        f"{name} at {revision!r} could not be fetched: {kind}{error}. Only complete files are in the cache; repeat "
-        "the call"
+        f"{elsewhere} {name} at {revision!r} could not be fetched: {kind}{error}. Only complete files are in the "
+        "cache; repeat the call"
     )
 
 

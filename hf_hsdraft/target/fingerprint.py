@@ -10,10 +10,13 @@ from torch import nn
 from torch.nn.modules import module as of_all_modules
 
 
+_PACKAGE = __name__.partition(".")[0]
+
+
 def fingerprint(model: nn.Module) -> int:
     """A number that changes with hooks, replaced forwards, adapters, classes of modules, and dtypes of weights.
 
-    Hooks of transformers' own are left out: they capture outputs, and come and go within a call.
+    Hooks of transformers and of this package are left out: they keep outputs, and come and go within a call.
     """
     parts: list[Any] = [*of_all_modules._global_forward_hooks, *of_all_modules._global_forward_pre_hooks]
     kinds = set()
@@ -32,7 +35,7 @@ def fingerprint(model: nn.Module) -> int:
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:
-    """The hooks around a module's forward that are not transformers', each with its number, which is never reused."""
+    """The hooks around a module's forward that others put there, each with its number, which is never reused."""
     for number, hook in itertools.chain(module._forward_pre_hooks.items(), module._forward_hooks.items()):
-        if not getattr(hook, "__module__", "").startswith("transformers."):
+        if getattr(hook, "__module__", "").partition(".")[0] not in ("transformers", _PACKAGE):
             yield number, hook

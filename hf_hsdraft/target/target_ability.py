@@ -17,6 +17,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..common.tuning import TUNING
+from .fingerprint import fingerprint
 from .target_limits import cache_layers, known_until, layer_class, text_config
 from .target_runtime import TargetRuntime
 
@@ -86,10 +87,10 @@ def known_ability(
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
     if unknown and runtime.attended is not None:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
-    target, length = runtime.target, runtime.length + 1
-    refusal = refused.get(target, {}).get(_kind_of_refusal(runtime, chains, ragged))
+    target, length, kind = runtime.target, runtime.length + 1, kind_of_call(runtime)
+    refusal = refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged))
     since = refusal.since if refusal is not None and refusal.times > 1 else sys.maxsize
-    found = known.get(target, {}).get((*kind_of_call(runtime), chains), {}).values()
+    found = known.get(target, {}).get((*kind, chains), {}).values()
     for ability in sorted(found, key=lambda ability: ability.tried):
         until = known_until(target, ability.tried, doubling)
         if any(ability.tried < other.tried <= until for other in found):  # another one was found sooner than that
@@ -117,7 +118,8 @@ def remembered(
 
     A doubtful verdict holds for this call alone, unless several calls in a row come to doubtful ones.
     """
-    refusals, kind = refused.setdefault(runtime.target, {}), _kind_of_refusal(runtime, chains, ragged)
+    refusals, of_call = refused.setdefault(runtime.target, {}), kind_of_call(runtime)
+    kind = _kind_of_refusal(of_call, runtime, chains, ragged)
     doubts = _doubts.setdefault(runtime.target, Counter())
     for kept in (refusals, known.get(runtime.target, {}), doubts):
         while len(kept) > _MOST_KINDS:
@@ -127,7 +129,7 @@ def remembered(
         return replace(ability, tried=length, until=known_until(runtime.target, length, doubling))
     before = refusals.get(kind)
     if ability.chains:
-        found = known.setdefault(runtime.target, {}).setdefault((*kind_of_call(runtime), chains), {})
+        found = known.setdefault(runtime.target, {}).setdefault((*of_call, chains), {})
         sooner = found.get(ability.trees)
         found[ability.trees] = replace(ability, tried=max(length, sooner.tried if sooner else 0))
         if before is not None and length >= before.since:
@@ -148,12 +150,12 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     cast = torch.is_autocast_enabled(target.device.type)
     rows = runtime.num_texts > 1
     call = target.device, target.training, cast, layers, rows, runtime.attended is not None
-    return runtime.made_of, attention, *call
+    return fingerprint(target), attention, *call
 
 
-def _kind_of_refusal(runtime: TargetRuntime, chains: bool, ragged: bool) -> tuple[Any, ...]:
+def _kind_of_refusal(kind: tuple[Any, ...], runtime: TargetRuntime, chains: bool, ragged: bool) -> tuple[Any, ...]:
     """A call may be refused for what it gives to the target."""
-    return *kind_of_call(runtime), runtime.given, chains, ragged
+    return *kind, runtime.given, chains, ragged
 
 
 def _is_known(layer: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..common.refusals import DraftingRefused
+from .last_state import LastState
 from .target_call import Names, TargetCall
 
 
@@ -47,17 +48,21 @@ def picked_taps(taps: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]
     return taps.unflatten(-1, (len(layers), -1))[..., places, :].flatten(-2) if places else taps[..., :0]
 
 
-def target_output(target: Any, outputs: Any, states_name: str, tap_layers: Sequence[int]) -> TargetOutput:
+def target_output(
+    target: Any, outputs: Any, states_name: str, tap_layers: Sequence[int], last: LastState | None = None
+) -> TargetOutput:
     """Logits and taps of a forward.
 
     Args:
         states_name: of the hidden states in the outputs.
         tap_layers: indices into them; taps are empty if there are none.
+        last: what was kept of the last layer before its norm.
 
     Raises:
         DraftingRefused: the hidden states are not there, or not one vector for each position.
     """
     logits, states = outputs.logits, outputs.get(states_name)
+    states = states if last is None else last.behind(states)
     if not tap_layers:
         return TargetOutput(logits, logits[..., :0])
     cannot = f"{type(target).__name__} cannot be drafted for: "

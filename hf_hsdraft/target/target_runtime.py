@@ -21,8 +21,8 @@ from ..trees.tree_masks import AttentionKind
 from .cache_marks import Mark, as_given, mark, restore, roll_back
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
-from .fingerprint import fingerprint
 from .first_layers import FirstLayers
+from .last_state import LastState
 from .target_call import Names, TargetCall
 from .target_limits import check_cache, text_config
 from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
@@ -34,28 +34,25 @@ class TargetRuntime:
 
     Args:
         target: the model being decoded.
-        tap_layers: indices into its `hidden_states`.
+        tap_layers: indices into its `hidden_states`, of which taps are made.
         model_kwargs: what `generate()` would pass to its decoding method.
 
     Attributes:
-        tap_layers: indices into the hidden states of which taps are made.
         trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
         num_texts: number of rows of the call; `num_rows` are those that are still read.
         cached_before: number of slots that the cache of the call came with.
-        made_of: the target's `fingerprint`.
     """
 
     _call: TargetCall  # from the prompts' forward on
 
     def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
-        self.target, self.trees, self.made_of = target, True, fingerprint(target)
+        self.target, self.trees, self._names = target, True, Names(target)
         self.num_texts = self.cached_before = self._prompt_length = 0
-        self._names = Names(target)
-        self.tap_layers = list(tap_layers)
+        self.tap_layers, self._last_state = list(tap_layers), LastState(target, tap_layers)
         self._kwargs = dict(model_kwargs)  # of the prompts' forward
-        if self.tap_layers and not self._kwargs.get("output_hidden_states"):
+        if (asked := self._last_state.asked) and not self._kwargs.get("output_hidden_states"):
             # transformers drops an index that the encoder has no layer for, so of a decoder all states are asked for.
-            self._kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else self.tap_layers
+            self._kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else asked
         self._kinds: list[AttentionKind] = []
         self._outputs: Any = None  # of the last forward
         self._columns = self._again = 0  # the drafts' columns in it, and those before them that were read again
@@ -77,10 +74,10 @@ class TargetRuntime:
         self._generation_config = generation_config
         before = given_cache(self._kwargs)
         self.cached_before = 0 if before is None else int(before.get_seq_length())
-        with as_given(before):
+        with as_given(before), self._last_state.kept():
             outputs = self._outputs = self.target._prefill(input_ids, generation_config, self._kwargs)
             self._call = TargetCall.after_prompts(self.target, self._names, self._kwargs, outputs, self.num_texts)
-            read = target_output(self.target, outputs, self._names.states, self.tap_layers)
+            read = self._output()
         self._call.slots.keep_past()  # not before: a window's layer would keep the whole prompt
         self._call.go_on(outputs, 1)
         return read
@@ -132,14 +129,16 @@ class TargetRuntime:
         if call.slots.left >= call.fixed and not plain_step:
             self._columns = max(self._columns, call.fixed)
         # Of rows that have left, `input_ids` and the model's inputs still tell.
-        if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
-            self._again = 0
-            ahead = None if self._first is None else self._first.verify(trees, self._columns)
-            self._outputs = ahead or read_trees(call, trees, self._columns, self._kinds)
-        else:
-            self._outputs = read_chains(call, trees, input_ids, self._columns)
-            self._again = call.unread
-        return target_output(self.target, self._outputs, self._names.states, self.tap_layers).last(self._columns)
+        with self._last_state.kept():
+            if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
+                ahead = None if self._first is None else self._first.verify(trees, self._columns)
+                self._outputs, self._again = ahead or read_trees(call, trees, self._columns, self._kinds), 0
+            else:
+                self._outputs, self._again = read_chains(call, trees, input_ids, self._columns), call.unread
+        return self._output().last(self._columns)
+
+    def _output(self) -> TargetOutput:
+        return target_output(self.target, self._outputs, self._names.states, self.tap_layers, self._last_state)
 
     def read_beside(self, tokens: Sequence[int], columns: int) -> torch.Tensor:
         """See `tree_reading.read_beside`; trees are prepared."""

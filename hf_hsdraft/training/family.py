@@ -11,6 +11,7 @@ from torch import nn
 
 from ..common.target_weights import TargetWeights
 from ..drafters.protocol import Session
+from ..target.target_limits import decoder_layers, text_config
 from ..trees.tree_builders import Expansion
 from .predictions import Predictions
 
@@ -194,6 +195,11 @@ class TrainableFamily:
     def taps(self, drafter: Any, target: Any) -> Sequence[int]:
         """Returns the hidden states of a target that training reads. By default they are those that drafting reads."""
         taps: Sequence[int] = drafter.taps_of(target)
+        if taps and taps[-1] > decoder_layers(text_config(target)):
+            raise ValueError(
+                "this drafter reads the output of the target's last layer before its norm, with which it can draft but "
+                "not be trained here: expected one that reads lower layers only"
+            )
         return taps
 
     def layers(self, drafter: Any) -> list[nn.Module]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from ...common.checks import printable
 from ...common.refusals import DraftingRefused
 from ...common.tuning import TUNING
 from ...repository.checkpoint import LOOSE_MASK
+from ...target.last_state import before_norm, check_last_state
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import DraftOptions, default_options
 from ..draft_reads import Read, weights_of
@@ -24,6 +26,8 @@ from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows
 from .writing import config_document
+
+logger = logging.get_logger(__name__)
 
 
 class BlockDrafter(BlockNetwork, PublishedDrafter):
@@ -105,11 +109,20 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
                 f"which that format has no field. `save_pretrained` keeps it in {LOOSE_MASK}, which only this package "
                 "reads"
             )
+        if self.config.embedding_scale is None:
+            logger.warning(
+                f"in the format {form!r} this drafter reads the target's embedding rows as they are. If its target "
+                "multiplies them by a factor, as Gemma does, other programs will accept less than is accepted here"
+            )
         super().export(form, folder, target_name)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
         return self.config.target_tap_layers
+
+    def taps_of(self, target: Any) -> Sequence[int]:
+        taps = self.config.target_tap_layers
+        return taps if self.config.last_tap_is_normed else before_norm(taps, decoder_layers(text_config(target)))
 
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
@@ -143,10 +156,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
                 f"has {layers} layers and {config.vocab_size} tokens: {made_for}. Use a drafter of this target."
             )
         if taps[-1] == layers and not wanted.last_tap_is_normed:
-            raise DraftingRefused(
-                f"the drafter reads the output of the last layer ({layers}) before the target's final norm, which a "
-                "model of transformers does not give. Use a drafter that reads lower layers only."
-            )
+            check_last_state(target)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         config = self.config

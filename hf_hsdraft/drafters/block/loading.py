@@ -10,19 +10,21 @@ import torch
 from ...common.checks import printable
 from ...repository.checkpoint import LOOSE_MASK, Checkpoint
 from ..formats import Format, with_fields
-from ..loading_arguments import dtype_of, take_options
+from ..loading_arguments import Placement, take_options
 from ..vocabulary_maps import drafted_ids
 from .configuration import BlockConfig
 from .drafter import BlockDrafter
 from .reading import (
     is_deepspec,
     is_dflash,
+    is_gemma_dspark,
     is_refused,
     is_speculators,
     is_transformers,
     names_transformers,
     read_deepspec,
     read_dflash,
+    read_gemma_dspark,
     read_speculators,
     read_transformers,
     refuse,
@@ -45,13 +47,13 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
         checkpoint: the files.
         read: reads the configuration.
         names: names of tensors in the files, by the drafter's own names, where they differ.
-        kwargs: `dtype` of the weights, that of the files by default; drafting options by name.
+        kwargs: as `Placement` takes them; drafting options by name.
 
     Raises:
         ValueError: configuration and weights do not match, or one is invalid.
         TypeError: an argument is unknown.
     """
-    dtype = dtype_of(kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None))
+    placement = Placement.taken_from(kwargs)
     config = read(checkpoint)
     with torch.device("meta"):
         drafter = BlockDrafter(config)
@@ -69,9 +71,9 @@ def load(checkpoint: Checkpoint, read: Reader, names: Mapping[str, str], **kwarg
     if config.learned_mask:
         state["mask_embedding"] = _mask_of(checkpoint, config)
     drafter.load_state_dict(state, assign=True)
-    drafter.to(dtype or drafter.dtype).eval()
+    drafter.to(placement.dtype or drafter.dtype).eval()
     drafter.name_or_path, drafter.loaded_from = checkpoint.name, checkpoint.folder
-    return drafter
+    return placement.place(drafter)
 
 
 def _of_target(config: BlockConfig) -> dict[str, tuple[int, ...]]:
@@ -113,6 +115,7 @@ FORMATS = (
     Format("neighbouring formats that are refused", 0, is_refused, refuse, possible=_OF_LAYERS, loads=False),
     _format("speculators (dflash, dflash2, dspark)", 10, is_speculators, read_speculators, _OF_SPECULATORS),
     _format("DeepSpec (DSpark)", 20, is_deepspec, read_deepspec, _OF_LAYERS),
+    _format("DeepSpec (DSpark of Gemma 4)", 19, is_gemma_dspark, read_gemma_dspark, _OF_LAYERS),
     _format("transformers (DFlash)", 30, is_transformers, read_transformers, names_transformers, **_OF_TRANSFORMERS),
-    _format("z-lab (DFlash, DFlash2)", 40, is_dflash, read_dflash, _OF_LAYERS),
+    _format("z-lab (DFlash, DFlash2), SpecForge (DSpark)", 40, is_dflash, read_dflash, _OF_LAYERS),
 )

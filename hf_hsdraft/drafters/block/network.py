@@ -55,6 +55,11 @@ class BlockLayer(nn.Module):
         self.self_attn = Attention(sizes)
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.mlp = FeedForward(sizes)
+        self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
+        if sizes.gemma:
+            self.pre_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+            self.post_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+            self.register_buffer("layer_scalar", torch.ones(1))
         self.attention_conv, self.mlp_conv = (
             BlockConvolution(sizes.hidden_size, config.conv_kernel_size, config.conv_group_size)
             if config.conv_kernel_size
@@ -69,6 +74,10 @@ class BlockLayer(nn.Module):
             part = self.self_attn
             return part.o_proj(attend(index, part.queries(x, rope), part.keys(x, rope), part.values(x)))
 
+        if self.pre_feedforward_layernorm is not None:
+            x = x + self.post_attention_layernorm(attention(self.input_layernorm(x)))
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))  # type: ignore[misc]
+            return x * cast(torch.Tensor, self.layer_scalar)
         x = x + _between(self.attention_conv, self.input_layernorm(x), attention)
         return x + _between(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 

@@ -23,6 +23,9 @@ from .configuration import LIMITS, MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
 _SPECULATORS = ("dflash", "dflash2", "dspark")
 # Fields of transformers that say nothing about what a drafter computes.
 _MEANINGLESS = ("is_decoder", "return_dict", "tie_word_embeddings", "use_cache", "use_sliding_window")
+# DeepSpec begins with a copy of the target's configuration, whatever its type, and builds layers of Qwen3 by it.
+_COPIED = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text")
+_OF_COPIES = ("attn_output_gate", "norm_topk_prob")
 
 
 def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
@@ -45,6 +48,8 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
         "mask_token_id": config.integer("mask_token_id", least=0),
         "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=LIMITS["draft_vocab_size"]),
         "sights": tuple(sights),
+        # Written here alone, for drafters that came in z-lab's format.
+        "embedding_scale": None if config.flag("target_scales_embeddings", False) else 1.0,
         "last_tap_is_normed": False,
         "target_name": target_name,
         "target_architectures": target_architectures,
@@ -57,10 +62,13 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
 
 
 def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
-    """Reads a DFlash or DFlash2 drafter as z-lab publishes it."""
+    """Reads a DFlash or DFlash2 drafter as z-lab publishes it, or a DSpark one of SpecForge, which is laid out alike.
+
+    The embeddings of a block are those that the target makes of its rows, by a factor where it has one.
+    """
     config = Fields(checkpoint.config, CONFIG)
     own = config.table("dflash_config", None) or Fields({}, f"{CONFIG}, dflash_config")
-    own.expect("projector_type", "dflash")
+    dspark = own.choice("projector_type", ("dflash", "dflash2", "dspark"), "dflash") == "dspark"
     config.ignore(*_MEANINGLESS, "num_target_layers")
     both = Fields({**config.values, **{name: value for name, value in own.values.items() if value is not None}}, CONFIG)
     causal = _agreed(own.flag("causal", None), config.flag("is_causal", None), "causal", "is_causal")
@@ -80,15 +88,17 @@ def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
         "target_hidden_size": config.integer("hidden_size"),
         "target_tap_layers": _taps_of(both.integers("target_layer_ids"), least=0),
         "block_size": both.integer("block_size", 16, most=LIMITS["block_size"]),
-        "sample_from_anchor": False,
+        "sample_from_anchor": dspark and own.flag("shift_label", True),
         "mask_token_id": both.integer("mask_token_id", least=0),
         "sights": tuple(sights),
-        "embedding_scale": both.number("input_embedding_scale", 1.0),
+        "embedding_scale": both.number("input_embedding_scale", None),
         "output_multiplier": both.number("output_multiplier", 1.0),
         "final_logit_softcapping": both.number("final_logit_softcapping", 0.0, least=-1.0),
         "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
         **(_dflash2_heads(both) if is_second else {}),
+        **(_dspark_of(both, checkpoint) if dspark else {}),
     }
+    own.ignore("enable_confidence_head", "confidence_head_with_markov")  # seen by the tensors
     own.refuse_unread()
     config.refuse_unread()
     return _with_loose_mask(BlockConfig(**fields), checkpoint)
@@ -97,11 +107,11 @@ def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
 def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
     """Reads a DSpark drafter as DeepSeek's trainer DeepSpec writes it; `markov_rank` 0 is DFlash with anchor first."""
     config = Fields(checkpoint.config, CONFIG)
-    config.expect("model_type", "qwen3")
-    config.ignore(*_MEANINGLESS, "num_anchors")
+    config.choice("model_type", _COPIED, "qwen3")
+    config.ignore(*_MEANINGLESS, *_OF_COPIES, "num_anchors")
     sights = [_sight(None if window is None else window - 1) for window in _windows(config)]
     fields = {
-        **_trunk(config),
+        **_trunk(config, whole_heads=True),
         "target_hidden_size": config.integer("hidden_size"),
         "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
         "block_size": config.integer("block_size", most=LIMITS["block_size"]),
@@ -114,6 +124,42 @@ def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
     }
     config.refuse_unread()
     return _with_loose_mask(BlockConfig(**fields), checkpoint)
+
+
+def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
+    """Reads a DSpark drafter of DeepSpec for Gemma 4: layers as its full ones are, by a copy of its configuration."""
+    config, shapes = Fields(checkpoint.config, CONFIG), checkpoint.shapes
+    config.choice("model_type", ("gemma4_text", "gemma4_unified_text"), "gemma4_text")
+    config.ignore(*_MEANINGLESS, "num_anchors", "attention_k_eq_v", "tie_word_embeddings", "attention_bias")
+    for name in ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"):
+        config.expect(name, False, 0)
+    # Where the heads of layers differ, a copy says it in several ways. The tensors are those of full layers.
+    first = "layers.0.self_attn."
+    [head_dim], [keys, _] = shapes.get(first + "q_norm.weight", (0,)), shapes.get(first + "k_proj.weight", (0, 0))
+    own = {**config.values, "head_dim": head_dim, "num_key_value_heads": keys // max(head_dim, 1)}
+    own["hidden_act"] = config.values.get("hidden_activation", "gelu_pytorch_tanh")
+    bias = f"{first}q_proj.bias" in shapes
+    sizes = read_sizes(Fields(own, CONFIG), attention_bias=bias, output_bias=bias, qk_norm=True)
+    vocabulary = config.integer("vocab_size", most=LIMITS["vocab_size"])
+    fields = {
+        "vocab_size": vocabulary,
+        "draft_vocab_size": vocabulary,
+        "sizes": replace(sizes, gemma=True, keys_are_values=f"{first}v_proj.weight" not in shapes),
+        "num_hidden_layers": config.integer("num_hidden_layers", most=MOST_LAYERS),
+        "rope": read_rope(config, "full_attention"),
+        "target_hidden_size": config.integer("hidden_size"),
+        "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
+        "block_size": config.integer("block_size", most=LIMITS["block_size"]),
+        "sample_from_anchor": config.flag("sample_from_anchor", True),
+        "mask_token_id": config.integer("mask_token_id", least=0),
+        "embedding_scale": None,
+        "final_logit_softcapping": config.number("final_logit_softcapping", 0.0),
+        "last_tap_is_normed": False,
+        "target_num_hidden_layers": config.integer("num_target_layers", None, most=4096),
+        **_dspark_heads(config, enabled=False),
+    }
+    config.refuse_unread()
+    return BlockConfig(**fields)
 
 
 def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
@@ -134,7 +180,7 @@ def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
     return BlockConfig(**fields)
 
 
-def _trunk(layer: Fields, has_vocabulary: bool = True) -> dict[str, Any]:
+def _trunk(layer: Fields, has_vocabulary: bool = True, whole_heads: bool = False) -> dict[str, Any]:
     """Reads the sizes of the layers, which have the names of Qwen3, and that of the vocabulary if there is one."""
     bias = layer.flag("attention_bias", False)
     size = layer.integer("vocab_size", most=LIMITS["vocab_size"]) if has_vocabulary else None
@@ -144,7 +190,7 @@ def _trunk(layer: Fields, has_vocabulary: bool = True) -> dict[str, Any]:
         "sizes": read_sizes(layer, attention_bias=bias, output_bias=bias, qk_norm=True),
         "num_hidden_layers": layer.integer("num_hidden_layers", most=MOST_LAYERS),
         # Where kinds of layers rotate differently, it is as sliding ones do, for all.
-        "rope": read_rope(layer, "sliding_attention"),
+        "rope": read_rope(layer, "sliding_attention", whole_heads),
     }
 
 
@@ -177,6 +223,15 @@ def _dspark_heads(config: Fields, enabled: bool) -> dict[str, Any]:
     with_markov = config.flag("confidence_head_with_markov", enabled)
     if config.flag("enable_confidence_head", enabled):
         confidence = "markov" if with_markov else "hidden"
+    kind = config.choice("markov_head_type", MARKOV_HEADS, "vanilla")
+    return {"markov_rank": rank, "markov_head_type": kind, "confidence_head": confidence}
+
+
+def _dspark_of(config: Fields, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Reads the heads of DSpark where the tensors tell whether there is a confidence head, and what it reads."""
+    rank, confidence = config.integer("markov_rank", 0, least=0, most=MOST_RANK), "none"
+    if (shape := checkpoint.shapes.get("confidence_head.proj.weight")) is not None:
+        confidence = "hidden" if shape[-1] == config.integer("hidden_size") else "markov"
     kind = config.choice("markov_head_type", MARKOV_HEADS, "vanilla")
     return {"markov_rank": rank, "markov_head_type": kind, "confidence_head": confidence}
 
@@ -255,10 +310,16 @@ def is_speculators(checkpoint: Checkpoint) -> bool:
 
 
 def is_deepspec(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is DSpark in DeepSpec's format."""
+    """Whether a checkpoint is DSpark in DeepSpec's format; SpecForge's is that of DFlash."""
     names = checkpoint.config.get("architectures")
     by_name = isinstance(names, list) and any("DSpark" in str(name) for name in names)
-    return not speculators_type(checkpoint) and (by_name or "markov_rank" in checkpoint.config)
+    others = speculators_type(checkpoint) or "dflash_config" in checkpoint.config
+    return not others and (by_name or "markov_rank" in checkpoint.config)
+
+
+def is_gemma_dspark(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is DSpark of DeepSpec with layers of Gemma 4."""
+    return is_deepspec(checkpoint) and "Gemma4DSparkModel" in str(checkpoint.config.get("architectures"))
 
 
 def is_transformers(checkpoint: Checkpoint) -> bool:

@@ -75,6 +75,7 @@ def config_document(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not any(sight.causal for sight in sights),
         **heads,
+        **({"target_scales_embeddings": True} if config.embedding_scale is None else {}),
     }
 
 
@@ -85,11 +86,12 @@ def _check_can_be_written(config: BlockConfig) -> None:
     told = {
         "a sliding window that each slot counts by itself": not all(sight.of_anchor for sight in sights),
         "several sliding windows": not one_rule,
-        "a factor of embeddings": config.embedding_scale != 1.0,
+        "a factor of embeddings": config.embedding_scale not in (None, 1.0),
         "a factor or a cap of logits": config.output_multiplier != 1.0 or config.final_logit_softcapping != 0.0,
         "any target's vocabulary": config.vocab_size is None,
         "an output of the target's last layer after its norm, or one that may be that": config.last_tap_is_normed
         and config.target_tap_layers[-1] == (config.target_num_hidden_layers or config.target_tap_layers[-1]),
+        "layers of Gemma 4": config.sizes.gemma,
         "convolutions without a selector": bool(config.conv_kernel_size) and not config.selector_rank,
     }
     if found := [name for name, is_so in told.items() if is_so]:

@@ -30,7 +30,7 @@ from ...target.capture_hooks import no_hooks_left
 from ...target.target_limits import text_config
 from ..by_config import load_by_config
 from ..draft_options import DraftOptions, default_options
-from ..loading_arguments import take_options
+from ..loading_arguments import Placement, take_options
 from ..protocol import DraftCall, Drafter, Session
 from ..special_tokens import ANY, AnySpecialTokens
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
@@ -96,8 +96,8 @@ class CascadeDrafter(nn.Module, Drafter):
 
         Args:
             pretrained_model_name_or_path: Folder or Hub name.
-            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; `dtype`, for
-                the levels that have weights.
+            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; `dtype`,
+                `device_map` and `attn_implementation`, for the levels.
 
         Raises:
             OSError: There is no such folder or repository, or a level is missing.
@@ -105,7 +105,9 @@ class CascadeDrafter(nn.Module, Drafter):
         """
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
-        loading = {} if (dtype := kwargs.pop("dtype", None)) is None else {"dtype": dtype}
+        attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
+        given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
+        loading = {name: value for name, value in given.items() if value is not None}
         folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
         check_is_drafter(folder, CascadeConfig.model_type)
         document = read_json(folder / CONFIG)

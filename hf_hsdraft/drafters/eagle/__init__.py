@@ -1,7 +1,7 @@
 """Drafters that go on from the target's hidden states by their own ones ("EAGLE-3"), and parallel ones (P-EAGLE)."""
 
 from ..formats import Format, register_format, with_fields
-from .eagle_formats import is_eagle, is_speculators
+from .eagle_formats import describe, is_eagle, is_speculators
 from .modeling_eagle import EagleDrafter
 
 for _name, _rank, _matches, _fields in (
@@ -9,4 +9,4 @@ for _name, _rank, _matches, _fields in (
     ("EAGLE-3", 70, is_eagle, ("hidden_size", "vocab_size")),
 ):
     _load, _possible = EagleDrafter.from_checkpoint, with_fields(*_fields)
-    register_format(Format(_name, _rank, _matches, _load, drafter=EagleDrafter, possible=_possible))
+    register_format(Format(_name, _rank, _matches, _load, describe=describe, drafter=EagleDrafter, possible=_possible))

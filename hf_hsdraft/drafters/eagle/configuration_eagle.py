@@ -44,6 +44,7 @@ class EagleConfig(PlainConfig):
         norm_before_fc: whether all hidden states of the target are normed together.
         fc_norm: whether each of them is normed by itself.
         norm_output: whether the state that the next step reads is the normed one (EAGLE-3.1).
+        norm_output_told: whether the files tell that. If not, calls try both, and change `norm_output`.
         own_embedding: whether the drafter has an embedding of its own.
         mask_token_id: token whose embedding the deeper rows of a parallel drafter read (P-EAGLE); `None` for a drafter
             that drafts one depth after the other.
@@ -70,6 +71,7 @@ class EagleConfig(PlainConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    norm_output_told: bool = True
     own_embedding: bool = False
     mask_token_id: int | None = None
     num_draft_steps: int = DRAFT_STEPS

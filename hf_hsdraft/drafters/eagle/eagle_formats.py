@@ -4,7 +4,8 @@
 |---|---|---|
 | speculators `eagle3`, `peagle` | vLLM's package speculators | `eagle_aux_hidden_state_layer_ids`, as written |
 | EAGLE-3 | its authors | none: 2, L // 2 and L - 3 |
-| EAGLE-3 | SpecForge, AngelSlim | `eagle_config.eagle_aux_hidden_state_layer_ids`, plus one |
+| EAGLE-3, P-EAGLE | SpecForge, AngelSlim, ModelOpt | `eagle_config.eagle_aux_hidden_state_layer_ids`, plus one |
+| EAGLE-3, P-EAGLE | NeMo AutoModel | none, as its authors |
 | EAGLE-3 | DeepSpec | `target_layer_ids`, plus one |
 
 Tensors have the names of the network's parameters, but that the first layer may be called `midlayer`.
@@ -26,8 +27,8 @@ from ...common.decoder_layer import LayerSizes
 from ...common.fields import Fields
 from ...repository.checkpoint import Checkpoint
 from ...repository.speculators_format import check_proposals, speculators_type, target_of
+from ..formats import fields_told
 from ..layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
-from ..loading_arguments import dtype_of
 from ..vocabulary_maps import drafted_ids
 from .configuration_eagle import DRAFT_STEPS, EagleConfig
 
@@ -36,6 +37,10 @@ _LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _IDS = "eagle_aux_hidden_state_layer_ids"
 # Switches that change nothing here: about training, caches, and which class of transformers saved the file.
 _HARMLESS = ("use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "has_no_defaults_at_init")
+# Of copies of a Hunyuan target's configuration. AngelSlim's class always rotates, and norms of queries are tensors.
+_OF_HUNYUAN = ("use_qk_norm", "use_rotary_pos_emb")
+_PARALLEL_STEPS = 8  # depths that SpecForge and NeMo train a parallel drafter for, where its files do not say
+_OF_NEMO = "LlamaEagle3DraftModel"
 
 
 @dataclass(frozen=True)
@@ -62,26 +67,33 @@ class Reading:
             ValueError: names or shapes are not those of the configuration.
         """
         wanted = {self._in_files(name): tuple(each.shape) for name, each in drafter.named_parameters()}
+        if self.tied_head:
+            del wanted["lm_head.weight"]
         size, vocabulary = self.config.draft_vocab_size, self.config.vocab_size
         maps = {"d2t": (size,), "t2d": (vocabulary,)}
         needed = {"d2t": (size,)} if size < vocabulary else {}
         self.checkpoint.check_shapes({**wanted, **needed}, maps)
 
-    def state(self, drafter: nn.Module, dtype: torch.dtype | str | None) -> dict[str, torch.Tensor]:
+    def state(self, drafter: nn.Module, kind: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Returns the parameters of a drafter by name, out of the files.
 
         Args:
             drafter: made of the configuration.
-            dtype: of the parameters; that of the files for `None` and `"auto"`.
-
-        Raises:
-            ValueError: `dtype` is none.
+            kind: dtype of the parameters; that of the files for `None`.
         """
-        kind = dtype_of(dtype)
         names = {self._in_files(name): name for name, _ in drafter.named_parameters()}
         state = {names[name]: tensor for name, tensor in self.checkpoint.tensors(names.keys())}
+        if self.tied_head:
+            state["lm_head.weight"] = state["embed_tokens.weight"].clone()
         kind = state["fc.weight"].dtype if kind is None else kind
         return {name: tensor.to(kind) for name, tensor in state.items()}
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether the head is the drafter's own embedding, as SGLang reads files without a head of its own."""
+        fields, config = self.checkpoint.config, self.config
+        told = fields.get("tie_word_embeddings") is True and config.own_embedding
+        return told and "lm_head.weight" not in self.checkpoint.shapes and config.draft_vocab_size == config.vocab_size
 
     def complete_config(self) -> EagleConfig:
         """Returns the configuration with the ids of the draft vocabulary.
@@ -110,13 +122,36 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
     return _has_eagle3_layer(names) or _is_older(names) or _is_inside_target(names)
 
 
-def read(checkpoint: Checkpoint) -> Reading:
+def read(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
     """Reads the configuration of a drafter in any format of the family.
+
+    Args:
+        checkpoint: the files.
+        mask_token_id: the mask of a parallel drafter whose files do not name it.
 
     Raises:
         ValueError: a field is missing, wrong or unknown, or the drafter is of a kind that is refused.
     """
-    return _read_speculators(checkpoint) if speculators_type(checkpoint) else _read_eagle(checkpoint)
+    if speculators_type(checkpoint):
+        return _read_speculators(checkpoint)
+    return _read_eagle(checkpoint, mask_token_id)
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns what `hsdraft info` tells of a drafter by its files."""
+    told = fields_told(checkpoint)
+    try:
+        config = read(checkpoint, mask_token_id=0).config
+    except ValueError as error:
+        return {**told, "cannot be loaded": printable(error, 400)}
+    if not config.norm_output_told:
+        told["state fed back"] = (
+            "not told by norm_output=true: the first call tries both readings; `hsdraft info --target` tells which is "
+            "taken"
+        )
+    elif config.mask_token_id is None:
+        told["state fed back"] = "after the norm (EAGLE-3.1)" if config.norm_output else "before the norm (EAGLE-3)"
+    return told
 
 
 def _read_speculators(checkpoint: Checkpoint) -> Reading:
@@ -146,6 +181,7 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
         norm_before_fc=fields.flag("norm_before_fc", False),
         fc_norm=fields.flag("fc_norm", False),
         norm_output=fields.flag("norm_output", False),
+        norm_output_told=fields.flag("norm_output_told", True),
         own_embedding="embed_tokens.weight" in checkpoint.shapes,
         mask_token_id=fields.integer("mask_token_id", least=0) if parallel else None,
         num_draft_steps=_steps(fields, parallel),
@@ -158,15 +194,16 @@ def _read_speculators(checkpoint: Checkpoint) -> Reading:
     return Reading(checkpoint, config)
 
 
-def _read_eagle(checkpoint: Checkpoint) -> Reading:
+def _read_eagle(checkpoint: Checkpoint, mask_token_id: int | None = None) -> Reading:
     shapes, fields = checkpoint.shapes, Fields(checkpoint.config, "config.json")
     _refuse_others(checkpoint)
     first = "midlayer" if "midlayer.hidden_norm.weight" in shapes else "layers.0"
     sizes = _layer_sizes(fields, checkpoint, first)
     layers = 1 + max((int(name.split(".")[1]) for name in shapes if _is_of_layer(name)), default=0)
     vocabulary = fields.integer("vocab_size")
-    # There it says whether states are normed before the head, which they always are.
-    fields.expect("norm_output", True)
+    parallel = "mask_hidden" in shapes
+    normed = fields.flag("norm_output", False)
+    told = not normed or parallel or _OF_NEMO in _architectures(fields)
     config = EagleConfig(
         layer=sizes,
         vocab_size=vocabulary,
@@ -179,11 +216,33 @@ def _read_eagle(checkpoint: Checkpoint) -> Reading:
         norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc="input_norm.weight" in shapes,
         fc_norm="fc_norm.0.weight" in shapes,
+        norm_output=normed,
+        norm_output_told=told,
         own_embedding="embed_tokens.weight" in shapes,
+        mask_token_id=_mask_token(fields, mask_token_id) if parallel else None,
+        num_draft_steps=fields.integer("num_depths", _PARALLEL_STEPS, most=64) if parallel else DRAFT_STEPS,
     )
-    fields.ignore(*_HARMLESS, "fc_norm", "norm_before_fc")  # seen by the tensors
+    fields.ignore(*_HARMLESS, *_OF_HUNYUAN, "fc_norm", "norm_before_fc", "parallel_drafting")  # seen by the tensors
     fields.refuse_unread()
     return Reading(checkpoint, config, first)
+
+
+def _mask_token(fields: Fields, given: int | None) -> int:
+    """The token whose embedding a parallel drafter's deeper rows read."""
+    place = fields.table("eagle_config", None) or fields
+    own = fields.integer("mask_token_id", place.integer("mask_token_id", given, least=0), least=0)
+    if own is None:
+        raise ValueError(
+            "config.json names no mask_token_id, which a parallel drafter (P-EAGLE) reads: pass mask_token_id=... to "
+            "from_pretrained. SpecForge trains with the tokenizer's mask token, or if it has none, with the first id "
+            "that the tokenizer does not use, which is len(tokenizer)"
+        )
+    return own
+
+
+def _architectures(fields: Fields) -> list[Any]:
+    named = fields.values.get("architectures")
+    return named if isinstance(named, list) else []
 
 
 def _refuse_others(checkpoint: Checkpoint) -> None:
@@ -235,7 +294,8 @@ def _layer_sizes(fields: Fields, checkpoint: Checkpoint, first: str) -> LayerSiz
 def _with_defaults(layer: Fields) -> dict[str, Any]:
     """All fields of a layer's configuration: speculators leaves out what is as transformers' class has it."""
     kind = _LAYER_CONFIGS[layer.choice("model_type", tuple(_LAYER_CONFIGS), "qwen3")]
-    given = {name: value for name, value in layer.values.items() if name != "model_type"}
+    rope = read_rope(layer)  # before transformers puts its own values in the place of some wrong ones
+    given = {name: value for name, value in layer.values.items() if name != "model_type"} | rope
     try:
         return kind(**given).to_dict()
     except Exception as error:  # transformers raises what it likes for a wrong value
@@ -247,7 +307,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """The window of each layer; only layers that are called sliding have one."""
     kinds = fields.values.get("layer_types")
     fields.ignore("use_sliding_window")
-    if not isinstance(kinds, list) or "sliding_attention" not in kinds:
+    if kinds is None or (isinstance(kinds, list) and "sliding_attention" not in kinds):
         return (None,) * layers
     return read_windows(fields, kinds, layers)
 
@@ -268,6 +328,8 @@ def _named_taps(fields: Fields) -> tuple[int, ...] | None:
 
 def _ascending(fields: Fields, name: str, offset: int, least: int = 0) -> tuple[int, ...] | None:
     """Numbers of hidden states, by numbers of layers that differ from them by `offset`."""
+    if fields.values.get(name) == []:  # as a missing one, for all projects that write it
+        return None
     ids: Sequence[int] | None = fields.integers(name, None, least=least, most=4096)
     if ids is None:
         return None

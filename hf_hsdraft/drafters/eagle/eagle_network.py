@@ -107,12 +107,10 @@ class EagleNetwork(nn.Module):
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, inputs)) if config.mask_token_id is not None else None
-        try:
-            self.rotary = rotary_of(dict(config.rope), config.layer)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"rope={dict(config.rope)!r} is invalid ({error}): expected rope_parameters as transformers has them"
-            ) from error
+        self.rotary = rotary_of(dict(config.rope), config.layer)
+        # Of `FeedbackTrial`: how many tokens each reading of `norm_output` had right, and after how many pairs.
+        self.feedback_counts: dict[bool, int] = {}
+        self.feedback_tried = 0
 
     @property
     def device(self) -> torch.device:

@@ -20,6 +20,7 @@ from ..protocol import Accepted, Ask, Session
 from .eagle_expansion import EagleExpansion, parallel_logits
 from .eagle_network import EagleNetwork
 from .eagle_texts import DraftedRows, EagleTexts
+from .feedback_trial import FeedbackTrial
 
 
 class EagleSession(Session):
@@ -55,6 +56,7 @@ class EagleSession(Session):
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
         self._foresight = foresight if not options.drawn and fits else None
         self.texts = EagleTexts(network, count)
+        self._trial = None if config.norm_output_told else FeedbackTrial(network, weights)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
@@ -71,6 +73,8 @@ class EagleSession(Session):
         depth = min(max(ask.depth for ask in asks), options.depth)
         rows = [ask.row for ask in asks]
         self.texts.read(rows)
+        if self._trial is not None:
+            self._trial.decide()
         ids = self._weights.vocab_ids
         expansion = self.expansion(rows, depth, options.draw_temperature)
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
@@ -109,7 +113,10 @@ class EagleSession(Session):
             embeds, count = torch.cat([news.embeds.to(last.device, last.dtype), last]), len(news.positions)
         else:  # the drafter's embedding has another width, and which tokens these are is not known
             embeds, count = last, 1
-        self.texts.add(news.row, news.taps[-count:], embeds, news.positions[-count:])
+        taps, positions = news.taps[-count:], news.positions[-count:]
+        self.texts.add(news.row, taps, embeds, positions)
+        if self._trial is not None and news.row == 0 and len(news.following) >= count:
+            self._trial.add(taps, embeds, positions, news.following[-count:])
 
     def keep(self, rows: Sequence[int]) -> None:
         for row in set(range(len(self.texts.texts))).difference(rows):

@@ -15,10 +15,11 @@ from ...common.checks import few, printable
 from ...common.refusals import DraftingRefused
 from ...common.target_weights import TargetWeights, borrow
 from ...repository.checkpoint import Checkpoint
+from ...target.last_state import before_norm, check_last_state
 from ...target.target_limits import decoder_layers, text_config
 from ..draft_options import default_options
 from ..draft_reads import Read, weights_of
-from ..loading_arguments import take_options
+from ..loading_arguments import Placement, take_options
 from ..protocol import DraftCall
 from ..published_drafter import PublishedDrafter, SpeculatorsFiles
 from .configuration_eagle import EagleConfig
@@ -53,17 +54,21 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         self.generation_config = self.default_generation_config()
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, dtype: torch.dtype | str | None = None, **options: Any) -> Any:
-        """Loads a drafter out of files that were found; see `from_pretrained`."""
-        reading = read(checkpoint)
+    def from_checkpoint(cls, checkpoint: Checkpoint, mask_token_id: int | None = None, **options: Any) -> Any:
+        """Loads a drafter out of files that were found; see `from_pretrained`.
+
+        Args:
+            mask_token_id: the mask of a parallel drafter whose files do not name it.
+        """
+        placement, reading = Placement.taken_from(options), read(checkpoint, mask_token_id)
         with torch.device("meta"):
             drafter = cls(reading.config)
         take_options(drafter, checkpoint.folder, options)
         reading.check(drafter)
         drafter.config = reading.complete_config()
-        drafter.load_state_dict(reading.state(drafter, dtype), assign=True)
+        drafter.load_state_dict(reading.state(drafter, placement.dtype), assign=True)
         drafter.loaded_from = checkpoint.folder
-        return drafter.eval()
+        return placement.place(drafter.eval())
 
     def in_files(self, target_name: str = "") -> SpeculatorsFiles:
         config = replace(self.config, target_name=target_name or self.config.target_name)
@@ -82,7 +87,8 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         return tuple(self.config.target_tap_layers)
 
     def taps_of(self, target: Any) -> Sequence[int]:
-        return self.config.taps_of(decoder_layers(text_config(target)))
+        layers = decoder_layers(text_config(target))
+        return before_norm(self.config.taps_of(layers), layers)
 
     @property
     def num_draft_steps(self) -> int:  # type: ignore[override]
@@ -104,17 +110,15 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
                     f"the target has {name}={found}, the drafter expects {expected}: {made_for}. Use a drafter of this "
                     "target."
                 )
-        layers, taps = decoder_layers(config), self.taps_of(target)
+        layers = decoder_layers(config)
+        taps = wanted.taps_of(layers)
         if taps[0] < 0 or taps[-1] > layers or any(low >= high for low, high in pairwise(taps)):
             raise DraftingRefused(
                 f"the target has num_hidden_layers={layers}, the drafter reads its hidden states {list(taps)}: "
                 f"{made_for}. Use a drafter of this target."
             )
         if taps[-1] == layers:
-            raise DraftingRefused(
-                f"the drafter reads the output of the last layer ({layers}) before the target's final norm, which a "
-                "model of transformers does not give. Use a drafter that reads lower layers only."
-            )
+            check_last_state(target)
 
     def borrow(self, embedding: nn.Embedding, output_head: nn.Module | None = None) -> TargetWeights:
         """Collects what this drafter uses of a target: its embedding, unless the drafter has its own.

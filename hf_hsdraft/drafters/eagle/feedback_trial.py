@@ -1,0 +1,113 @@
+"""Which state the rows of drafted tokens read, where a drafter's files do not tell: tried on the texts of its calls.
+
+Until September 2026 SpecForge wrote `norm_output: true` into files of plain EAGLE-3. Elsewhere, and there since then,
+it says that the normed state is fed back (EAGLE-3.1). Both readings draft the same first token.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ...common.target_weights import TargetWeights
+from .eagle_network import EagleNetwork
+
+logger = logging.get_logger(__name__)
+
+_DEPTH = 4  # of the chains that are compared
+_CONTEXT = 96  # accepted pairs that a chain sees
+_ENOUGH = 64  # pairs after the prompt, by which the readings have been told apart
+_STEP = 16  # pairs between two comparisons
+
+_PROMPTS = (
+    "How does a bicycle stay upright? Explain it step by step.",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "def sorted_by_length(words):",
+)
+
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class FeedbackTrial:
+    """Compares both readings on one text while it is decoded, and makes the drafter go by the better one.
+
+    From each accepted pair both draft a chain along the text, which is the target's own after the prompt. Counted are
+    the tokens up to the first wrong one. The counts are the drafter's, so that a short call is gone on with.
+
+    Args:
+        network: of the drafter; its `norm_output` is changed.
+        weights: what the drafter borrows of the target.
+    """
+
+    def __init__(self, network: EagleNetwork, weights: TargetWeights) -> None:
+        self._network, self._ids = network, weights.vocab_ids
+        self._pairs: list[Pairs] = []
+        self._done = self._waiting = 0  # pairs that chains have started from, and those since the last comparison
+        self._tried = -1  # pairs after the prompt, -1 before it
+        self._depth = min(_DEPTH, network.config.num_draft_steps)
+
+    def add(self, taps: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, following: torch.Tensor) -> None:
+        """Takes accepted pairs: taps `[n, ...]`, embeddings `[n, D]`, positions `[n]`, and the tokens after them."""
+        network = self._network
+        self._pairs.append((
+            taps[-_CONTEXT:].to(network.device, network.dtype),
+            embeds[-_CONTEXT:].to(network.device, network.dtype),
+            positions[-_CONTEXT:].to(network.device),
+            following[-_CONTEXT:].to(network.device),
+        ))  # fmt: skip
+        self._waiting += len(positions)
+        self._tried = 0 if self._tried < 0 else self._tried + len(positions)
+
+    @torch.no_grad()
+    def decide(self) -> None:
+        """Compares the readings where enough has been accepted, and takes the better one; 3.1 while they are equal."""
+        network = self._network
+        if network.config.norm_output_told or self._waiting < (_STEP if self._done else self._depth + 2):
+            return
+        taps, embeds, positions, following = pairs = tuple(map(torch.cat, zip(*self._pairs, strict=True)))
+        starts = torch.arange(self._done, len(positions) - self._depth - 1, device=positions.device)
+        if len(set(network.config.windows)) > 1 or len(starts) == 0:
+            return
+        steps = torch.arange(self._depth, device=positions.device)
+        path, wanted = embeds[starts[:, None] + steps], following[starts[:, None] + steps + 1]
+        for reading in (False, True):
+            twin = copy.copy(network)  # shares the weights
+            twin.config = replace(network.config, norm_output=reading)
+            states = twin(taps, embeds, positions, starts, num_draft_steps=self._depth, path_embeds=path).hidden_states
+            drafted = self._ids[torch.stack([twin.logits(state).argmax(dim=-1) for state in states], dim=1)]
+            accepted = int((drafted == wanted).cumprod(dim=1).sum())
+            network.feedback_counts[reading] = network.feedback_counts.get(reading, 0) + accepted
+        kept = max(len(positions) - _CONTEXT, 0)
+        self._done, self._pairs = len(positions) - self._depth - 1 - kept, [tuple(part[kept:] for part in pairs)]  # type: ignore[list-item]
+        network.feedback_tried += self._tried
+        self._waiting = self._tried = 0
+        self._take(network.feedback_counts)
+
+    def _take(self, counts: dict[bool, int]) -> None:
+        network, normed = self._network, counts[True] >= counts[False]
+        settled = network.feedback_tried >= _ENOUGH and counts[True] != counts[False]
+        network.config = replace(network.config, norm_output=normed, norm_output_told=settled)
+        if settled:
+            logger.info(f"norm_output=true does not say which state is fed back. {told(network)}")
+
+
+def told(network: EagleNetwork) -> str:
+    """Says which reading a drafter goes by, and why."""
+    counts, config = network.feedback_counts, network.config
+    taken = "the normed state (EAGLE-3.1)" if config.norm_output else "the state before the norm (EAGLE-3)"
+    if counts:
+        return f"{taken}, as drafts agreed with {counts[True]} tokens if normed and with {counts[False]} if not"
+    return f"{taken}, as the files tell" if config.norm_output_told else "not tried yet: calls try both readings"
+
+
+def try_on(drafter: Any, target: Any, tokenizer: Any) -> str:
+    """Lets a target write a few lines with a drafter, and says which reading is taken."""
+    for prompt in _PROMPTS:
+        if not drafter.config.norm_output_told:
+            inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target.device)
+            target.generate(**inputs, assistant_model=drafter, max_new_tokens=_ENOUGH + _STEP, do_sample=False)
+    return told(drafter)
