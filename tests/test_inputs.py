@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, StoppingCriteriaList
+from test_contract import batch_of, make_windowed
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from hf_hsdraft import CachebackDrafter
+from hf_hsdraft import CachebackDrafter, attach, detach
 
 TABLE = 40
 
@@ -84,3 +92,105 @@ def test_prompts_of_int32(target, rows):
         )
         assert drafted.dtype == torch.int64 and torch.equal(drafted, plain)
         assert types.seen == {torch.int64}
+
+
+# Caches that hold the text's beginning
+
+NEW = 24
+READ = 8  # tokens that the cache holds
+LATER = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+
+
+def begun(target, ids, mask, cache, count: int = READ):
+    """The cache with the first tokens."""
+    with torch.no_grad():
+        positions = positions_of(mask[:, :count])
+        target(ids[:, :count], attention_mask=mask[:, :count], position_ids=positions, past_key_values=cache)
+    return cache
+
+
+def positions_of(mask):
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def evicted(cache, slots):
+    """As a caller compresses it: some slots of each layer."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
+    return cache
+
+
+def going_on(target, kind: str, rows: int, padded: bool) -> dict:
+    """A call that goes on from a cache."""
+    ids, mask = batch_of(rows).values() if padded else (batch_of(rows)["input_ids"], torch.ones(rows, 12).long())
+    cache = (
+        StaticCache(target.config, max_cache_len=11 + NEW) if kind == "static" else DynamicCache(config=target.config)
+    )
+    read = 11 if kind == "one token" else READ
+    cache = begun(target, ids, mask, cache, read)
+    call = {"inputs": ids[:, read:], "attention_mask": mask, "position_ids": positions_of(mask)[:, read:]}
+    call["past_key_values"] = cache
+    if kind == "other positions":
+        call["position_ids"] = call["position_ids"] + 7
+    elif kind == "whole texts":
+        call["inputs"] = ids
+    elif kind == "embeddings":
+        call |= {"inputs": None, "inputs_embeds": target.get_input_embeddings()(ids).detach()}
+    elif kind == "a turn that is padded":
+        call["attention_mask"][-1, read : read + 2] = 0
+    elif kind in ("evicted", "evicted below the whole mask"):
+        slots = [0, 1, 2, 5, 6, 7]
+        evicted(cache, slots)
+        if kind == "evicted":
+            call["attention_mask"] = mask[:, [*slots, *range(read, 12)]]
+    elif kind == "a longer mask":
+        call["attention_mask"] = torch.nn.functional.pad(mask, (5, 0))
+    elif kind == "hidden slots":
+        call["attention_mask"][:, 3:6] = 0
+    return call
+
+
+GOES_ON = ["new tokens", "one token", "other positions", "whole texts", "embeddings", "a turn that is padded", "static"]
+CHANGED = ["evicted", "evicted below the whole mask", "a longer mask", "hidden slots"]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", [*GOES_ON, *CHANGED])
+def test_a_text_goes_on_from_a_cache(target, kind, rows, padded):
+    """By what is given of the new tokens, and whatever the caller did to the cache."""
+    plain = target.generate(**going_on(target, kind, rows, padded), **LATER)
+    own = plain.past_key_values.layers[-1]
+    for drafter in drafters(target, plain.sequences[:, -NEW:]):
+        if kind == "static" and rows > 1:  # it has no room for a draft
+            with pytest.raises(ValueError, match="max_cache_len=35"):
+                target.generate(**going_on(target, kind, rows, padded), **LATER, assistant_model=drafter)
+            continue
+        drafted = target.generate(**going_on(target, kind, rows, padded), **LATER, assistant_model=drafter)
+        assert drafted.sequences.tolist() == plain.sequences.tolist()
+        slots, layer = int(own.get_seq_length()), drafted.past_key_values.layers[-1]
+        assert int(layer.get_seq_length()) == slots
+        torch.testing.assert_close(layer.keys[:, :, :slots], own.keys[:, :, :slots], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_windows_go_on_from_a_cache(rows):
+    target = make_windowed()
+    plain = target.generate(**going_on(target, "other positions", rows, True), **LATER)
+    for drafter in drafters(target, plain.sequences[:, -NEW:]):
+        drafted = target.generate(**going_on(target, "other positions", rows, True), **LATER, assistant_model=drafter)
+        for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-3, rtol=1e-3)
+
+
+def test_a_mask_that_hides_tokens_to_come_is_refused(target):
+    """Plain decoding hides them."""
+    call = going_on(target, "a longer mask", 1, False)
+    call["attention_mask"] = torch.nn.functional.pad(torch.ones(1, 12).long(), (0, 5))
+    plain = target.generate(**call, **LATER)
+    attachment = attach(target, CachebackDrafter(plain.sequences.tolist()))
+    call["past_key_values"] = going_on(target, "a longer mask", 1, False)["past_key_values"]
+    assert target.generate(**call, **LATER).sequences.tolist() == plain.sequences.tolist()
+    detach(target)
+    assert "hides tokens to come" in str(attachment.statistics.stepped_aside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..common.refusals import DraftingRefused
 from ..common.tensors import on_device
 from .cache_marks import Mark
 from .cache_slots import CacheSlots
-from .target_limits import check_cache
+from .target_limits import check_cache, check_mask
 from .text_rows import TextRows
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -50,6 +50,8 @@ class TargetCall:
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
         marked: where the cache stood before the chains read last, where layers are recurrent.
         entered: where it stood before the round.
+        further: by how many columns each input that follows the text is longer than what the cache held when the
+            prompts had been read; less than 0 where the caller gave those of the new tokens alone.
     """
 
     target: Any
@@ -63,6 +65,7 @@ class TargetCall:
     unread: int = 0
     marked: Mark | None = None
     entered: Mark | None = None
+    further: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def after_prompts(
@@ -82,10 +85,13 @@ class TargetCall:
                 "which cannot be told from what was rejected."
             )
         mask, positions, length = kwargs.get(names.mask), kwargs.get(names.positions), slots.length
-        attended = None if mask is None else mask[:, -length:].bool().to(target.device)
+        check_mask(target, mask, length)
+        attended = None if mask is None else mask[:, :length].bool().to(target.device)
         last = None if positions is None else positions[..., -1].to(target.device)
         rows = TextRows([length] * num_texts, length, attended, last)
-        return cls(target, names, kwargs, slots, rows, acceleration_of(target), forwards=1)
+        given = {name: kwargs.get(name) for name in (names.mask, names.positions, *TOKEN_TYPES)}
+        further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
+        return cls(target, names, kwargs, slots, rows, acceleration_of(target), forwards=1, further=further)
 
     def apart(self) -> TargetCall:
         """The same for trials: they read into the same cache, which a mark puts back, and change nothing else here."""

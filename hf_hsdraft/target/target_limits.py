@@ -72,6 +72,19 @@ def check_cache(target: Any, cache: Any) -> None:
         raise DraftingRefused(f"{type(target).__name__} cannot be drafted for: {reason}.")
 
 
+def check_mask(target: Any, mask: Any, slots: int) -> None:
+    """Raises a DraftingRefused if the caller's mask `[B, n]` says nothing of some cache slot, or hides later ones.
+
+    Column i belongs to slot i. A mask that reaches beyond the prompts is about the tokens to come.
+    """
+    if mask is None or (mask.shape[1] >= slots and bool(mask[:, slots:].all())):
+        return
+    raise DraftingRefused(
+        f"{type(target).__name__} cannot be drafted for: its attention mask has {mask.shape[1]} columns, and the cache "
+        f"holds {slots} slots with the prompts; expected one column for each slot, and none that hides tokens to come."
+    )
+
+
 def check_inputs(target: Any) -> None:
     """Raises a DraftingRefused if something else than the target's own class prepares the inputs of its forwards.
 
