@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
@@ -194,3 +196,79 @@ def test_a_mask_that_hides_tokens_to_come_is_refused(target):
     assert target.generate(**call, **LATER).sequences.tolist() == plain.sequences.tolist()
     detach(target)
     assert "hides tokens to come" in str(attachment.statistics.stepped_aside)
+
+
+def forget(cache, most, key_states, value_states, layer_idx, *args, **kwargs):
+    """Keeps the last tokens of each layer."""
+    seen = DynamicCache.update(cache, key_states, value_states, layer_idx, *args, **kwargs)
+    evicted(cache, slice(-most, None))
+    return seen
+
+
+class Forgetful(DynamicCache):
+    update = functools.partialmethod(forget, 16)
+
+
+class Later(DynamicCache):
+    update = functools.partialmethod(forget, 26)
+
+
+def replaced():
+    cache = DynamicCache()
+    cache.update = functools.partial(forget, cache, 16)
+    return cache
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("make", [Forgetful, Later, replaced])
+def test_a_cache_that_drops_tokens_is_refused_before_work(target, make, rows):
+    call, drafter = {**batch_of(rows), **LATER}, make_drafter(target)
+    plain = target.generate(**call, past_key_values=make())
+    cache = make()
+    with pytest.raises(ValueError, match="its own update"):
+        target.generate(**call, past_key_values=cache, assistant_model=drafter)
+    assert cache.get_seq_length() == 0
+    attachment = attach(target, drafter)
+    text = target.generate(**call, past_key_values=cache)
+    detach(target)
+    assert text.sequences.tolist() == plain.sequences.tolist()
+    assert "its own update" in str(attachment.statistics.stepped_aside)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 10), (3, 10), (1, 14), (1, 26), (3, 26)])
+def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
+    """In the prompts' forward or while single tokens are read the call goes on; a draft that it hits is an error."""
+    target = make_target()  # not tried yet: the first tokens are read one by one
+
+    def call(drops: bool, **kwargs):
+        cache = DynamicCache(config=target.config)
+
+        def drop(module, args, output):
+            layer = cache.layers[module.layer_idx]
+            layer.keys, layer.values = layer.keys[:, :, -most:], layer.values[:, :, -most:]
+
+        modules = [layer.self_attn for layer in target.model.layers]
+        hooks = [module.register_forward_hook(drop) for module in modules if drops]
+        try:
+            return target.generate(**batch_of(rows), **LATER, past_key_values=cache, **kwargs).sequences.tolist()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    plain, drafter = call(True), make_drafter(target)
+    drafter.generation_config.node_cost = drafter.generation_config.depth_cost = (
+        None  # tried with the text's own tokens
+    )
+    assert plain != call(False)
+    with pytest.raises(ValueError, match="loses tokens while it is read"):
+        call(True, assistant_model=drafter)
+    attachment = attach(target, drafter)
+    try:
+        if most < 20:
+            assert call(True) == plain and attachment.statistics.calls == 0
+            assert "loses tokens" in str(attachment.statistics.stepped_aside)
+        else:
+            with pytest.raises(ValueError, match="loses tokens while it is read"):
+                call(True)
+    finally:
+        detach(target)
