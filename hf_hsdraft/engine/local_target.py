@@ -193,8 +193,8 @@ def prompt_news(
     count, news, attended = output.taps.shape[1], [], runtime.attended
     for row, text in enumerate(texts.rows):
         known = text.ids[0, :-1]
-        if attended is not None and len(known) == attended.shape[1]:  # what is padding is known
-            known = known[attended[row].to(known.device)]
+        if attended is not None and 0 < len(known) <= attended.shape[1]:  # what is padding is known
+            known = known[attended[row, -len(known) :].to(known.device)]
         real = positions.real[row].nonzero().flatten()
         taps, places = own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
         earlier, tokens = known[-TUNING.most_known :].tolist(), [texts.last_token(row)]
