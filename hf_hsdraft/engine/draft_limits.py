@@ -84,6 +84,10 @@ class DraftLimits:
             DraftingRefused: it reads no drafts at all.
         """
         runtime, rows, doubling = self._runtime, len(self._positions.roots), not self._synced_gpus
+        if runtime.refusal is not None:
+            self._refused(runtime.refusal)
+            self._draft_nothing(str(runtime.refusal))
+            return
         room = max(map(self._texts.room, range(rows)))
         in_step = self._why_in_step(room)
         known = known_ability(runtime, doubling, chains=bool(in_step))
@@ -196,6 +200,12 @@ class DraftLimits:
             DraftingRefused: the first trial has found that the target reads no drafts at all.
         """
         runtime = self._runtime
+        if runtime.refusal is not None and self.options.depth > 0 and self._texts.active:
+            self.presumed, self._steps = False, None
+            self._refused(runtime.refusal)
+            runtime.read_chains()
+            self._draft_nothing(str(runtime.refusal))
+            return True
         if runtime.length < self._known_until or self.options.depth == 0 or not self._texts.active:
             return False
         ragged = runtime.trees and len(self._texts.rows) > 1  # those that have left count: the texts tell of all

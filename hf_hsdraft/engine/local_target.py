@@ -190,11 +190,11 @@ def prompt_news(
         own_taps: picks those that the drafter reads.
         inputs_embeds: `[B, length, D]`, for prompts that were given so.
     """
-    count, news, attended = output.taps.shape[1], [], runtime.attended
+    count, news, attended = output.taps.shape[1], [], runtime.rows.attended
     for row, text in enumerate(texts.rows):
         known = text.ids[0, :-1]
-        if attended is not None and len(known) == attended.shape[1]:  # what is padding is known
-            known = known[attended[row].to(known.device)]
+        if attended is not None and 0 < len(known) <= attended.shape[1]:  # what is padding is known
+            known = known[attended[row, -len(known) :].to(known.device)]
         real = positions.real[row].nonzero().flatten()
         taps, places = own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
         earlier, tokens = known[-TUNING.most_known :].tolist(), [texts.last_token(row)]

@@ -30,13 +30,13 @@ class TextPositions:
     @classmethod
     def of(cls, runtime: TargetRuntime, tapped: int, batch_size: int) -> TextPositions:
         """After the prompts' forward, which gave taps of the last `tapped` positions."""
-        real = runtime.attended
+        real = runtime.rows.attended
         if real is None:
             real = torch.ones(batch_size, runtime.length, dtype=torch.bool)
         real = real.clone()
         real[:, -1] = True  # also of a prompt padded at the right: the first token was chosen there
         positions, roots = (real.long().cumsum(1) - 1).clamp(min=0), real.sum(dim=1).tolist()
-        own = runtime.next_positions or roots
+        own = runtime.rows.next_positions or roots
         ahead = [position - root for position, root in zip(own, roots, strict=True)]
         return cls(positions[:, -tapped:], real[:, -tapped:], roots, ahead)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from .growing_cache import give_room_back, make_room
 from .static_cache import StaticSlots
-from .target_limits import cache_layers, recurrent_layers
+from .target_limits import cache_layers, layer_class, recurrent_layers
 
 
 class CacheSlots:
@@ -59,6 +59,11 @@ class CacheSlots:
     def hold_more_than_the_text(self) -> bool:
         """Whether some layers are longer than others, so that nobody can tell which slots are the text's."""
         return any(int(layer.get_seq_length()) != self.length for layer in self.layers_with_keys)
+
+    def hold(self, count: int) -> bool:
+        """Whether no plain layer has lost any of the first `count` slots."""
+        plain = (layer for layer in self.layers_with_keys if layer_class(layer) is DynamicLayer)
+        return all(layer.get_seq_length() >= count for layer in plain)
 
     def keep_past(self) -> None:
         """From here on windows and convolutions keep what they would drop, until `forget_past`."""

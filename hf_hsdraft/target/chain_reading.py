@@ -69,14 +69,16 @@ def catch_up(call: TargetCall, input_ids: torch.Tensor) -> None:
 
 def _read_on(call: TargetCall, input_ids: torch.Tensor, size: int) -> Any:
     """Reads the last `size` tokens of each text `[B, length]` after what is cached."""
-    total, decoder = call.slots.length + size, call.target.config.is_encoder_decoder
+    end, decoder = call.rows.kept[0] - call.unread + size, call.target.config.is_encoder_decoder
+    # What follows the text goes on from where the caller left it, as in plain decoding: it may not begin with the text.
+    ends = {name: end + further for name, further in call.further.items()}
     kwargs = dict(call.kwargs)
     for name in (call.names.positions, *TOKEN_TYPES):  # may have several axes, and reach further
         if kwargs.get(name) is not None:
-            kwargs[name] = kwargs[name][..., :total]
-    kwargs = _prepare_attention_mask(kwargs, total, decoder)
-    kwargs = _prepare_token_type_ids(kwargs, total)
-    kwargs = _prepare_position_ids(kwargs, total, decoder)
+            kwargs[name] = kwargs[name][..., : ends[name]]
+    kwargs = _prepare_attention_mask(kwargs, ends.get(call.names.mask, end), decoder)
+    kwargs = _prepare_token_type_ids(kwargs, ends.get("token_type_ids", end))
+    kwargs = _prepare_position_ids(kwargs, ends.get(call.names.positions, end), decoder)
     inputs = call.inputs(input_ids, size, kwargs.get(call.names.mask), kwargs=kwargs)
     outputs = call.forward(inputs, size)
     if given_cache(inputs) is None:  # a model that computes its cache anew where its frequencies change

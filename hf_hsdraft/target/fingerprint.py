@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 
-
 _PACKAGE = __name__.partition(".")[0]
 
 

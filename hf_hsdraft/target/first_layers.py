@@ -23,6 +23,7 @@ from ..trees.draft_tree import DraftTree
 from ..trees.drafted_levels import DraftedLevels
 from ..trees.tree_masks import AttentionKind, TreeBatch
 from .cache_marks import Mark, mark, roll_back
+from .fingerprint import fingerprint
 from .layer_split import LayerSplit
 from .misreading import same_but_rounding
 from .read_ahead import KeysValues, Path, ReadAhead, columns_of, gathered, node_paths
@@ -60,7 +61,7 @@ class FirstLayers:
         self._parents: list[torch.Tensor] = []
         self._depths: torch.Tensor | None = None  # `[B]`, in a draft: nodes of this depth and deeper ones are idle
         self._read: ReadAhead | None = None
-        self.reused = self.verified = 0
+        self.reused, self.verified, self._made_of = 0, 0, fingerprint(call.target)
 
     @property
     def reused_share(self) -> float:
@@ -162,7 +163,7 @@ class FirstLayers:
         """What it may depend on whether layers can be taken apart."""
         target, rows = self._call.target, self._call.rows
         call = len(rows.kept) > 1, rows.attended is not None
-        return self.count, target.dtype, target.device, text_config(target)._attn_implementation, *call
+        return self._made_of, self.count, target.device, text_config(target)._attn_implementation, *call
 
     def _without_idle(self, batch: TreeBatch) -> TreeBatch:
         """The same nodes, with those that no row wants where ended texts are read; see `DraftTree.idle`."""

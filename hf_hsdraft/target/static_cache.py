@@ -14,6 +14,7 @@ from transformers.cache_utils import DummyLayer, StaticCache, StaticLayer
 
 from ..common.cache_name import CACHE, given_cache
 from ..common.refusals import DraftingRefused
+from .text_rows import slots_of_prompts
 
 
 def why_not_static(cache: StaticCache) -> str:
@@ -75,9 +76,9 @@ def with_draft_room(
     cache = given_cache(model_kwargs)
     if not isinstance(cache, StaticCache) or why_not_static(cache):
         return model_kwargs
-    embeds = model_kwargs.get("inputs_embeds")
-    uncounted = 0 if embeds is None or embeds.shape[1] == input_ids.shape[1] else embeds.shape[1]
-    needed = generation_config.max_length - 1 + uncounted + columns
+    cached, new_tokens = int(cache.get_seq_length()), generation_config.max_length - input_ids.shape[1]
+    prompts = slots_of_prompts(target, input_ids, generation_config, model_kwargs, cached)
+    needed = prompts + new_tokens - 1 + columns
     if cache.get_max_length() >= needed:
         return model_kwargs
     if getattr(cache, "_is_user_defined", False):

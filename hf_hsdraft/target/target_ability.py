@@ -85,7 +85,7 @@ def known_ability(
         ragged: the rows may be at different lengths, where only trees can be read.
     """
     unknown = [type(layer).__name__ for layer in cache_layers(runtime.cache) if not _is_known(layer)]
-    if unknown and runtime.attended is not None:
+    if unknown and runtime.rows.attended is not None:
         return Ability(False, False, f"its cache ({unknown[0]}) is not known to keep padding and drafts apart")
     target, length, kind = runtime.target, runtime.length + 1, kind_of_call(runtime)
     refusal = refused.get(target, {}).get(_kind_of_refusal(kind, runtime, chains, ragged))
@@ -149,7 +149,7 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     attention = text_config(target)._attn_implementation
     cast = torch.is_autocast_enabled(target.device.type)
     rows = runtime.num_texts > 1
-    call = target.device, target.training, cast, layers, rows, runtime.attended is not None
+    call = target.device, target.training, cast, layers, rows, runtime.rows.attended is not None
     return fingerprint(target), attention, *call
 
 

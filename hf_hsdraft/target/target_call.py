@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..common.refusals import DraftingRefused
 from ..common.tensors import on_device
 from .cache_marks import Mark
 from .cache_slots import CacheSlots
-from .target_limits import check_cache
+from .target_limits import check_cache, check_mask
 from .text_rows import TextRows
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -51,6 +51,9 @@ class TargetCall:
         unread: number of accepted tokens that recurrent layers have to read again; see `chain_reading`.
         marked: where the cache stood before the chains read last, where layers are recurrent.
         entered: where it stood before the round.
+        drops: whether a forward has lost slots of the cache, by a hook for instance: then no draft can be taken back.
+        further: by how many columns each input that follows the text is longer than what the cache held when the
+            prompts had been read; less than 0 where the caller gave those of the new tokens alone.
     """
 
     target: Any
@@ -64,6 +67,8 @@ class TargetCall:
     unread: int = 0
     marked: Mark | None = None
     entered: Mark | None = None
+    drops: bool = False
+    further: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def after_prompts(
@@ -83,10 +88,13 @@ class TargetCall:
                 "which cannot be told from what was rejected."
             )
         mask, positions, length = kwargs.get(names.mask), kwargs.get(names.positions), slots.length
-        attended = None if mask is None else mask[:, -length:].bool().to(target.device)
+        check_mask(target, mask, length)
+        attended = None if mask is None else mask[:, :length].bool().to(target.device)
         last = None if positions is None else positions[..., -1].to(target.device)
         rows = TextRows([length] * num_texts, length, attended, last)
-        return cls(target, names, kwargs, slots, rows, acceleration_of(target), forwards=1)
+        given = {name: kwargs.get(name) for name in (names.mask, names.positions, *TOKEN_TYPES)}
+        further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
+        return cls(target, names, kwargs, slots, rows, acceleration_of(target), forwards=1, further=further)
 
     def apart(self) -> TargetCall:
         """The same for trials: they read into the same cache, which a mark puts back, and change nothing else here."""
@@ -140,9 +148,20 @@ class TargetCall:
             model: runs instead of the target, of whose layers it is made.
         """
         self.forwards += 1
+        own = model is None and any(value is self.slots.cache for value in inputs.values())
+        length = self.slots.length + size
         outputs = self.acceleration.forward(inputs, comes_again=size in (1, self.fixed), model=model)
         self.slots.count(size)
+        if own and not self.drops and not self.slots.hold(length):
+            self._drop(size)
         return outputs
+
+    def _drop(self, size: int) -> None:
+        """Notes that slots were lost; raises a DraftingRefused if plain decoding would not have lost them there."""
+        self.drops = True
+        in_a_round = self.entered is not None  # and not in a trial
+        if size > 1 or len(self.rows.kept) > 1 or not in_a_round:
+            raise dropped(self.target)
 
     def go_on(self, outputs: Any, new_tokens: int) -> None:
         """Prepares `kwargs` for the forward after this one."""
@@ -150,3 +169,11 @@ class TargetCall:
         self.kwargs = self.target._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=decoder, num_new_tokens=new_tokens
         )
+
+
+def dropped(target: Any) -> DraftingRefused:
+    """The refusal where a forward loses slots of the cache."""
+    return DraftingRefused(
+        f"{type(target).__name__} cannot be drafted for: its cache loses tokens while it is read, which could not be "
+        "brought back after a rejection."
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers.cache_utils import (
+    Cache,
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
@@ -63,11 +64,16 @@ def why_refused(target: Any, cache: Any) -> str:
     if not isinstance(cache, DynamicCache | EncoderDecoderCache):
         what = "there is no cache" if cache is None else f"its cache is a {type(cache).__name__}"
         return f"{what}; only a DynamicCache or a StaticCache can give back rejected tokens"
-    holder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    holder = text_cache(cache)
     if not cache.is_croppable and type(holder) is not DynamicCache:
         return f"its cache, a {type(cache).__name__}, cannot be put back to the last accepted token"
     if cache_layers(cache) and not any(isinstance(layer, CacheLayerMixin) for layer in cache_layers(cache)):
         return "its cache has linear-attention layers only, and does not tell how many tokens it holds"
+    if not _crops_what_it_keeps(holder):
+        return (
+            f"its cache, a {type(holder).__name__}, has its own update and no crop beside it: what it drops for a "
+            "draft could not be brought back (if it drops nothing, let the class define crop too)"
+        )
     unable = sorted({type(layer).__name__ for layer in cache_layers(cache) if not _crops_what_it_keeps(layer)})
     if unable:
         return f"its cache layers ({', '.join(unable)}) cannot be put back to the last accepted token"
@@ -79,6 +85,19 @@ def check_cache(target: Any, cache: Any) -> None:
     reason = why_refused(target, cache)
     if reason:
         raise DraftingRefused(f"{type(target).__name__} cannot be drafted for: {reason}.")
+
+
+def check_mask(target: Any, mask: Any, slots: int) -> None:
+    """Raises a DraftingRefused if the caller's mask `[B, n]` says nothing of some cache slot, or hides later ones.
+
+    Column i belongs to slot i. A mask that reaches beyond the prompts is about the tokens to come.
+    """
+    if mask is None or (mask.shape[1] >= slots and bool(mask[:, slots:].all())):
+        return
+    raise DraftingRefused(
+        f"{type(target).__name__} cannot be drafted for: its attention mask has {mask.shape[1]} columns, and the cache "
+        f"holds {slots} slots with the prompts; expected one column for each slot, and none that hides tokens to come."
+    )
 
 
 def check_inputs(target: Any) -> None:
@@ -117,6 +136,9 @@ def why_no_trees(target: Any, cache: Any) -> str:
     kinds = sorted({layer_class(layer).__name__ for layer in layers} - _TREE_LAYERS)
     if kinds:
         return f"the branches of a tree cannot be told apart in its cache layers ({', '.join(kinds)})"
+    holder = type(text_cache(cache))
+    if holder.update is not Cache.update:
+        return f"the branches of a tree cannot be told apart in its cache, a {holder.__name__} with its own update"
     config = text_config(target)
     if getattr(config, "alibi", False):
         return "its attention is biased by the distance of cache slots, which a tree's nodes do not keep"
@@ -127,9 +149,14 @@ def why_no_trees(target: Any, cache: Any) -> str:
     return ""
 
 
+def text_cache(cache: Any) -> Any:
+    """The part of a cache that holds the decoded text."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
 def cache_layers(cache: Any) -> list[Any]:
     """The layers of the cache that hold the decoded text."""
-    return (cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache).layers
+    return text_cache(cache).layers
 
 
 def layer_class(layer: Any) -> type:
@@ -142,14 +169,15 @@ def recurrent_layers(cache: Any) -> list[Any]:
     return [layer for layer in cache_layers(cache) if not layer.is_croppable and type(layer) is not StaticLayer]
 
 
-def _crops_what_it_keeps(layer: Any) -> bool:
-    """Whether the `crop` of a layer was written for what its `update` keeps.
+def _crops_what_it_keeps(cache: Any) -> bool:
+    """Whether the `crop` of a cache or of one of its layers was written for what its `update` keeps.
 
-    A class that replaces `update` and inherits `crop` keeps more than `crop` knows of, whatever `is_croppable` says.
+    A class that replaces `update` and inherits `crop` keeps more than `crop` knows of, or less, whatever `is_croppable`
+    says. So does an object whose `update` was replaced.
     """
-    order = layer_class(layer).__mro__
+    order = [vars(cache), *map(vars, layer_class(cache).__mro__)]
     crop, update = (
-        next((place for place, base in enumerate(order) if name in vars(base)), None) for name in ("crop", "update")
+        next((place for place, names in enumerate(order) if name in names), None) for name in ("crop", "update")
     )
     return crop is None or update is None or crop <= update
 

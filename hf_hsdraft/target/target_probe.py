@@ -257,7 +257,7 @@ def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
     rows = list(range(runtime.num_rows))
     if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
         return runtime, rows
-    lengths = runtime.texts_read
+    lengths = runtime.rows.lengths
     first, *_, last = sorted(rows, key=lambda row: lengths[row])
     return runtime.apart_of([first, last]), [first, last]
 

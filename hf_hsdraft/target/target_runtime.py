@@ -15,6 +15,7 @@ import torch
 
 from ..acceleration.accelerator import Acceleration
 from ..common.cache_name import given_cache
+from ..common.refusals import DraftingRefused
 from ..common.tensors import on_device
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind
@@ -23,9 +24,10 @@ from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
 from .first_layers import FirstLayers
 from .last_state import LastState
-from .target_call import Names, TargetCall
+from .target_call import Names, TargetCall, dropped
 from .target_limits import check_cache, text_config
 from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
+from .text_rows import TextRows, slots_of_prompts
 from .tree_reading import commit_trees, kinds_of_attention, read_beside, read_trees, tokens_kept
 
 
@@ -78,6 +80,8 @@ class TargetRuntime:
             outputs = self._outputs = self.target._prefill(input_ids, generation_config, self._kwargs)
             self._call = TargetCall.after_prompts(self.target, self._names, self._kwargs, outputs, self.num_texts)
             read = self._output()
+        expected = slots_of_prompts(self.target, input_ids, generation_config, self._kwargs, self.cached_before)
+        self._call.drops = not self._call.slots.hold(expected)
         self._call.slots.keep_past()  # not before: a window's layer would keep the whole prompt
         self._call.go_on(outputs, 1)
         return read
@@ -151,7 +155,7 @@ class TargetRuntime:
             paths: `None` for rows that have ended, of which nothing is kept. Where the rows are `in_step`, all paths
                 are equally long.
         """
-        if self.trees:
+        if self.trees and not self._call.drops:  # otherwise the roots alone were read, and slots are no longer places
             commit_trees(self._call, paths, self._columns)
         else:
             commit_chains(self._call, max(map(tokens_kept, paths)), self._outputs, self._columns)
@@ -301,28 +305,23 @@ class TargetRuntime:
         return tuple(sorted(name for name, value in self._call.kwargs.items() if value is not None))
 
     @property
+    def rows(self) -> TextRows:
+        """Where the texts stand in the cache."""
+        return self._call.rows
+
+    @property
     def num_rows(self) -> int:
         return len(self._call.rows.kept)
-
-    @property
-    def attended(self) -> torch.Tensor | None:
-        """`[B, slots of the prompt]`, bool, which of them are no padding; `None` if there is none."""
-        return self._call.rows.attended
-
-    @property
-    def next_positions(self) -> list[int] | None:
-        """See `TextRows.next_positions`."""
-        return self._call.rows.next_positions
-
-    @property
-    def texts_read(self) -> list[int]:
-        """See `TextRows.lengths`."""
-        return self._call.rows.lengths
 
     @property
     def recurrent(self) -> bool:
         """Whether layers of the target keep a state that cannot drop tokens."""
         return self._call.slots.recurrent
+
+    @property
+    def refusal(self) -> DraftingRefused | None:
+        """Why nothing can be drafted, as the forwards so far show: they have lost slots of the cache."""
+        return dropped(self.target) if self._call.drops else None
 
     @property
     def in_step(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -55,3 +56,24 @@ class TextRows:
         if positions is not None and positions.shape[-1] == before:
             positions = positions[..., on_device(places, positions.device)]
         return TextRows([self.kept[place] for place in places], self.prompt_slots, attended, positions)
+
+
+def slots_of_prompts(
+    target: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cached: int
+) -> int:
+    """Number of slots that are filled once `generate()` has read the prompts.
+
+    It takes them for the whole texts where they are as long as the mask, or embeddings: then it leaves out what the
+    cache holds. Otherwise they are what the cache does not hold yet.
+
+    Args:
+        input_ids: `[B, length]`.
+        cached: number of slots that are filled before.
+    """
+    decoder = target.config.is_encoder_decoder
+    embeds = None if decoder else model_kwargs.get("inputs_embeds")
+    mask = model_kwargs.get("decoder_attention_mask" if decoder else "attention_mask")
+    known = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    length = (input_ids if embeds is None else embeds).shape[1]
+    whole = embeds is not None or known == length
+    return cached + len(range(length)[cached - length if whole else 0 :])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...target.fingerprint import fingerprint
 from ...target.misreading import same_but_rounding
 from ...target.target_limits import text_config
 from ...trees.tree_masks import AttentionKind
@@ -33,9 +34,11 @@ class LMAbility:
 
 
 def ability_of(model: Any) -> LMAbility:
-    """Returns what a model can do. It is tried once for a dtype, a device and an implementation of attention."""
+    """Returns what a model can do. It is tried once for a `fingerprint`, a device and an implementation of attention."""
     known = _known.setdefault(model, {})
-    key = (model.dtype, model.device, text_config(model)._attn_implementation) if hasattr(model, "config") else ()
+    key = (
+        (fingerprint(model), model.device, text_config(model)._attn_implementation) if hasattr(model, "config") else ()
+    )
     if key not in known:
         known[key] = _found(model)
     return known[key]
