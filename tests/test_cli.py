@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_hsdraft import cli, commands
@@ -85,3 +86,16 @@ def test_an_old_transformers_is_named_before_anything_else(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1 and "transformers 5.1 is installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "said"), [("cuda:99", "cuda:99 is not here"), ("gpu", "'gpu' is no device")])
+def test_a_device_that_is_not_here_is_told_before_anything_is_loaded(device, said):
+    takers = [
+        name
+        for name, command in get_command(cli.app).commands.items()
+        if any("--device" in parameter.opts for parameter in command.params)
+    ]
+    assert {"demo", "train", "serve", "verify-server"} <= set(takers)
+    for name in takers:
+        outcome = CliRunner().invoke(cli.app, [name, "--device", device])
+        assert outcome.exit_code == 2 and said in outcome.output, name

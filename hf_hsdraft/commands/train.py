@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import Dtype, Injector, TargetOption, console
+from ._shared import Dtype, Injector, TargetOption, checked_device, console
 
 app = typer.Typer()
 
@@ -142,7 +142,11 @@ def train(
         Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
     ] = Dtype.float32,
     device: Annotated[
-        str | None, typer.Option(help="Default: this process's GPU, or the CPU; auto spreads the target over all.")
+        str | None,
+        typer.Option(
+            help="Default: this process's GPU, or the CPU; auto spreads the target over all.",
+            callback=lambda device: device if device in (None, "auto") else checked_device(device),
+        ),
     ] = None,
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
