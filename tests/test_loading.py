@@ -101,6 +101,11 @@ def test_another_target_is_refused_before_any_forward(target, drafter, prompt, o
     assert generate(target, drafter, prompt).tolist() == plain.tolist()
 
 
+def test_a_drafter_without_weights_is_refused(target, prompt):
+    with pytest.raises(ValueError, match="the drafter is on the meta device, where weights have no values"):
+        generate(target, make_drafter(target).to("meta"), prompt)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
