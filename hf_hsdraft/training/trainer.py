@@ -240,7 +240,11 @@ class DrafterTrainer(Trainer):
             metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
             # All processes decide by the same numbers which checkpoint is the best, and when to stop.
             [metrics] = broadcast_object_list([metrics])
-            stage.advance(sum(self.held_out), f"step {self.state.global_step:,}, {evaluation_figures(metrics)}")
+            note = f"step {self.state.global_step:,}, {evaluation_figures(metrics)}"
+            if (measured := sum(self.held_out)) < stage.total:
+                note += f", of {stage.total:,} as many as the time budget has room for"
+            stage.total = measured
+            stage.advance(measured, note)
         self.calibration = calibration
         self._figures[self.state.global_step] = (dict(metrics), calibration)
         self.log(metrics)
