@@ -16,7 +16,8 @@ from hf_hsdraft.training.progress import Reporter, Stage, TrainingProgress, span
 class Clock:
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        for name in ("monotonic", "perf_counter"):
+            monkeypatch.setattr(progress.time, name, lambda: self.now)
 
 
 def test_lines_come_now_and_then_with_the_time_that_is_left(monkeypatch):

@@ -40,8 +40,9 @@ def check_call(
 
 def check_drafter(drafter: Drafter, target: Any) -> None:
     """Raises a DraftingRefused for a drafter without weights, and what its `check` raises."""
-    on_meta = isinstance(drafter, nn.Module) and any(weight.is_meta for weight in drafter.parameters())
-    if on_meta and not any(hasattr(part, "_hf_hook") for part in drafter.modules()):  # hooks bring offloaded weights
+    module: Any = drafter if isinstance(drafter, nn.Module) else nn.Identity()
+    on_meta = any(weight.is_meta for weight in module.parameters())
+    if on_meta and not any(hasattr(part, "_hf_hook") for part in module.modules()):  # hooks bring offloaded weights
         raise DraftingRefused(
             "the drafter is on the meta device, where weights have no values: load it by "
             "AutoDrafter.from_pretrained(name), not inside torch.device('meta')"

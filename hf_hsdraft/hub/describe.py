@@ -133,7 +133,9 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
         "figures": _measured(figures["benchmarks"]) or {"speed": GAP},
     }
     if figures["training"] is not None:
-        last = next((entry for entry in reversed(figures["training"]["history"]) if "eval_tau" in entry), {})
+        last: dict[str, Any] = next(
+            (entry for entry in reversed(figures["training"]["history"]) if "eval_tau" in entry), {}
+        )
         found["figures"]["tau on held-out conversations"] = shown_figure(last, "eval_tau", ".2f")
     return found
 

@@ -109,7 +109,7 @@ class Stage:
         self.advanced = False
         self.show: Callable[[], None] = lambda: None
         self.further, self.also = 0.0, ""
-        self._begin = self._since = time.monotonic()
+        self._begin = self._since = time.perf_counter()
         self._first, self._worked, self._step = done, 0.0, 0.0
 
     @property
@@ -120,12 +120,12 @@ class Stage:
     def start(self, total: float, done: float = 0) -> None:
         """Tells how much there is to do, of a stage that was opened before this was known."""
         self.total, self.done, self._first = total, done, done
-        self._begin = self._since = time.monotonic()
+        self._begin = self._since = time.perf_counter()
         self.show()
 
     def advance(self, done: float, note: str | None = None) -> None:
         """Tells how much is done, and what else there is to say; `None` leaves that as it is."""
-        now = time.monotonic()
+        now = time.perf_counter()
         self._worked, self._since, self._step = self._worked + now - self._since, now, done - self.done
         self.done, self.advanced = done, True
         self.note = self.note if note is None else note
@@ -144,7 +144,7 @@ class Stage:
         if self.total is None or gained <= 0:
             return None
         pace, left = self._worked / gained, max(self.total - self.done, 0.0)
-        passed = time.monotonic() - self._since
+        passed = time.perf_counter() - self._since
         return max(pace * left - passed, pace * (left - self._step), 0.0) + self.further
 
     def line(self, ended: bool = False) -> str:
@@ -153,7 +153,7 @@ class Stage:
         text = f"{self.name}: {_amount(self.done)}{of} {self.unit}" + (f", {self.note}" if self.note else "")
         left = self.seconds_left()
         if ended:
-            return f"{text}; took {span(time.monotonic() - self._begin)}"
+            return f"{text}; took {span(time.perf_counter() - self._begin)}"
         return text if left is None else f"{text}; about {span(left)}{self.also and f' and {self.also}'} left"
 
 
