@@ -37,6 +37,7 @@ from .by_name import follow, load_for
 from .common.refusals import DraftingRefused
 from .drafters.draft_options import DraftOptions
 from .drafters.protocol import Drafter
+from .engine.call_checks import check_drafter, told_of_class
 from .engine.call_output import DraftStatistics
 from .engine.decoding import speculative_decoding
 from .target.capture_hooks import no_hooks_left
@@ -44,6 +45,10 @@ from .target.capture_hooks import no_hooks_left
 logger = logging.get_logger(__name__)
 
 _CUSTOM = "custom_generate is given"
+_BATCHING = (
+    "continuous batching (generate_batch, init_continuous_batching, `transformers serve --continuous-batching`) "
+    "decodes by itself and never drafts"
+)
 
 
 @dataclass
@@ -204,8 +209,8 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any
     """Lets all calls of `model.generate()` draft from now on; their text stays the same.
 
     A call is decoded without the drafter, as if nothing were attached, where it asks for beams, another assistant,
-    prompt lookup or `custom_generate`, and where drafting is refused, for instance because of its cache. The reason is
-    logged once and counted in `Attachment.statistics`.
+    prompt lookup or `custom_generate`, and where drafting is refused, for instance because of its cache. So is
+    continuous batching. The reason is logged once and counted in `Attachment.statistics`.
 
     Args:
         model: a model of transformers with `generate()`, also inside a PEFT model, `torch.compile` or a data-parallel
@@ -230,14 +235,18 @@ def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any
         drafter = load_for(target, drafter, **loading)
     elif loading:
         raise TypeError(f"attach() takes {', '.join(sorted(loading))} only with the name of a drafter")
+    if isinstance(drafter, type):
+        raise TypeError(told_of_class(drafter))
     if not isinstance(drafter, Drafter):
         raise TypeError(
             f"{type(drafter).__name__} is no drafter: expected one of hf_hsdraft, or its Hub name or folder"
         )
-    drafter.check(target)
+    check_drafter(drafter, target)
     DraftOptions.of(drafter)
     attachment = Attachment(target, drafter, owned=named)
     _attachments[target] = attachment
+    if getattr(target, "_cached_continuous_batching_manager", None) is not None:
+        attachment.step_aside(_BATCHING)
     return attachment
 
 
@@ -260,6 +269,7 @@ def allow_attachments() -> None:
         ("_validate_generation_mode", _reason_of_mode),
         ("_extract_generation_mode_kwargs", _reason_of_callable),
         ("load_custom_generate", lambda *_, **__: _CUSTOM),
+        ("init_continuous_batching", lambda *_, **__: _BATCHING),
     ):
         setattr(GenerationMixin, name, _counting(getattr(GenerationMixin, name), reason))
 

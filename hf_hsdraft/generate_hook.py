@@ -12,6 +12,7 @@ from transformers.generation.logits_process import SuppressTokensAtBeginLogitsPr
 from transformers.generation.utils import GenerationMixin
 
 from .drafters.protocol import Drafter
+from .engine.call_checks import check_drafter, told_of_class
 from .engine.decoding import speculative_decoding
 from .target.capture_hooks import no_hooks_left
 from .target.target_limits import check_inputs
@@ -125,14 +126,11 @@ def _hooked_validation(original: Any) -> Any:
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> Any:
         assistant = generation_mode_kwargs.get("assistant_model")
-        if isinstance(assistant, type) and issubclass(assistant, Drafter):
-            raise ValueError(
-                f"assistant_model={assistant.__name__} is a class: expected a drafter, which {assistant.__name__}() or "
-                f"{assistant.__name__}.from_pretrained(...) makes"
-            )
+        if isinstance(assistant, type):
+            raise ValueError(f"assistant_model={told_of_class(assistant)}")
         drafter = _drafter_of(assistant)
         if drafter is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
-            drafter.check(self)
+            check_drafter(drafter, self)
             check_inputs(self)  # before a streamer gets the prompt
             # Several sequences, stateful caches and other encoders are no matter of the mode but of the runtime.
             generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH

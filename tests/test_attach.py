@@ -29,8 +29,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 
-from hf_hsdraft import Attachment, CachebackDrafter, HSDrafter, attach, attached, detach
+from hf_hsdraft import Attachment, AutoDrafter, CachebackDrafter, HSDrafter, attach, attached, detach
 from hf_hsdraft.common.cache_name import CACHE, given_cache
+from hf_hsdraft.common.refusals import DraftingRefused
 from hf_hsdraft.engine.call_output import HSDraftGenerateOutput
 
 NEW = 24
@@ -389,6 +390,25 @@ def test_a_target_that_fails_in_the_middle_of_a_call_is_not_asked_again(target, 
     assert attachment.statistics.stepped_aside == {} and "end" not in streamer.got
 
 
+def test_continuous_batching_says_that_it_never_drafts(target, drafter, batch, caplog):
+    """Its texts are plain decoding's; a server that runs already is told by `attach`, and other models hear nothing."""
+    texts = [row[row_mask.bool()].tolist() for row, row_mask in zip(*batch.values(), strict=True)]
+    plain = [target.generate(torch.tensor([text]), **GREEDY)[0, len(text) :].tolist() for text in texts]
+    config = GenerationConfig(**GREEDY, eos_token_id=-1)
+    make_target(seed=2).init_continuous_batching(config)
+    said = lambda: [each for each in caplog.messages if "continuous batching" in each and "never drafts" in each]  # noqa: E731
+    attachment = attach(target, drafter)
+    assert not said()
+    for calls in (1, 2):
+        found = target.generate_batch(texts, config, persistent_manager=True)
+        assert sorted(each.generated_tokens for each in found.values()) == sorted(plain)
+        assert list(attachment.statistics.stepped_aside.values()) == [calls] and attachment.statistics.calls == 0
+    assert len(said()) == 1
+    assert len(attach(target, drafter).statistics.stepped_aside) == 1 and len(said()) == 2
+    target.destroy_cached_continuous_batching_manager()
+    assert not attach(target, drafter).statistics.stepped_aside
+
+
 def test_an_option_of_the_drafter_that_is_wrong_is_an_error(target, drafter, prompt):
     attach(target, drafter)
     drafter.generation_config.tree_size = -1
@@ -401,6 +421,12 @@ def test_what_can_never_draft_is_not_attached(target, drafter, tmp_path):
         attach(torch.nn.Linear(2, 2), drafter)
     with pytest.raises(TypeError, match="LlamaForCausalLM is no drafter"):
         attach(target, make_target(seed=2))
+    with pytest.raises(TypeError, match=r"HSDrafter is a class: expected a drafter, which HSDrafter\(\) or"):
+        attach(target, HSDrafter)
+    with pytest.raises(TypeError, match=r"AutoDrafter is a class: expected a drafter, which AutoDrafter\.from_pretrai"):
+        attach(target, AutoDrafter)
+    with pytest.raises(DraftingRefused, match="the drafter is on the meta device"):
+        attach(target, make_drafter(target).to("meta"))
     with pytest.raises(ValueError, match="vocab_size=50, the drafter expects 97"):
         attach(make_target(vocab_size=50), drafter)
     with pytest.raises(OSError, match="no such drafter folder"):

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
+from hf_hsdraft.hub.describe import describe
 from hf_hsdraft.hub.measured import enter_benchmarks
 from hf_hsdraft.repository.model_card import write_card
 
@@ -159,6 +160,31 @@ def test_reports_are_kept_beside_those_of_other_commands(folder):
     assert "| tree (16 nodes, 4 deep) | 2.50 |" in text and "| all prompts | 1.75 | 2.00 |" in text
     assert "Speed: not measured" not in text and "chains: not measured" not in text
     assert len(enter_benchmarks(folder, [other])) == 1
+
+
+def test_info_tells_reports_of_one_variant_apart(folder):
+    weights = HSDrafter.from_pretrained(folder).config.weights_digest
+    sampled = {"do_sample": True, "temperature": 1.0, "seed": 0}
+    reports = []
+    for number, changes in enumerate([{}, {**sampled, "top_k": 0}, {**sampled, "top_k": 50}, {"processor": "another"}]):
+        path = report(folder, weights, summary={"plain": ROW, "tree": {**ROW, "tau": number + 1}})
+        document = json.loads(path.read_text())
+        document["settings"] |= {**changes, "command": f"hsdraft bench {number}"}
+        reports.append(path.rename(path.with_name(f"{number}.json")))
+        reports[-1].write_text(json.dumps(document))
+    enter_benchmarks(folder, reports)
+    figures = json.loads((folder / "figures.json").read_text())
+    history = [{"eval_tau": 3.0685714285714285, "step": 1}]
+    (folder / "figures.json").write_text(json.dumps({**figures, "training": {"history": history, "calibration": None}}))
+    machine = "speed-up 1.25 (2 cores of a machine, threads: 2)"
+    end = "4 prompts of questions.jsonl"
+    assert describe(str(folder))["figures"] == {
+        f"tree, float32, 64 tokens, greedy, {end}": f"tau 1.00, {machine}",
+        f"tree, float32, 64 tokens, temperature 1.0, top-k 0, seed 0, {end}": f"tau 2.00, {machine}",
+        f"tree, float32, 64 tokens, temperature 1.0, top-k 50, seed 0, {end}": f"tau 3.00, {machine}",
+        f"tree, float32, 64 tokens, greedy, {end} (2)": "tau 4.00, speed-up 1.25 (another, threads: 2)",
+        "tau on held-out conversations": "3.07",
+    }
 
 
 def test_figures_of_other_weights_are_refused_and_not_carried_along(folder, target, tmp_path_factory):

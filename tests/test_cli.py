@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_hsdraft import cli, commands
@@ -74,17 +75,33 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
         (["--kinds", "code", "--prompts", "chats.jsonl"], "--kinds is for invented prompts"),
         (["--objective", "ctc"], "ctc"),
         (["--prompts", "chats.jsonl"], "chats.jsonl holds no prompts"),
+        (["--num-prompts", "24"], "24 conversations and prompts are too few: 48 of them are held out"),
+        (["--prompts", "few.jsonl"], "3 conversations and prompts are too few: 48 of them"),
+        (["--dataset", "user/chats", "--num-prompts", "24"], "24 conversations and prompts are too few"),
         (["--init-from", "./nothere"], "no such drafter folder: "),
         (["--answers-from", "http://localhost:1", "--invented-turns", "1"], "a server cannot invent turns"),
     ],
 )
 def test_training_options_are_checked_before_a_target_is_loaded(tmp_path, options, said):
     (tmp_path / "chats.jsonl").touch()
-    options = [str(tmp_path / part) if part == "chats.jsonl" else part for part in options]
+    (tmp_path / "few.jsonl").write_text('{"turns": ["w1"]}\n' * 3)
+    options = [str(tmp_path / part) if part.endswith(".jsonl") else part for part in options]
     arguments = ["train", "--target", str(tmp_path / "missing"), "--out", str(tmp_path / "out"), *options]
     outcome = CliRunner().invoke(cli.app, arguments)
     assert outcome.exit_code != 0 and said in f"{outcome.output}{outcome.exception}"
     assert not (tmp_path / "out").exists()
+
+
+def test_two_runs_in_one_folder_are_refused_before_a_target_is_loaded(tmp_path):
+    from hf_hsdraft.training.checks import only_run
+
+    (tmp_path / "chats.jsonl").write_text('{"turns": ["w1"]}\n' * 60)
+    arguments = ["train", "--target", "./missing", "--out", str(tmp_path), "--prompts", str(tmp_path / "chats.jsonl")]
+    for _ in range(2):
+        with only_run(tmp_path):
+            outcome = CliRunner().invoke(cli.app, arguments)
+            assert f"another run is at work in {tmp_path}: wait until it ends" in str(outcome.exception)
+        assert "there is no folder" in str(CliRunner().invoke(cli.app, arguments).exception)  # it goes on to load
 
 
 def test_an_old_transformers_is_named_before_anything_else(monkeypatch, capsys):
@@ -109,3 +126,16 @@ def test_the_tested_range_is_that_of_the_package_and_of_ci():
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert f"transformers=={TESTED[0]}.{TESTED[1]}." in constraints
     assert f"transformers=={NEEDED[0]}.{NEEDED[1]}." in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("device", "said"), [("cuda:99", "cuda:99 is not here"), ("gpu", "'gpu' is no device")])
+def test_a_device_that_is_not_here_is_told_before_anything_is_loaded(device, said):
+    takers = [
+        name
+        for name, command in get_command(cli.app).commands.items()
+        if any("--device" in parameter.opts for parameter in command.params)
+    ]
+    assert {"demo", "train", "serve", "verify-server"} <= set(takers)
+    for name in takers:
+        outcome = CliRunner().invoke(cli.app, [name, "--device", device])
+        assert outcome.exit_code == 2 and said in outcome.output, name

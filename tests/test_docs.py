@@ -64,6 +64,12 @@ def test_pages_name_no_commits(page):
     assert not re.search(r"\bcommit [0-9a-f]{7,}", page.read_text(encoding="utf-8"))
 
 
+def test_no_text_installs_the_package_from_an_index_that_does_not_have_it():
+    files = [*PAGES, *EXAMPLES, *(ROOT / "hf_hsdraft").rglob("*.py")]
+    named = [file for file in files if re.search(r"pip install [^`]*hf-hsdraft", file.read_text(encoding="utf-8"))]
+    assert not named
+
+
 def test_every_drafting_option_is_explained():
     table = [line for line in (ROOT / "docs" / "options.md").read_text(encoding="utf-8").splitlines() if "|" in line]
     firsts = " ".join(line.split("|")[1] for line in table)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig
+from transformers import AutoModel, LlamaForCausalLM, PreTrainedConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDraftConfig, HSDrafter, attach, register_drafter
@@ -217,6 +217,33 @@ def test_commands_for_hidden_states_say_so(cacheback):
 def test_drafters_that_cannot_be_trained_are_checked_by_decoding(cacheback, saved):
     error, said = run("check", cacheback, saved, "--max-new-tokens", "8")
     assert error is None and "same texts: 3 of 3; tau" in said
+    assert said.endswith("passed: every text is that of plain decoding")
+
+
+def test_a_check_ends_with_its_verdict(cacheback, saved, monkeypatch, tmp_path):
+    from hf_hsdraft.bench import decoding_check
+
+    monkeypatch.setattr(decoding_check, "first_divergence", lambda *_, **__: "differs at token 3")
+    error, said = run("check", cacheback, saved, "--max-new-tokens", "8")
+    assert error.code == 1 and said.endswith("FAILED: a drafted text is not that of plain decoding")
+    error, said = run("check", cacheback, saved, "--max-new-tokens", "8", "--dtype", "bfloat16")
+    assert error is None and said.endswith("check with --dtype float32")
+    (tmp_path / "none.jsonl").write_text("")
+    _, said = run("check", cacheback, "missing", "--prompts", str(tmp_path / "none.jsonl"))
+    assert "no prompts:" in said  # before anything is loaded, and no verdict about nothing
+
+
+@pytest.mark.parametrize("command", [["demo"], ["check"], ["bench"], ["plan"]], ids=lambda command: command[0])
+def test_a_prompt_beyond_the_window_is_refused_before_anything_is_decoded(
+    command, cacheback, saved, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("the target ran"))
+    long = " ".join(["w1"] * 300)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": [long]}))
+    prompts = [long] if command == ["demo"] else ["--prompts", str(tmp_path / "prompts.jsonl")]
+    pair = [cacheback, saved] if command == ["check"] else ["--drafter", cacheback, "--target", saved]
+    error, said = run(*command, *prompts, *pair)
+    assert "model's context window is 256: shorten it" in f"{error} {said}"
 
 
 @pytest.mark.parametrize("kind", ["cacheback", "hidden states", "language model"])

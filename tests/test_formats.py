@@ -80,6 +80,7 @@ def test_commands_decode_with_drafters_of_any_format(kind, folders):
     said = run("check", folders[kind], folders["target"], "--max-new-tokens", "8")
     wanted = "right in training right in decoding"  # all of them can be trained
     assert wanted in " ".join(said.split())
+    assert " ".join(said.split()).endswith("depths") and "passed: training and decoding agree at all" in said
     run("bench", "--variants", "default,chain,tree24x6", "--max-new-tokens", "4", "--limit", "1", *pair)
     assert "same text yes" in run("demo", "w1 w2 w3", "--max-new-tokens", "4", *pair)
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import VOCAB, make_drafter
 from typer.testing import CliRunner
 
-pytest.importorskip("lm_eval", reason="pip install 'hf-hsdraft[lm-eval]'")
+pytest.importorskip("lm_eval", reason="pip install -e '.[lm-eval]'")
 
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager

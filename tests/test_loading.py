@@ -102,6 +102,11 @@ def test_another_target_is_refused_before_any_forward(target, drafter, prompt, o
     assert generate(target, drafter, prompt).tolist() == plain.tolist()
 
 
+def test_a_drafter_without_weights_is_refused(target, prompt):
+    with pytest.raises(ValueError, match="the drafter is on the meta device, where weights have no values"):
+        generate(target, make_drafter(target).to("meta"), prompt)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
@@ -344,3 +349,31 @@ def test_an_edited_configuration_is_checked_on_loading(folder):
     (folder / "config.json").write_text(json.dumps({**config, "num_draft_steps": 0}))
     with pytest.raises(ValueError, match="num_draft_steps=0"):
         HSDrafter.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("load", ["load_tokenizer", "load_config", "load_target", "target_folder"])
+def test_a_target_that_is_nowhere_is_named_at_once(load, tmp_path, monkeypatch):
+    from hf_hsdraft.target import target_loading
+
+    arguments = () if load in ("load_tokenizer", "load_config") else (torch.float32,)
+    load = getattr(target_loading, load)
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(target_loading.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(target_loading.AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+
+    def unreachable(name, **_):
+        asked.append(name)
+        raise OSError("the Hub cannot be reached")
+
+    monkeypatch.setattr(target_loading, "snapshot_download", unreachable)
+    for name in ("./nowhere", str(tmp_path / "nowhere"), "runs/first/target"):
+        with pytest.raises(OSError, match=f"there is no folder {tmp_path / name}$"):
+            load(name, *arguments)
+    assert not asked
+    for name in ("runs/target", "nowhere"):
+        with pytest.raises(OSError, match=f"there is no folder {tmp_path / name}, and {name} cannot be fetched"):
+            load(name, *arguments)
+    assert asked == ["runs/target", "nowhere"]
+    with pytest.raises(ValueError, match="name is empty"):
+        load("  ", *arguments)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import time
 import weakref
 from dataclasses import replace
 from threading import Barrier, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, StoppingCriteriaList
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.acceleration.cpu import packed_weights as module
 from hf_hsdraft.acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
-from hf_hsdraft.bench import profile
+from hf_hsdraft.bench import demo, profile
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
 from hf_hsdraft.pace import pacing
@@ -48,6 +51,19 @@ def packings(monkeypatch):
 @pytest.fixture
 def no_least(tuned):
     tuned(packed_least_numbers=0)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_demo_says_why_it_gained_more_than_tau(packed, tokenizer, monkeypatch, no_least):
+    """Timed by a clock after which plain decoding takes a hundred times as long."""
+    target, printed = make_target(pad_token_id=0, eos_token_id=None), io.StringIO()
+    drafter = CachebackDrafter(packed_weights=packed, tree_sizing="fixed")
+    times = iter([0.0, 100.0, 200.0, 201.0])
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=times.__next__))
+    demo.run_demo(target, tokenizer, drafter, "w1 w2 w3", 24, Console(file=printed, width=200))
+    said = printed.getvalue()
+    assert ("rounds also multiply by packed weights" in said) == packed and "more than tau" in said
+    assert ("something else slowed plain decoding down" in said) != packed and "same text      yes" in said
 
 
 def own_forwards(target) -> list[str]:

@@ -625,6 +625,18 @@ def test_targets_with_scaled_logits_are_not_taught_wrongly(tokenizer, tmp_path):
         run(AutoModelForCausalLM.from_config(config).eval(), tokenizer, plan(tmp_path))
 
 
+def test_a_run_keeps_its_folder_to_itself(chatty, tokenizer, tmp_path):
+    def told(line: str) -> None:
+        if line.startswith("drafter of"):  # in the middle of it
+            with pytest.raises(RuntimeError, match="another run is at work"):
+                run(chatty, tokenizer, plan(tmp_path))
+            seen.append(line)
+
+    seen: list[str] = []
+    run(chatty, tokenizer, plan(tmp_path), report=told)
+    assert seen
+
+
 @pytest.fixture
 def saved(chatty, tokenizer, tmp_path) -> Path:
     chatty.save_pretrained(tmp_path / "target")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from hf_hsdraft.training import progress
-from hf_hsdraft.training.progress import Reporter, span
+from hf_hsdraft.training.progress import Reporter, Stage, TrainingProgress, span
 
 
 class Clock:
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        for name in ("monotonic", "perf_counter"):
+            monkeypatch.setattr(progress.time, name, lambda: self.now)
 
 
 def test_lines_come_now_and_then_with_the_time_that_is_left(monkeypatch):
@@ -42,6 +44,48 @@ def test_what_an_earlier_run_did_counts_as_done_and_not_as_pace(monkeypatch):
     with Reporter(said.append).stage("reading", "files", 10, done=10):
         pass  # there was nothing to do
     assert not said
+
+
+def test_the_time_left_counts_evaluations_that_are_to_come_and_not_as_steps(monkeypatch):
+    """Of a run that takes a second a step and 50 an evaluation, what is said is what it takes."""
+    clock, state = Clock(monkeypatch), SimpleNamespace(max_steps=40, global_step=0, eval_steps=10)
+    stage = Stage("training", "steps")
+    told = TrainingProgress(stage)
+    told.on_train_begin(None, state, None)
+    end = clock.now + 40 + 4 * 50.0
+    for step in range(1, 41):
+        clock.now += 1.0
+        state.global_step = step
+        told.on_step_end(None, state, None)
+        if step < 10:
+            assert stage.line().endswith(f"about {40 - step} s and 4 evaluations left")
+        if step > 10:
+            assert stage.seconds_left() == pytest.approx(end - clock.now)
+        if step % 10 == 0:
+            clock.now += 50.0
+            told.on_evaluate(None, state, None, {"eval_seconds": 50.0})
+            assert stage.seconds_left() == pytest.approx(end - clock.now) and not stage.also
+
+
+def test_the_time_left_falls_between_two_advances(monkeypatch):
+    clock, stage = Clock(monkeypatch), Stage("answering", "prompts", 8)
+    clock.now += 20.0
+    stage.advance(2)
+    found = []
+    for _ in range(4):
+        clock.now += 10.0
+        found.append(stage.seconds_left())
+    assert found == [50.0, 40.0, 40.0, 40.0]  # what follows the two that are late takes 40 seconds
+
+
+@pytest.mark.parametrize("budget", [None, SimpleNamespace(minutes=2.0, spent=60.0)])
+def test_training_that_ends_early_says_why(budget):
+    stage, state = Stage("training", "steps"), SimpleNamespace(max_steps=40, global_step=7, eval_steps=10)
+    told = TrainingProgress(stage, budget)
+    for event in (told.on_train_begin, told.on_step_end, told.on_train_end):
+        event(None, state, None)
+    expected = "7/40 steps, ended early" if budget is None else "the rest is for the last evaluation and saving"
+    assert expected in stage.line(ended=True)
 
 
 def test_a_stage_that_fails_does_not_say_that_it_ended(monkeypatch):

@@ -245,6 +245,13 @@ def test_clients_killed_in_the_middle_leave_nothing_behind(endless):
         ({"messages": ["Hello"]}, "object with `role` and `content`"),
         ({"temperature": -1}, "`temperature` has to be a number of at least 0"),
         ({"seed": "five"}, "`seed` has to be a whole number"),
+        ({"n": 2}, r"`n` is not supported here, found 2: expected 1, or leave it out. .* frequency_penalty, "),
+        ({"logprobs": True}, "`logprobs` is not supported here, found True: expected false"),
+        ({"top_logprobs": 2}, "`top_logprobs` is not supported"),
+        ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
+        ({"reasoning_effort": "low"}, "found 'low': leave it out"),
+        ({"presence_penalty": 0.5}, "`presence_penalty` is not supported"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "`tool_choice`"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
         ({"extra_body": {"generation_config": "{"}}, "Expecting property name"),
     ],
@@ -262,6 +269,72 @@ def test_an_error_in_the_middle_of_a_stream_is_told(endless):
         endless.streamed("w1", max_tokens=4, extra_body={"generation_config": '{"bad_words_ids": "\\"x\\n"}'})
     assert "bad_words_ids" in str(error.value.body)
     assert endless.streamed("w1", max_tokens=4)[2].completion_tokens == 4
+
+
+def test_fields_that_ask_for_nothing_are_taken(endless):
+    fields = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}, "user": "me"}
+    fields |= {"tool_choice": "none", "store": False, "stream_options": None, "modalities": ["text"]}
+    answer = endless.ask(words(1), max_tokens=8, **fields)
+    assert answer.choices[0].message.content.strip() == endless.plain(words(1), max_new_tokens=8)[0].strip()
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"n": 2}, {"best_of": 2}, {"echo": True}, {"logprobs": 0}, {"suffix": " w9"}, {"presence_penalty": 1}],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_completion_refuses_what_it_would_ignore(endless, field):
+    with pytest.raises(openai.BadRequestError, match=f"`{next(iter(field))}` is not supported here"):
+        endless.client.completions.create(model=NAME, prompt="w1 w2", max_tokens=4, temperature=0, **field)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"previous_response_id": "resp_1"}, {"text": {"format": {"type": "json_object"}}}, {"background": True},
+     {"truncation": "auto"}, {"include": ["message.output_text.logprobs"]}, {"reasoning": {"effort": "low"}}],
+    ids=lambda field: next(iter(field)),
+)  # fmt: skip
+def test_a_response_refuses_what_it_would_ignore(endless, field):
+    with pytest.raises(openai.APIStatusError, match=f"{next(iter(field))}"):
+        endless.client.responses.create(model=NAME, input="w1", max_output_tokens=4, temperature=0, **field)
+
+
+def test_every_field_of_openai_is_either_answered_or_refused_or_a_label():
+    """By the types of OpenAI's client: transformers takes each of them, and ignores what it does not read."""
+    from fastapi import HTTPException
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
+    from openai.types.completion_create_params import CompletionCreateParamsBase as Text
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
+
+    from hf_hsdraft.serving import request_fields as fields
+
+    routes = ((Chat, fields.CHAT_FIELDS), (Text, fields.TEXT_FIELDS), (Responses, fields.RESPONSE_FIELDS))
+    for known, answered in routes:
+        for name in known.__annotations__.keys() - {*answered, *fields._LABELS}:
+            with pytest.raises(HTTPException, match=f"`{name}` is not supported"):
+                fields.check_fields({name: "something", "tools": [1]}, answered)
+
+
+def test_a_bias_of_tokens_is_that_of_plain_decoding(endless):
+    ids = endless.tokenizer("w1 w2 w3", return_tensors="pt")
+    options = {"do_sample": False, "max_new_tokens": 9, "sequence_bias": {(7,): 3.0, (9,): -3.0}}
+    text = endless.tokenizer.decode(endless.reference.generate(**ids, **options)[0, 3:])
+    answer = endless.client.completions.create(
+        model=NAME, prompt="w1 w2 w3", max_tokens=9, temperature=0, logit_bias={"7": 3, "9": -3}
+    )
+    assert answer.choices[0].text.strip() == text.strip()
+    said = endless.plain(words(1), max_new_tokens=9, sequence_bias=options["sequence_bias"])[0]
+    answer = endless.ask(words(1), max_tokens=9, logit_bias={"7": 3, "9": -3})
+    assert answer.choices[0].message.content.strip() == said.strip()
+
+
+def test_a_response_is_whole_unless_a_stream_is_asked_for(endless):
+    said = endless.plain(words(1), max_new_tokens=8)[0].strip()
+    for fields in ({}, {"stream": False}):
+        answer = endless.client.responses.create(
+            model=NAME, input=words(1), max_output_tokens=8, temperature=0, **fields
+        )
+        assert answer.output_text.strip() == said and answer.usage.output_tokens == 8
 
 
 def test_an_answer_ends_at_the_context_window(endless):

@@ -17,7 +17,7 @@ from hf_hsdraft.training.drafting_log import DraftingLog, log_drafting
 
 STEPS = 3
 NEW = 8
-needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="trl is missing: pip install 'hf-hsdraft[trl]'")
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="trl is missing: pip install -e '.[trl]'")
 
 
 def policy(**overrides):

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from ..common.checks import printable
 from ..engine.call_output import DraftStatistics
+from ..serving.limits import room_left
 
 DEFINITIONS = (
     "tau: tokens emitted per target forward, bonus included (plain decoding: 1). "
@@ -30,6 +32,21 @@ def encode_prompt(tokenizer: Any, prompt: str, device: torch.device | str = "cpu
     else:
         encoding = tokenizer(prompt, return_tensors="pt")
     return {name: encoding[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def encode_prompts(target: Any, tokenizer: Any, prompts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """Returns the inputs of several users' messages, each by itself. See `encode_prompt`.
+
+    Raises:
+        ValueError: a prompt fills the target's context window.
+    """
+    encoded = [encode_prompt(tokenizer, prompt, target.device) for prompt in prompts]
+    for prompt, inputs in zip(prompts, encoded, strict=True):
+        try:
+            room_left(target, inputs["input_ids"].shape[1])
+        except ValueError as error:
+            raise ValueError(f"{printable(prompt, 60)}: {error}") from None
+    return encoded
 
 
 def encode_batch(tokenizer: Any, prompts: Sequence[str], device: torch.device | str) -> dict[str, torch.Tensor]:

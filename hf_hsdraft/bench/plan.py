@@ -19,7 +19,7 @@ from ..training.conversations import Prompt, read_prompts
 from .calls import Settings
 from .default_prompts import DEFAULT_PROMPTS
 from .machine import processor
-from .measure import encode_prompt
+from .measure import encode_prompts
 from .profile import profile
 from .report import BenchResult, write_report
 from .run import Measured, measure, spread
@@ -174,7 +174,7 @@ def run_plan(
         if plan.json_out is not None:
             write_report(result, plan.json_out)
 
-    inputs = [encode_prompt(tokenizer, text, target.device) for text in texts]
+    inputs = encode_prompts(target, tokenizer, texts)
     points = sum(map(len, plan.points.values()))
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("bench", total=len(inputs) * plan.repeats)

@@ -13,7 +13,7 @@ from ..verifiers.lossy_rule import Rule
 from ..verifiers.verdict import Verifier
 from .calls import Settings, time_call
 from .checked_tasks import Item
-from .measure import encode_prompt, end_tokens
+from .measure import encode_prompts, end_tokens
 from .run import WARM_UP_TOKENS, turn_order
 from .systems import PLAIN, System, with_options
 
@@ -159,7 +159,7 @@ def measure_quality(
     """
     known = known or {}
     answers: dict[str, list[Answer]] = {system.name: [] for system in systems}
-    inputs = [encode_prompt(tokenizer, item.prompt, target.device) for item in items]
+    inputs = encode_prompts(target, tokenizer, [item.prompt for item in items])
     for system in systems if len(known) < len(items) else ():  # for what a first call finds out
         time_call(target, inputs[0], system, replace(settings, max_new_tokens=WARM_UP_TOKENS))
     for place, item in enumerate(items):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,7 +50,26 @@ VerificationOption = Annotated[
         "fly+fly_window=2+ngram_continuation=8. Default: exact.",
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="Device to run on.")]
+
+
+def checked_device(device: str) -> str:
+    """Returns a device. Raises a BadParameter where this PyTorch knows or finds no such device."""
+    import torch
+
+    try:
+        asked = torch.device(device)
+        module = torch.get_device_module(asked)
+    except (RuntimeError, AttributeError):
+        raise typer.BadParameter(f"{device!r} is no device: expected one such as cpu, cuda, cuda:1 or mps") from None
+    count = module.device_count() if module.is_available() else 0
+    if asked.type != "cpu" and (asked.index or 0) >= count:
+        raise typer.BadParameter(
+            f"{device} is not here: PyTorch {torch.__version__} finds {count} {asked.type} devices; cpu always works"
+        )
+    return device
+
+
+DeviceOption = Annotated[str, typer.Option(help="Device to run on.", callback=checked_device)]
 
 
 def drafter_of(target: str | None, drafter: str | None) -> str:
@@ -94,15 +112,11 @@ def check_hidden_state(drafter: Any, name: str, needed_by: str) -> None:
 def load_pair(target: str | None, drafter: str | None, dtype: Dtype, device: str) -> tuple[Any, Any, Any]:
     """Target, tokenizer and drafter, in one dtype on one device, checked to fit. The drafter is looked for first."""
     from ..by_name import load_drafter
-    from ..target.target_loading import DEFAULT_TARGET, load_target
+    from ..target.target_loading import load_target
 
     name = drafter_of(target, drafter)
     loaded = load_drafter(name, dtype.torch, device)
-    try:
-        model, tokenizer = load_target(target, dtype.torch, device)
-    except OSError as error:  # its message does not always say what was looked for
-        missing = f"there is no folder {target}, and " if target and not Path(target).exists() else ""
-        raise OSError(f"{missing}the target {target or DEFAULT_TARGET} cannot be loaded: {error}") from None
+    model, tokenizer = load_target(target, dtype.torch, device)
     check_fit(loaded, model, tokenizer)
     return model, tokenizer, loaded
 

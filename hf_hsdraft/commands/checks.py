@@ -90,7 +90,7 @@ def check(
     A drafter that cannot be trained here decodes: it says whether the texts are those of plain decoding, and tau. Of a
     drafter that can be trained it compares, depth by depth, what training computes with what decoding uses.
     """
-    from ..bench.measure import encode_prompt
+    from ..bench.measure import encode_prompts
     from ..by_name import load_drafter
     from ..target.target_loading import load_target
     from ..training.conversations import read_prompts
@@ -98,10 +98,12 @@ def check(
     from ..training.trainable import as_trained
 
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
+    if not texts:
+        raise typer.BadParameter(f"no prompts: {prompts} holds no line with `turns`", param_hint="--prompts")
     loaded = load_drafter(drafter, dtype.torch, device)
     model, tokenizer = load_target(target, dtype.torch, device)
     check_fit(loaded, model, tokenizer)
-    inputs = [encode_prompt(tokenizer, text, device) for text in texts[:limit]]
+    inputs = encode_prompts(model, tokenizer, texts[:limit])
     trained = as_trained(loaded)
     if trained is not None:
         _check_training(trained, model, inputs, max_new_tokens, tolerance)
@@ -117,6 +119,7 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
         console.print(line, highlight=False, soft_wrap=True)
     if not report.passed:
         raise ParityError(report.explain())
+    console.print(f"passed: training and decoding agree at all {len(report.depths)} depths", highlight=False)
 
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
@@ -130,5 +133,10 @@ def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
     same = sum(found.divergence is None for found in checked)
     tau = pooled_tau([found.statistics for found in checked])
     console.print(f"same texts: {same} of {len(checked)}; tau {tau:.2f}", highlight=False, soft_wrap=True)
-    if same < len(checked) and target.dtype.itemsize >= 4:  # half precision rounds differently
+    if same == len(checked):
+        console.print("passed: every text is that of plain decoding", highlight=False)
+    elif target.dtype.itemsize < 4:
+        console.print("undecided: half precision rounds differently; check with --dtype float32", highlight=False)
+    else:
+        console.print("FAILED: a drafted text is not that of plain decoding", highlight=False)
         sys.exit(1)

@@ -36,7 +36,7 @@ SharesOption = Annotated[
 
 @app.command(short_help="Say what training or drafting would take.")
 def estimate(
-    target: Annotated[str, typer.Argument(help="Hub name or folder of the target, or a config.json.")],
+    target: Annotated[str, typer.Argument(help="Hub name or folder of the target, a .gguf file or a config.json.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the training conversations.")] = 1_000_000,
     epochs: Annotated[float, typer.Option(min=0.0, help="Passes over them.")] = 3.0,
     flops_per_second: Annotated[float | None, typer.Option(min=1.0, help="Of the machine, as reached.")] = None,
@@ -135,13 +135,12 @@ def _training(target: str, fields: dict[str, Any], work: Mapping[str, Any]) -> l
         fields: of the drafter's configuration.
         work: further arguments of `training.estimate.estimate`.
     """
-    from transformers import AutoConfig
-
     from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+    from ..target.target_loading import load_config
     from ..training.estimate import estimate as run
     from ..training.estimate import explain
 
-    config = AutoConfig.from_pretrained(target)
+    config = load_config(target)
     return explain(run(config, HSDraftConfig.for_target_config(config, **fields), **work))
 
 
@@ -161,12 +160,11 @@ def _decoding(
         speeds: bytes and operations per second of the device.
         hierarchy: name of a middle model and the shares of `estimated_levels`; `None` leaves hierarchies out.
     """
-    from transformers import AutoConfig
-
     from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
     from ..bench.hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
+    from ..target.target_loading import load_config
 
-    config, device, length = AutoConfig.from_pretrained(target), Device(*speeds), drafting["length"]
+    config, device, length = load_config(target), Device(*speeds), drafting["length"]
     made = _drafter(config, *drafter)
     options = made.generation_config
     depth = min(drafting["steps"] or options.num_assistant_tokens, made.num_draft_steps)
@@ -175,7 +173,7 @@ def _decoding(
     lines = list(found.lines)
     if hierarchy is not None:
         middle, shares = hierarchy
-        of_middle = AutoConfig.from_pretrained(middle)
+        of_middle = load_config(middle)
         try:
             check_vocabularies(config, of_middle)
         except ValueError as error:

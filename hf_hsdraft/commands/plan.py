@@ -46,7 +46,7 @@ def plan(
     from ..bench.default_prompts import DEFAULT_PROMPTS, NOTE
     from ..bench.hierarchy_costs import Measuring
     from ..bench.hierarchy_run import Plans, compare
-    from ..bench.measure import encode_prompt
+    from ..bench.measure import encode_prompts
     from ..bench.run import spread
     from ..drafters.ngrams.cacheback import CachebackDrafter
     from ..target.target_loading import load_target
@@ -65,7 +65,7 @@ def plan(
         raise typer.BadParameter("no questions: the prompt files hold no line with `turns`", param_hint="--prompts")
     drafters: dict[str, Any] = {NGRAMS: CachebackDrafter(), **_loaded(drafter or [], dtype, device)}
     model, tokenizer = load_target(target, dtype.torch, device)
-    inputs = [encode_prompt(tokenizer, question.turns[0], model.device) for question in questions]
+    inputs = encode_prompts(model, tokenizer, [question.turns[0] for question in questions])
 
     def tell(words: str) -> None:
         console.print(f"measuring: {words}", highlight=False, soft_wrap=True)

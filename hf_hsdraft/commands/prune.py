@@ -66,7 +66,7 @@ def skip_layers(
 
     The drafter drafts chains of the length that was best.
     """
-    from ..bench.measure import encode_prompt
+    from ..bench.measure import encode_prompts
     from ..bench.run import spread
     from ..target.target_loading import DEFAULT_TARGET, load_target
     from ..training.conversations import read_prompts
@@ -87,7 +87,7 @@ def skip_layers(
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     report = Reporter(say, console=console if console.is_terminal else None)
-    inputs = [encode_prompt(tokenizer, text, device) for text in texts]
+    inputs = encode_prompts(model, tokenizer, texts)
     best = search(model, written_texts(model, inputs, max_new_tokens, report), most, report)
     as_drafter(model, best, target or DEFAULT_TARGET).save_pretrained(out)
     say(f"best {best}; saved in {out}")

@@ -19,6 +19,7 @@ from ._shared import (
     DtypeOption,
     TargetOption,
     VerificationOption,
+    checked_device,
     console,
     drafter_of,
     load_plain_or_pair,
@@ -42,7 +43,7 @@ def serve(
     plain: Annotated[bool, typer.Option("--plain", help="Without a drafter, to compare.")] = False,
     verification: VerificationOption = None,
     dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
+    device: Annotated[str, typer.Option(help="Device to run on.")] = "cpu",  # vLLM's interpreter may find others
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
     engine: Annotated[Engine, typer.Option(help="What decodes; vllm starts vLLM's own server.")] = Engine.transformers,
     vllm_python: Annotated[
@@ -62,6 +63,7 @@ def serve(
             raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
         further = [*context.args, *(["--disable-uvicorn-access-log"] if quiet else [])]
         _serve_by_vllm(target, drafter, host, port, plain, dtype, device, vllm_python, num_speculative_tokens, further)
+    checked_device(device)
     if num_speculative_tokens is not None:
         raise typer.BadParameter("only --engine vllm takes it: leave it out", param_hint="--num-speculative-tokens")
     if context.args:

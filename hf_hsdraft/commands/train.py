@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._shared import Dtype, Injector, TargetOption, console
+from ._shared import Dtype, Injector, TargetOption, checked_device, console
 
 app = typer.Typer()
 
@@ -142,12 +142,17 @@ def train(
         Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
     ] = Dtype.float32,
     device: Annotated[
-        str | None, typer.Option(help="Default: this process's GPU, or the CPU; auto spreads the target over all.")
+        str | None,
+        typer.Option(
+            help="Default: this process's GPU, or the CPU; auto spreads the target over all.",
+            callback=lambda device: device if device in (None, "auto") else checked_device(device),
+        ),
     ] = None,
 ) -> None:
     """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
     from ..target.target_loading import DEFAULT_TARGET, load_target
     from ..training.arguments import parse_arguments
+    from ..training.checks import check_no_other_run
     from ..training.plan import TrainingPlan
     from ..training.prepared import prepared
     from ..training.progress import Reporter
@@ -205,6 +210,7 @@ def train(
     place = device or _own_device()
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes begin together, when they load the target
         prepared(plan, arguments, "cpu" if place.startswith("cpu") else "cuda")  # what is wrong is said before that
+        check_no_other_run(out)
     _say(f"loading {target or DEFAULT_TARGET}")
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from ..common.checks import public_name
@@ -19,7 +20,7 @@ def check_call(
     target: Any, drafter: Drafter, input_ids: torch.Tensor, processors: Any, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
     """Raises a DraftingRefused for everything known beforehand that would make the call fail or be wrong."""
-    drafter.check(target)
+    check_drafter(drafter, target)
     check_inputs(target)
     if not kwargs.get("use_cache"):
         raise DraftingRefused("use_cache=False is not possible with a drafter: verification needs the target's cache")
@@ -35,6 +36,24 @@ def check_call(
             "guidance_scale is not possible with a drafter and synced_gpus=True: its forwards differ by process"
         )
     check_processors(processors, len(input_ids))
+
+
+def check_drafter(drafter: Drafter, target: Any) -> None:
+    """Raises a DraftingRefused for a drafter without weights, and what its `check` raises."""
+    module: Any = drafter if isinstance(drafter, nn.Module) else nn.Identity()
+    on_meta = any(weight.is_meta for weight in module.parameters())
+    if on_meta and not any(hasattr(part, "_hf_hook") for part in module.modules()):  # hooks bring offloaded weights
+        raise DraftingRefused(
+            "the drafter is on the meta device, where weights have no values: load it by "
+            "AutoDrafter.from_pretrained(name), not inside torch.device('meta')"
+        )
+    drafter.check(target)
+
+
+def told_of_class(kind: type) -> str:
+    """What is said of a class in the place of a drafter."""
+    made = f"{kind.__name__}() or " if issubclass(kind, Drafter) else ""
+    return f"{kind.__name__} is a class: expected a drafter, which {made}{kind.__name__}.from_pretrained(...) makes"
 
 
 def check_verifier(verifier: Verifier, target: Any, processors: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ..drafters import families  # noqa: F401  # they register themselves
 from ..drafters.formats import recognise
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.registry import FAMILIES
-from ..repository.card_figures import GAP, is_chain
+from ..repository.card_figures import GAP, is_chain, shown_figure
 from ..repository.care import care
 from ..repository.checkpoint import Checkpoint
 from ..repository.drafter_files import (
@@ -29,7 +29,7 @@ from ..repository.drafter_files import (
     find_folder,
     read_json,
 )
-from ..repository.model_card import parameters_and_bytes, read_figures, read_recipe, trunk_in_words
+from ..repository.model_card import circumstances, parameters_and_bytes, read_figures, read_recipe, trunk_in_words
 from ..repository.pretrained_drafter import stored_options
 from ..repository.speculators_format import target_of
 
@@ -130,23 +130,33 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
         },
         "training recipe": {printable(title): printable(line, 400) for title, line in recipe["training"].items()}
         or {"recipe": "none recorded"},
-        "figures": {},
+        "figures": _measured(figures["benchmarks"]) or {"speed": GAP},
     }
-    for benchmark in figures["benchmarks"]:
+    if figures["training"] is not None:
+        last: dict[str, Any] = next(
+            (entry for entry in reversed(figures["training"]["history"]) if "eval_tau" in entry), {}
+        )
+        found["figures"]["tau on held-out conversations"] = shown_figure(last, "eval_tau", ".2f")
+    return found
+
+
+def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The figures of each variant of each report, by what was measured; what looks the same is numbered."""
+    found: dict[str, str] = {}
+    for benchmark in benchmarks:
         settings = benchmark["settings"]
+        drawn = f"seed {settings.get('seed')}" if settings.get("do_sample") else "greedy"
+        prompts = f"{settings['questions']} prompts of {settings.get('prompts') or 'a file that is not named'}"
         for variant in benchmark["ours"]:
             row = benchmark["summary"][variant]
-            title = f"{variant}, {settings['dtype']}, {settings['questions']} prompts of {settings.get('prompts')}"
+            title = printable(", ".join([variant, *circumstances(settings), drawn, prompts]), 400)
+            number = next(n for n in range(1, len(found) + 2) if (title if n == 1 else f"{title} ({n})") not in found)
             if is_chain(variant) and row.get("acceptance_length") is not None:
-                found["figures"][printable(title)] = f"acceptance length {row['acceptance_length']:.2f}"
+                figure = f"acceptance length {row['acceptance_length']:.2f}"
             else:
-                found["figures"][printable(title)] = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f}"
-        found["figures"][f"measured on, {printable(settings['dtype'])}"] = printable(settings["processor"])
-    if not figures["benchmarks"]:
-        found["figures"]["speed"] = GAP
-    if figures["training"] is not None:
-        taus = [entry["eval_tau"] for entry in figures["training"]["history"] if "eval_tau" in entry]
-        found["figures"]["tau on held-out conversations"] = printable(taus[-1]) if taus else GAP
+                figure = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f}"
+            machine = printable(f"{settings['processor']}, threads: {settings['threads']}")
+            found[title if number == 1 else f"{title} ({number})"] = f"{figure} ({machine})"
     return found
 
 

@@ -18,7 +18,7 @@ def check_packages() -> None:
     """Raises an ImportError that says what to install, if a package of connections is missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ImportError(f"connections need {' and '.join(missing)}: pip install 'hf-hsdraft[remote]'")
+        raise ImportError(f"connections need {' and '.join(missing)}: pip install -e '.[remote]' in a checkout")
 
 
 def connect(

@@ -15,6 +15,7 @@ from ..common.checks import is_integer, short
 from ..common.refusals import DraftingRefused
 from ..drafters.draft_options import DraftOptions, option_names
 from ..drafters.protocol import DraftCall, Drafter
+from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.observers import StatisticsKeeper
 from ..verifiers.registry import VERIFIERS
@@ -144,7 +145,7 @@ class RemoteModel:
         """What a drafter is called with, and the hidden states that it reads."""
         if drafter is None:
             return None, ()
-        drafter.check(self._shell)
+        check_drafter(drafter, self._shell)
         asked = {name: options[name] for name in ("do_sample", "temperature") if name in options}
         draft = DraftOptions.of(drafter, GenerationConfig(**asked))
         taps = tuple(sorted(drafter.taps_of(self._shell)))
@@ -182,7 +183,7 @@ class RemoteModel:
             return self._links.ask(lambda link: unpacked_ints(link.ask(Encode(inputs, chat), Tokens).ids))
         if inputs is None:
             raise ValueError("there is no prompt: give a text, or input_ids")
-        ids = torch.as_tensor(inputs)
+        ids = _tensor(inputs)
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or len(ids) != 1 or not ids.shape[1] or ids.is_floating_point():
             raise ValueError(
@@ -199,7 +200,7 @@ class RemoteModel:
         Raises:
             ValueError: they are no integers, or more than a text of this server has.
         """
-        tokens = torch.as_tensor(ids).flatten().tolist()
+        tokens = _tensor(ids).flatten().tolist()
         if not all(map(is_integer, tokens)):
             raise ValueError(f"{short(tokens)} are no token ids: expected integers")
         if len(tokens) > self._hello.longest:
@@ -221,8 +222,21 @@ class RemoteModel:
         self.close()
 
 
+def _tensor(ids: Any) -> torch.Tensor:
+    """Token ids as a tensor. Raises a ValueError for anything else, such as several texts."""
+    try:
+        return torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{short(ids)} is no prompt: expected one text, or the tokens of one, [1, length]; call generate() for "
+            "each of several texts from a thread of its own, and the server verifies them together"
+        ) from None
+
+
 def _check_call(drafter: Any, seed: Any, most_taps: Any, options: Mapping[str, Any]) -> None:
     """Raises an error for arguments of a call that are wrong in themselves, before anything is sent."""
+    if isinstance(drafter, type):
+        raise ValueError(f"assistant_model={told_of_class(drafter)}")
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(
             f"assistant_model is a {type(drafter).__name__}: expected a drafter of this package; "

@@ -96,7 +96,7 @@ def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str
     categories = list(groups.get(chains[0], {}))
     if len(categories) > 1:
         rows += [(each or "none", [groups.get(name, {}).get(each, {}) for name in chains]) for each in categories]
-    lengths = [(title, *(_figure(row, "acceptance_length", ".2f") for row in found)) for title, found in rows]
+    lengths = [(title, *(shown_figure(row, "acceptance_length", ".2f") for row in found)) for title, found in rows]
     shares = benchmark["round"].get(chains[-1], {})
     depths = range(1, _chain_length(chains[-1]) + 1)
     reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # what was never accepted is not listed
@@ -139,21 +139,22 @@ def _held_out(training: Mapping[str, Any]) -> str:
     accuracy = table(
         ["depth", "first choice right, true tokens given", "some node of the tree accepted, where all above were"],
         [
-            (f"{depth}", _figure(last, f"eval_accuracy_{depth}"), _figure(last, f"eval_acceptance_{depth}"))
+            (f"{depth}", shown_figure(last, f"eval_accuracy_{depth}"), shown_figure(last, f"eval_acceptance_{depth}"))
             for depth in depths
         ],
     )
     sizes = training.get("held_out")
     size = f" ({cell(sizes)})" if isinstance(sizes, str) else ""
     return (
-        f"**Held-out conversations of the training run{size}.** tau {_figure(last, 'eval_tau')} (greedy, by "
-        f"generating); loss {_figure(last, 'eval_loss')} nats. What training computes and what decoding uses differ by "
-        f"{_figure(last, 'eval_parity')} at most (total variation of the distributions, 0 is none). A drafter that "
-        f"this run started from may have seen them.\n\n{accuracy}"
+        f"**Held-out conversations of the training run{size}.** tau {shown_figure(last, 'eval_tau')} (greedy, by "
+        f"generating); loss {shown_figure(last, 'eval_loss')} nats. What training computes and what decoding uses "
+        f"differ by {shown_figure(last, 'eval_parity')} at most (total variation of the distributions, 0 is none). A "
+        f"drafter that this run started from may have seen them.\n\n{accuracy}"
     )
 
 
-def _figure(entry: Mapping[str, Any], name: str, digits: str = ".4g") -> str:
+def shown_figure(entry: Mapping[str, Any], name: str, digits: str = ".4g") -> str:
+    """A figure of an entry in so many digits, or that it was not measured."""
     value = entry.get(name)
     return (
         f"{value:{digits}}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP

@@ -151,7 +151,7 @@ def _metadata(
             dataset_type=settings.get("prompts") or "prompts",
             dataset_name=settings.get("prompts") or "prompts",
             metric_type=metric,
-            metric_name=f"{metric} ({', '.join([variant, *_circumstances(settings)])})",
+            metric_name=f"{metric} ({', '.join([variant, *circumstances(settings)])})",
             metric_value=round(row[metric], 3),
         )
         for benchmark in benchmarks
@@ -175,7 +175,7 @@ def _metadata(
     )
 
 
-def _circumstances(settings: Mapping[str, Any]) -> list[str]:
+def circumstances(settings: Mapping[str, Any]) -> list[str]:
     """What tells measurements of one variant apart."""
     drawn = [f"temperature {settings['temperature']}"] if settings.get("temperature") else []
     drawn += [f"top-k {top_k}"] if drawn and (top_k := settings.get("top_k")) is not None else []

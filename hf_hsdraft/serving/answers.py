@@ -5,6 +5,7 @@ transformers' server decodes one request after the other, each on the same threa
 - A prompt beyond the context window is refused before anything is decoded, and no answer grows beyond the window.
 - The seed of a request is set on the decoding thread, right before its own call. transformers sets it when the request
   arrives, where it changes the random numbers of whatever is being decoded.
+- A field that transformers would ignore is refused, and a response is not streamed unless that is asked for.
 - A temperature above 0 samples. transformers leaves that to the model's own configuration.
 - An answer that ends by itself with its last permitted token has ended, it was not cut.
 - A request whose client has left ends at its next token. transformers ends streams only.
@@ -35,6 +36,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.streamers import BaseStreamer
 
 from .limits import end_tokens, room_left
+from .request_fields import CHAT_FIELDS, RESPONSE_FIELDS, TEXT_FIELDS, check_fields
 
 CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
@@ -53,8 +55,18 @@ class ClientAware:
         await self.app(scope, receive, send)
 
 
-class _OpenAISampling:
-    """Temperature and seed of a request, as OpenAI's clients mean them. Stands in front of a handler."""
+class _OpenAIRequest:
+    """Fields of a request, as OpenAI's clients mean them. Stands in front of a handler.
+
+    Attributes:
+        answered: names of the fields that the route answers to.
+    """
+
+    answered: tuple[str, ...] = ()
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)  # type: ignore[misc]
+        check_fields(body, self.answered)
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         seed, temperature = body.get("seed"), body.get("temperature")
@@ -63,13 +75,21 @@ class _OpenAISampling:
         if not (temperature is None or (isinstance(temperature, int | float) and temperature >= 0)):
             raise HTTPException(400, f"`temperature` has to be a number of at least 0, found {temperature!r}")
         _seed.set(seed)
-        config = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)  # type: ignore[misc]
+        bias = body.get("logit_bias") or {}
+        if not (isinstance(bias, dict) and all(isinstance(value, int | float) for value in bias.values())):
+            raise HTTPException(400, f"`logit_bias` has to map token ids to numbers, found {bias!r}")
+        body = {**body, "seed": None, "logit_bias": None}
+        config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
+        if bias:  # transformers does it for chats alone, and takes no whole numbers
+            config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()}
         if body.get("generation_config") is None and temperature:
             config.do_sample = True
         return config
 
 
-class ChatHandler(_OpenAISampling, ChatCompletionHandler):
+class ChatHandler(_OpenAIRequest, ChatCompletionHandler):
+    answered = CHAT_FIELDS
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         messages = body.get("messages")
@@ -80,12 +100,15 @@ class ChatHandler(_OpenAISampling, ChatCompletionHandler):
                 raise HTTPException(400, f"a message has to be an object with `role` and `content`, found {message!r}")
 
 
-class TextHandler(_OpenAISampling, CompletionHandler):
-    pass
+class TextHandler(_OpenAIRequest, CompletionHandler):
+    answered = TEXT_FIELDS
 
 
-class ResponsesHandler(_OpenAISampling, ResponseHandler):
-    pass
+class ResponsesHandler(_OpenAIRequest, ResponseHandler):
+    answered = RESPONSE_FIELDS
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        return await super().handle_request({**body, "stream": bool(body.get("stream"))}, request_id)
 
 
 class OneTarget(GenerationState):

@@ -38,7 +38,7 @@ def check_environment(python: str | os.PathLike[str] | None, with_plugin: bool) 
     """
     how = (
         'set one up by `python3 -m venv vllm && vllm/bin/pip install vllm "transformers<5.20" && vllm/bin/pip install '
-        "--no-deps hf-hsdraft` (on CPUs see docs/integrations.md), then name it by --vllm-python vllm/bin/python"
+        "--no-deps .` in a checkout (on CPUs see docs/integrations.md), then name it by --vllm-python vllm/bin/python"
     )
     if python is None:
         raise ImportError(f"vLLM needs an environment of its own, for it wants an older transformers: {how}")

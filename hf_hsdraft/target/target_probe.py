@@ -254,7 +254,7 @@ def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
 
     Of all rows where they cannot be told apart.
     """
-    rows = list(range(runtime.num_rows))
+    rows = list(range(len(runtime.rows.kept)))
     if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
         return runtime, rows
     lengths = runtime.rows.lengths

@@ -41,7 +41,7 @@ class TargetRuntime:
 
     Attributes:
         trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
-        num_texts: number of rows of the call; `num_rows` are those that are still read.
+        num_texts: number of rows of the call; `rows` has those that are still read.
         cached_before: number of slots that the cache of the call came with.
     """
 
@@ -235,7 +235,7 @@ class TargetRuntime:
             keep: the cache is for more than this call.
         """
         if self.trees and self.rows_can_be_apart:
-            self._ended = EndedRows(self.num_rows, keep)
+            self._ended = EndedRows(len(self.rows.kept), keep)
         return self._ended is not None
 
     @property
@@ -310,10 +310,6 @@ class TargetRuntime:
         return self._call.rows
 
     @property
-    def num_rows(self) -> int:
-        return len(self._call.rows.kept)
-
-    @property
     def recurrent(self) -> bool:
         """Whether layers of the target keep a state that cannot drop tokens."""
         return self._call.slots.recurrent
@@ -326,7 +322,7 @@ class TargetRuntime:
     @property
     def in_step(self) -> bool:
         """Whether all rows have to accept equally many tokens: only a tree's mask can tell rows apart."""
-        return not self.trees and self.num_rows > 1
+        return not self.trees and len(self.rows.kept) > 1
 
     @property
     def acceleration(self) -> Acceleration:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 
 from ..target.text_configs import text_config
 from .conversations import Conversation, tokenize_conversation
@@ -16,7 +19,7 @@ from .ctc_loss import check_objective
 from .family import TrainableFamily
 from .files import write_json
 
-_PLAN, _FINISHED = "training_plan.json", "finished.json"
+_PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
 
 
 def check_target_can_teach(target: Any, tokenizer: Any, family: TrainableFamily) -> None:
@@ -141,6 +144,33 @@ def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
                 f"{out} holds a run with other settings ({changes}); resume it with the same, or use a new --out"
             )
     write_json(path, settings)
+
+
+@contextlib.contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder, those of other processes too. The lock ends with the process.
+
+    Raises:
+        RuntimeError: another run is at work there.
+    """
+    lock = FileLock(out / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except NotImplementedError:  # of a file system without locks
+        pass
+    except Timeout:
+        raise RuntimeError(f"another run is at work in {out}: wait until it ends, or use a new --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_no_other_run(out: Path) -> None:
+    """Raises a RuntimeError if a run is at work in a folder."""
+    if (out / _LOCK).exists():
+        with only_run(out):
+            pass
 
 
 def finish(out: Path, steps: int, limits: dict[str, float]) -> None:

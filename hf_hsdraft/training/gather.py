@@ -42,6 +42,17 @@ def check_not_empty(path: str) -> None:
                 raise ValueError(_NO_PROMPTS.format(path))
 
 
+def most_in_sources(plan: TrainingPlan) -> int | None:
+    """The greatest number of conversations and prompts that a plan's sources may hold; `None` if that is unknown."""
+    if (plan.dataset is not None and plan.num_prompts is None) or not all(map(os.path.isfile, plan.prompts)):
+        return None
+    count = plan.num_prompts or 0 if plan.dataset is not None else 0
+    for path in plan.prompts:
+        with open(path, "rb") as file:
+            count += sum(bool(line.strip()) for line in file)
+    return count
+
+
 def read_sources(
     plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
 ) -> tuple[list[Conversation], list[Prompt]]:

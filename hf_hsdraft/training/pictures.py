@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..repository.model_card import circumstances
 from .progress import Stage
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _categories(axes: Any, benchmark: Mapping[str, Any]) -> None:
         panel.tick_params(labelsize="small")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.12)
-    axes[0].set_ylabel(f"{settings['dtype']}, {settings['max_new_tokens']} tokens", fontsize="small")
+    axes[0].set_ylabel(", ".join(circumstances(settings)), fontsize="small")
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -11,7 +11,7 @@ from ..repository.care import care
 from ..repository.drafter_files import CONFIG, find_folder
 from .arguments import DrafterTrainingArguments, training_arguments
 from .ctc_loss import CTC
-from .gather import check_not_empty
+from .gather import check_not_empty, most_in_sources
 from .kinds import chosen_kinds
 from .plan import TrainingPlan
 from .trainable import family_for
@@ -44,4 +44,6 @@ def prepared(
             find_folder(plan.init_from, (CONFIG,))
     for path in plan.prompts:
         check_not_empty(path)
+    if (most := most_in_sources(plan)) is not None:
+        plan.check_amount(most)
     return plan, args

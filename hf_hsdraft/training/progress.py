@@ -99,6 +99,8 @@ class Stage:
         done: amount that is done.
         note: what else there is to say.
         advanced: whether anything was done.
+        further: seconds that will be spent on something that is not counted.
+        also: what else is left, of which it is not known how long it takes; empty for nothing.
     """
 
     def __init__(self, name: str, unit: str, total: float | None = None, done: float = 0) -> None:
@@ -106,7 +108,9 @@ class Stage:
         self.note = ""
         self.advanced = False
         self.show: Callable[[], None] = lambda: None
-        self._begin, self._first = time.monotonic(), done
+        self.further, self.also = 0.0, ""
+        self._begin = self._since = time.perf_counter()
+        self._first, self._worked, self._step = done, 0.0, 0.0
 
     @property
     def started(self) -> bool:
@@ -115,21 +119,33 @@ class Stage:
 
     def start(self, total: float, done: float = 0) -> None:
         """Tells how much there is to do, of a stage that was opened before this was known."""
-        self.total, self.done, self._first, self._begin = total, done, done, time.monotonic()
+        self.total, self.done, self._first = total, done, done
+        self._begin = self._since = time.perf_counter()
         self.show()
 
     def advance(self, done: float, note: str | None = None) -> None:
         """Tells how much is done, and what else there is to say; `None` leaves that as it is."""
+        now = time.perf_counter()
+        self._worked, self._since, self._step = self._worked + now - self._since, now, done - self.done
         self.done, self.advanced = done, True
         self.note = self.note if note is None else note
         self.show()
 
+    def leave_out(self, seconds: float) -> None:
+        """Takes the seconds just spent on something that is not counted out of the pace."""
+        self._since += seconds
+
     def seconds_left(self) -> float | None:
-        """Returns about how long the rest takes, at the pace so far; `None` if there is no pace yet."""
+        """Returns about how long the rest takes, at the pace so far; `None` if there is no pace yet.
+
+        Between two advances it falls as time passes. Where one takes longer than expected, it stays at what follows.
+        """
         gained = self.done - self._first
         if self.total is None or gained <= 0:
             return None
-        return (time.monotonic() - self._begin) / gained * max(self.total - self.done, 0.0)
+        pace, left = self._worked / gained, max(self.total - self.done, 0.0)
+        passed = time.perf_counter() - self._since
+        return max(pace * left - passed, pace * (left - self._step), 0.0) + self.further
 
     def line(self, ended: bool = False) -> str:
         """Returns a line that says how far the stage is."""
@@ -137,8 +153,8 @@ class Stage:
         text = f"{self.name}: {_amount(self.done)}{of} {self.unit}" + (f", {self.note}" if self.note else "")
         left = self.seconds_left()
         if ended:
-            return f"{text}; took {span(time.monotonic() - self._begin)}"
-        return text if left is None else f"{text}; about {span(left)} left"
+            return f"{text}; took {span(time.perf_counter() - self._begin)}"
+        return text if left is None else f"{text}; about {span(left)}{self.also and f' and {self.also}'} left"
 
 
 class TrainingProgress(TrainerCallback):
@@ -153,6 +169,7 @@ class TrainingProgress(TrainerCallback):
         self._stage = stage
         self._budget = budget
         self._figures = ""
+        self._evaluation: float | None = None  # seconds of the latest one
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._budget is None:
@@ -162,10 +179,30 @@ class TrainingProgress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._budget is None:
+            self._expect(state, state.global_step - 1)
             self._stage.advance(state.global_step, self._figures)
         else:
             note = ", ".join(filter(None, [f"step {state.global_step:,}", self._figures]))
             self._stage.advance(self._budget.spent / 60, note)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if self._budget is None and metrics and "eval_seconds" in metrics:
+            self._evaluation = metrics["eval_seconds"]
+            self._stage.leave_out(self._evaluation)
+            self._expect(state, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stage.advanced and self._stage.total is not None and self._stage.done < self._stage.total:
+            why = "ended early" if self._budget is None else "the rest is for the last evaluation and saving"
+            self._stage.advance(self._stage.done, ", ".join(filter(None, [self._stage.note, why])))
+
+    def _expect(self, state: Any, evaluated: int) -> None:
+        """Tells the stage which evaluations are still to come, of a run that is evaluated up to some step."""
+        every = int(getattr(state, "eval_steps", 0) or 0)
+        left = state.max_steps // every - evaluated // every if every else 0
+        unknown = left > 0 and self._evaluation is None
+        self._stage.also = f"{left} evaluation{'s' * (left > 1)}" if unknown else ""
+        self._stage.further = left * (self._evaluation or 0.0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:

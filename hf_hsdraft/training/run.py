@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import resource
 import sys
@@ -33,6 +34,7 @@ from .checks import (
     finish,
     is_finished,
     last_checkpoint,
+    only_run,
     read_state,
 )
 from .conversations import Conversation, TokenizedConversation, tokenize_conversation
@@ -102,6 +104,7 @@ def train(
         ValueError: there is nothing to train on, or plan, arguments and target do not fit together.
         TrainingDiverged: the loss became infinite or not a number.
         OSError: the disk is full. What is finished is kept.
+        RuntimeError: another run is at work in the same folder.
     """
     out = Path(plan.out)
     plan, args = prepared(plan, arguments or {}, target.device.type)
@@ -132,16 +135,17 @@ def train(
     chats = _published_chats(plan, args, recipe_of(target, tokenizer, plan, args.seed, identity))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if state.is_main_process:
-            claim(out, _settings(identity, plan, args), _MAY_CHANGE)
-        if is_finished(out, _limits(args)):
-            report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in _limits(args).items())}")
-        else:
-            torch.manual_seed(args.seed)
-            conversations = finished + answer_all(target, tokenizer, plan, args.seed, identity, prompts, out, report)
-            _train_on(target, tokenizer, plan, args, family, start, identity, conversations, report)
-        _publish(out, chats, repository, args, report)
-        return _load(out, plan, family)
+        with only_run(out) if state.is_main_process else contextlib.nullcontext():
+            if state.is_main_process:
+                claim(out, _settings(identity, plan, args), _MAY_CHANGE)
+            if is_finished(out, _limits(args)):
+                report(f"already finished: {', '.join(f'{name} {value:g}' for name, value in _limits(args).items())}")
+            else:
+                torch.manual_seed(args.seed)
+                answered = answer_all(target, tokenizer, plan, args.seed, identity, prompts, out, report)
+                _train_on(target, tokenizer, plan, args, family, start, identity, finished + answered, report)
+            _publish(out, chats, repository, args, report)
+            return _load(out, plan, family)
     except OSError as error:
         if is_disk_full(error) and "the disk is full" not in str(error):
             raise disk_full(out) from error

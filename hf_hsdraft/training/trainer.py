@@ -220,9 +220,8 @@ class DrafterTrainer(Trainer):
         parts: list[LossParts] = []
         calls: list[DraftStatistics] = []
         distance = math.nan
-        with self.report.stage(
-            "evaluating", "conversations and prompts", len(dataset) + len(self.tau_prompts)
-        ) as stage:
+        everything = len(dataset) + len(self.tau_prompts)
+        with self.report.stage("evaluating", "conversations and prompts", everything) as stage:
             for batch in self._within(batches, "batches", 0.4 * self._limit):
                 parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
                 stage.advance(batch.stop)
@@ -240,7 +239,11 @@ class DrafterTrainer(Trainer):
             metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
             # All processes decide by the same numbers which checkpoint is the best, and when to stop.
             [metrics] = broadcast_object_list([metrics])
-            stage.advance(sum(self.held_out), f"step {self.state.global_step:,}, {evaluation_figures(metrics)}")
+            note = f"step {self.state.global_step:,}, {evaluation_figures(metrics)}"
+            if (measured := sum(self.held_out)) < everything:
+                note += f", of {everything:,} as many as the time budget has room for"
+            stage.total = measured
+            stage.advance(measured, note)
         self.calibration = calibration
         self._figures[self.state.global_step] = (dict(metrics), calibration)
         self.log(metrics)

@@ -34,7 +34,7 @@ class LMAbility:
 
 
 def ability_of(model: Any) -> LMAbility:
-    """Returns what a model can do. It is tried once for a `fingerprint`, a device and an implementation of attention."""
+    """Returns what a model can do. It is tried once, as long as it is the same model on the same device."""
     known = _known.setdefault(model, {})
     key = (
         (fingerprint(model), model.device, text_config(model)._attn_implementation) if hasattr(model, "config") else ()
