@@ -1,0 +1,68 @@
+"""One row of a table: what drafting does with the installed transformers, in float32 with drafts of a fixed size.
+
+    python benchmarks/transformers_versions.py [--tokens 64]
+
+The target is SmolLM2-135M-Instruct, the drafter that of `model_cards/`, the prompts those of `hsdraft bench`. Each cell
+is tau and the number of texts that equal plain `generate()`. tau is tokens emitted per target forward and row, bonus
+included. Run it once for each version; every figure is a count, so the machine need not be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import transformers
+
+from hf_hsdraft import AutoDrafter, load_target
+from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
+from hf_hsdraft.bench.measure import encode_batch, encode_prompt
+from hf_hsdraft.target.target_loading import default_drafter
+
+
+def kept_rows(output: Any, plain: torch.Tensor) -> int:
+    """Number of rows that equal plain decoding's."""
+    return sum(map(torch.equal, output.sequences, plain)) if output.sequences.shape == plain.shape else 0
+
+
+def cell(target: Any, drafter: Any, calls: list[dict[str, Any]], tokens: int, seed: int | None) -> str:
+    """Tau and equal texts of some calls, each with and without the drafter."""
+    tokens_made = forwards = same = texts = 0
+    for inputs in calls:
+        call = {**inputs, "max_new_tokens": tokens, "do_sample": seed is not None, "return_dict_in_generate": True}
+        torch.manual_seed(seed or 0)
+        plain = target.generate(**call).sequences
+        torch.manual_seed(seed or 0)
+        output = target.generate(**call, assistant_model=drafter)
+        tokens_made, forwards = tokens_made + output.statistics.new_tokens, forwards + output.statistics.row_forwards
+        same, texts = same + kept_rows(output, plain), texts + len(plain)
+    return f"{tokens_made / forwards:.2f}, {same} of {texts}"
+
+
+def main() -> None:
+    """Prints the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
+    tokens = parser.parse_args().tokens
+    target, tokenizer = load_target(None, dtype=torch.float32)
+    drafter = AutoDrafter.from_pretrained(default_drafter(None), dtype=torch.float32)
+    drafter.generation_config.tree_sizing = "fixed"
+    prompts = [prompt.turns[0] for prompt in DEFAULT_PROMPTS]
+    singly = [dict(encode_prompt(tokenizer, prompt)) for prompt in prompts]
+    batch = [dict(encode_batch(tokenizer, prompts, "cpu"))]
+    static = [{**inputs, "cache_implementation": "static"} for inputs in singly]
+    batch_static = [{**inputs, "cache_implementation": "static"} for inputs in batch]
+    cells = {
+        "dynamic cache": cell(target, drafter, singly, tokens, None),
+        "sampled, seed 1": cell(target, drafter, singly, tokens, 1),
+        "static cache": cell(target, drafter, static, tokens, None),
+        f"batch of {len(prompts)}": cell(target, drafter, batch, tokens, None),
+        f"batch of {len(prompts)}, static": cell(target, drafter, batch_static, tokens, None),
+    }
+    print(f"| transformers | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}")
+    print(f"| {transformers.__version__} | {' | '.join(cells.values())} |")
+
+
+if __name__ == "__main__":
+    main()
