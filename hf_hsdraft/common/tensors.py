@@ -24,6 +24,21 @@ def is_unhooked(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+def device_of(model: Any) -> torch.device:
+    """Where a model computes.
+
+    The weights of a model that accelerate offloads whole are on the meta device between forwards, and so is
+    `model.device`. Its hooks then tell where they bring them to.
+    """
+    device: torch.device = model.device
+    if device.type != "meta":
+        return device
+    hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    parts = [part for hook in hooks for part in getattr(hook, "hooks", [hook])]
+    places = [part.execution_device for part in parts if getattr(part, "execution_device", None) is not None]
+    return torch.device(places[0]) if places else device
+
+
 def side_by_side(*modules: nn.Module) -> Transform:
     """What modules make of the same input, joined in the last axis."""
     return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)

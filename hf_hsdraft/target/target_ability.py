@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..common.tensors import device_of
 from .target_limits import cache_layers, known_until, layer_class, text_config
 from .target_runtime import TargetRuntime
 
@@ -127,9 +128,9 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     target = runtime.target
     layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
     attention = text_config(target)._attn_implementation
-    cast = torch.is_autocast_enabled(target.device.type)
+    cast = torch.is_autocast_enabled(device_of(target).type)
     rows = runtime.num_texts > 1
-    return attention, target.dtype, target.device, target.training, cast, layers, rows, runtime.attended is not None
+    return attention, target.dtype, device_of(target), target.training, cast, layers, rows, runtime.attended is not None
 
 
 def _kind_of_refusal(runtime: TargetRuntime, chains: bool, ragged: bool) -> tuple[Any, ...]:

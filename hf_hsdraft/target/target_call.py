@@ -11,7 +11,7 @@ import torch
 
 from ..acceleration.accelerator import Acceleration, acceleration_of
 from ..common.refusals import DraftingRefused
-from ..common.tensors import on_device
+from ..common.tensors import device_of, on_device
 from .cache_marks import Mark
 from .cache_slots import CacheSlots
 from .target_limits import check_cache
@@ -82,8 +82,8 @@ class TargetCall:
                 "which cannot be told from what was rejected."
             )
         mask, positions, length = kwargs.get(names.mask), kwargs.get(names.positions), slots.length
-        attended = None if mask is None else mask[:, -length:].bool().to(target.device)
-        last = None if positions is None else positions[..., -1].to(target.device)
+        attended = None if mask is None else mask[:, -length:].bool().to(device_of(target))
+        last = None if positions is None else positions[..., -1].to(device_of(target))
         rows = TextRows([length] * num_texts, length, attended, last)
         return cls(target, names, kwargs, slots, rows, acceleration_of(target), forwards=1)
 
@@ -94,7 +94,7 @@ class TargetCall:
     def apart_of(self, places: Sequence[int]) -> TargetCall:
         """As `apart`, of some rows of the batch alone, with a copy of what the cache holds of them."""
         kwargs, before = dict(self.kwargs), len(self.rows.kept)
-        rows = on_device(places, self.target.device)
+        rows = on_device(places, device_of(self.target))
         for name, axis in ((self.names.mask, 0), (self.names.positions, -2), ("inputs_embeds", 0)):
             value = kwargs.get(name)
             if value is not None and value.shape[axis] == before:
