@@ -8,6 +8,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
+from rounded_target import own_distance, rounded_target
 from test_contract import NEW, batch_of, compare, make_windowed
 from transformers import (
     AutoConfig,
@@ -20,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter, HSCandidateGenerator
 from hf_hsdraft.bench.support import check_type, model_types
+from hf_hsdraft.common.tuning import TUNING
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.target import target_ability, target_limits, target_probe
@@ -321,6 +323,17 @@ def test_quantised_targets(name):
         drafted = target.generate(**inputs, do_sample=False, max_new_tokens=NEW, assistant_model=drafter)
         assert drafted.tolist() == plain.tolist()
         check(target, "tree", rows)
+
+
+def test_products_that_round_their_inputs_show_in_chains_of_many_tokens_alone():
+    """What a trial has to tell apart; three tokens at once may happen to be read as one by one, nine are not."""
+    target, texts = rounded_target(), [batch_of(1, 60, seed)["input_ids"] for seed in range(4)]
+    product, x = target.model.layers[0].mlp.up_proj, torch.randn(9, 32)
+    assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
+    few, many = ([own_distance(target, ids, 40, columns) for ids in texts] for columns in (3, 9))
+    assert min(few) < 1e-5 and min(many) > TUNING.same_float32
+    whole = make_target(num_hidden_layers=12)
+    assert max(own_distance(whole, ids, 40, 9) for ids in texts) < 1e-5
 
 
 def test_compiled_targets():
