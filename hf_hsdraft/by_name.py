@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.generation.utils import GenerationMixin
 
+from .common.tensors import device_of
 from .drafters.auto_drafter import AutoDrafter
 
 _loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -60,11 +61,11 @@ def load_for(target: Any, name: str | os.PathLike[str], **loading: Any) -> Any:
 
 def follow(drafter: Any, target: Any) -> None:
     """Moves a drafter to the device of its target, and to its dtype."""
-    if not isinstance(drafter, nn.Module) or target.device.type == "meta":
+    if not isinstance(drafter, nn.Module) or device_of(target).type == "meta":
         return
-    if (drafter.device, drafter.dtype) != (target.device, target.dtype):
+    if (drafter.device, drafter.dtype) != (device_of(target), target.dtype):
         with _lock:
-            drafter.to(device=target.device, dtype=target.dtype)
+            drafter.to(device=device_of(target), dtype=target.dtype)
 
 
 def drafter_of(target: Any, name: str | os.PathLike[str]) -> Any:

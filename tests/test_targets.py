@@ -8,6 +8,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
+from rounded_target import own_distance, rounded_target
 from test_contract import NEW, batch_of, compare, make_windowed
 from transformers import (
     AutoConfig,
@@ -21,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_hsdraft import CachebackDrafter, HSCandidateGenerator
 from hf_hsdraft.bench.support import check_type, model_types
 from hf_hsdraft.common.cache_name import given_cache
+from hf_hsdraft.common.tuning import TUNING
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.target import target_ability, target_limits, target_probe
@@ -324,6 +326,27 @@ def test_quantised_targets(name):
         check(target, "tree", rows)
 
 
+def test_products_that_round_their_inputs_show_in_chains_of_many_tokens_alone():
+    """What a trial has to tell apart; three tokens at once may happen to be read as one by one, nine are not."""
+    target, texts = rounded_target(), [batch_of(1, 60, seed)["input_ids"] for seed in range(4)]
+    product, x = target.model.layers[0].mlp.up_proj, torch.randn(9, 32)
+    assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
+    few, many = ([own_distance(target, ids, 40, columns) for ids in texts] for columns in (3, 9))
+    assert min(few) < 1e-5 and min(many) > TUNING.same_float32
+    whole = make_target(num_hidden_layers=12)
+    assert max(own_distance(whole, ids, 40, 9) for ids in texts) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_target_whose_products_round_their_inputs_is_refused(seed, rows):
+    """Its text depends on how many tokens are read at once: no draft can be exact."""
+    target, inputs = rounded_target(14, 36), batch_of(rows, 20, seed)
+    drafter = CachebackDrafter(tree_sizing="fixed", tree_size=6)
+    with pytest.raises(ValueError, match=r"one by one|round what they are given"):
+        target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+
+
 def test_compiled_targets():
     target = make_target()
     plain = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)
@@ -354,7 +377,7 @@ def test_a_target_that_misreads_chains_is_refused(monkeypatch):
     forward = type(target.model).forward
 
     def forgetful(self, input_ids=None, position_ids=None, **kwargs):
-        if input_ids is not None and 1 < input_ids.shape[1] < 6:
+        if input_ids is not None and 1 < input_ids.shape[1] < 12:
             position_ids = torch.zeros_like(position_ids)
         return forward(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
 

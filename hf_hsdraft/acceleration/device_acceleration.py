@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..common.tensors import device_of
 from .accelerator import Acceleration
 from .cpu.grouped_attention import grouped_attention
 from .cpu.packing import Packing
@@ -48,7 +49,7 @@ class DeviceAcceleration(Acceleration):
         if self._compiled is not None and comes_again and model is None:
             return self._compiled.forward(inputs)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(grouped_attention(self._target.device))
+            stack.enter_context(grouped_attention(device_of(self._target)))
             if self._packing is not None and self._packing.weights is not None:
                 stack.enter_context(self._packing.weights.in_use())
             return super().forward(inputs, comes_again, model)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import is_accelerate_available
 
-from .tensors import is_unhooked
+from .tensors import device_of, is_unhooked
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def _output_rows(output_head: nn.Module, embedding: nn.Embedding, vocab_ids: tor
     # Packed weights are of no form known here, but they multiply; that takes time, so the rows are kept.
     kept = _rows_of_packed.get(output_head)
     if kept is None or not torch.equal(kept[0], vocab_ids.cpu()):
-        size, place = embedding.weight.shape[1], embedding.weight
-        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place.device, place.dtype)
+        size, dtype, place = embedding.weight.shape[1], embedding.weight.dtype, device_of(embedding)
+        inputs = torch.cat([torch.eye(size), torch.zeros(1, size)]).to(place, dtype)
         with torch.inference_mode(False), torch.no_grad():
-            columns = output_head(inputs)[:, vocab_ids.to(place.device)]
+            columns = output_head(inputs)[:, vocab_ids.to(place)]
         kept = vocab_ids.cpu(), (columns[:-1] - columns[-1:]).T.contiguous()
         _rows_of_packed[output_head] = kept
     return kept[1]

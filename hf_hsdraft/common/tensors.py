@@ -24,6 +24,24 @@ def is_unhooked(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+def hooks_of(model: nn.Module) -> list[Any]:
+    """The hooks by which accelerate runs parts of a model elsewhere, or keeps their weights elsewhere."""
+    hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    return [part for hook in hooks for part in getattr(hook, "hooks", [hook])]
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model or a module computes; `model.device` is where its weights are between forwards.
+
+    These are on the meta device where accelerate offloads them. Its hooks then tell where they bring them to.
+    """
+    device: torch.device = next(model.parameters()).device if not hasattr(model, "device") else model.device
+    if device.type != "meta":
+        return device
+    places = [getattr(hook, "execution_device", None) for hook in hooks_of(model)]
+    return next((torch.device(place) for place in places if place is not None), device)
+
+
 def side_by_side(*modules: nn.Module) -> Transform:
     """What modules make of the same input, joined in the last axis."""
     return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..common.refusals import DraftingRefused
+from ..common.tensors import device_of
 from ..drafters.draft_options import DraftOptions
 from ..drafters.protocol import Drafter
 from ..target.static_cache import with_draft_room
@@ -64,7 +65,7 @@ def speculative_decoding(
     texts = DecodedTexts(input_ids, generation_config, logits_processor, stopping_criteria, streamer, verifier)
     returned = generation_config.return_dict_in_generate
     statistics = DraftStatistics() if statistics is None else statistics
-    keeper = StatisticsKeeper(statistics, target.device, timed=returned)
+    keeper = StatisticsKeeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
         recorder = Recorder(runtime, generation_config)

@@ -15,6 +15,7 @@ import torch
 from transformers.utils import logging
 
 from ..common.refusals import DraftingRefused
+from ..common.tensors import device_of
 from ..drafters.draft_options import DraftOptions
 from ..target.target_ability import Ability, known_ability
 from ..target.target_limits import slots_read_alike, why_drafts_end, why_in_step
@@ -280,7 +281,7 @@ class DraftLimits:
         distributed: Any = torch.distributed
         if not (self._synced_gpus and distributed.is_available() and distributed.is_initialized()):
             return flag
-        shared = torch.tensor(float(flag), device=self._runtime.target.device)
+        shared = torch.tensor(float(flag), device=device_of(self._runtime.target))
         distributed.all_reduce(shared, op=distributed.ReduceOp.MAX)
         return bool(shared)
 

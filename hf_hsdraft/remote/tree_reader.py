@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from ..acceleration.accelerator import acceleration_of
 from ..common.cache_name import CACHE, returned_cache
 from ..common.refusals import DraftingRefused
-from ..common.tensors import on_device
+from ..common.tensors import device_of, on_device
 from ..target.cache_slots import CacheSlots
 from ..target.misreading import same_but_rounding
 from ..target.target_call import Names, TargetCall
@@ -96,7 +96,7 @@ class TreeReader:
 
     def _try(self) -> None:
         """Raises a DraftingRefused unless branches of two texts of different lengths are read as these texts are."""
-        device, vocabulary = self.target.device, text_config(self.target).vocab_size
+        device, vocabulary = device_of(self.target), text_config(self.target).vocab_size
         ids = (torch.arange(1, 15, device=device) * 7 % vocabulary)[None]
         outputs = self.target(ids[:, :5], use_cache=True)
         own, self.vocab_size = returned_cache(outputs), outputs.logits.shape[-1]
@@ -162,7 +162,7 @@ class TreeReader:
         layers = sorted({layer for each in taps for layer in each})
         joined = joined_cache(caches)
         kept = [cache.get_seq_length() for cache in caches]
-        before = torch.full((1,), -1, device=self.target.device)  # the position before all texts
+        before = torch.full((1,), -1, device=device_of(self.target))  # the position before all texts
         call = TargetCall(
             self.target,
             self._names,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..common.tensors import device_of
 from ..engine.decoded_texts import DecodedTexts
 from ..trees.draft_tree import DraftTree
 from ..verifiers.foresight import Draws
@@ -149,7 +150,7 @@ class VerifiedText:
             raise ValueError(
                 f"{len(opening.taps)} hidden states of a position are wanted: they do not fit into a message"
             )
-        self._ids = torch.tensor([list(opening.ids)], device=target.device)
+        self._ids = torch.tensor([list(opening.ids)], device=device_of(target))
         self._texts: SeededTexts | None = None
         self._rules = _rules(target, self._ids[:, : opening.prompt_length], opening.options or {}, longest)
         self._draws: Draws | None = None

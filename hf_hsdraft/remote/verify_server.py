@@ -22,6 +22,7 @@ from websockets.http11 import Request, Response
 from websockets.protocol import State
 from websockets.typing import Subprotocol
 
+from ..common.tensors import device_of
 from ..target.target_limits import text_config
 from .desk import Conversation, Desk, DeviceGone
 from .joined_cache import bytes_of, empty_cache
@@ -247,7 +248,7 @@ def token_bytes(reader: TreeReader) -> int:
     """Returns the size of keys and values of one token."""
     cache = empty_cache()
     with torch.no_grad():
-        reader.read_prompt(cache, torch.zeros(1, 4, dtype=torch.long, device=reader.target.device), ())
+        reader.read_prompt(cache, torch.zeros(1, 4, dtype=torch.long, device=device_of(reader.target)), ())
     return bytes_of(cache) // 4
 
 

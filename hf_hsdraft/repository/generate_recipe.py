@@ -48,7 +48,7 @@ def _drafter(
     repository: str, dtype: torch.dtype, device: torch.device, loading: tuple[tuple[str, Any], ...], state: float
 ) -> Any:
     drafter = AutoModel.from_pretrained(repository, dtype=dtype, trust_remote_code=True, **dict(loading))
-    return drafter.to(device).eval()
+    return (drafter if device.type == "meta" else drafter.to(device)).eval()  # "meta": the target is offloaded whole
 
 
 def _state(repository: str | os.PathLike[str]) -> float:

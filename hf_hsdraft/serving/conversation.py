@@ -10,6 +10,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ..common.cache_name import CACHE, returned_cache
+from ..common.tensors import device_of
 from ..engine.call_output import DraftStatistics
 from .limits import end_tokens, room_left
 
@@ -88,7 +89,7 @@ class Conversation:
         self._text, self._cache = list(other._text), None
         held = 0 if other._cache is None else other._cache.get_seq_length()
         if held:
-            ids = torch.tensor([self._text[:held]], device=self.target.device)
+            ids = torch.tensor([self._text[:held]], device=device_of(self.target))
             reading = {"do_sample": False, "max_new_tokens": 1, "return_dict_in_generate": True}
             output = self.target.generate(ids, attention_mask=torch.ones_like(ids), **reading)
             self._cache = returned_cache(output)
@@ -105,7 +106,7 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = self._prompt(messages)
-        ids = torch.tensor([prompt], device=self.target.device)
+        ids = torch.tensor([prompt], device=device_of(self.target))
         room = room_left(self.target, ids.shape[1])
         limit = min(room, self.options.get("max_new_tokens") or room)
         cache = self._cache_of(prompt)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as of_all_modules
 
 _PACKAGE = __name__.partition(".")[0]
+_EXACT = ("torch", "transformers", "peft", _PACKAGE)
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -31,6 +32,15 @@ def fingerprint(model: nn.Module) -> int:
             parts += (str(own["_active_adapter"]), own.get("_disable_adapters"), str(own.get("merged_adapters")))
     parts.append(frozenset((kind, id(kind.forward)) for kind in kinds))
     return hash(tuple(parts))
+
+
+def may_round(model: nn.Module) -> bool:
+    """Whether a model has weights or modules of other libraries, whose products may round what they are given."""
+    return any(
+        type(module).__module__.partition(".")[0] not in _EXACT
+        or any(weight is not None and type(weight) is not nn.Parameter for weight in module._parameters.values())
+        for module in model.modules()
+    )
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..common.tensors import on_device
+from ..common.tensors import device_of, on_device
 from ..trees.draft_tree import DraftTree
 from ..trees.drafted_levels import DraftedLevels
 from ..trees.tree_masks import AttentionKind, TreeBatch
@@ -85,7 +85,7 @@ class FirstLayers:
         Args:
             depths: of each row, how deep it is drafted: nodes of smaller depths are read. 0 for rows without a draft.
         """
-        self._depths = on_device(list(depths), self._call.target.device)
+        self._depths = on_device(list(depths), device_of(self._call.target))
         self._read = None
         try:
             yield
@@ -163,7 +163,7 @@ class FirstLayers:
         """What it may depend on whether layers can be taken apart."""
         target, rows = self._call.target, self._call.rows
         call = len(rows.kept) > 1, rows.attended is not None
-        return self._made_of, self.count, target.device, text_config(target)._attn_implementation, *call
+        return self._made_of, self.count, device_of(target), text_config(target)._attn_implementation, *call
 
     def _without_idle(self, batch: TreeBatch) -> TreeBatch:
         """The same nodes, with those that no row wants where ended texts are read; see `DraftTree.idle`."""
@@ -222,7 +222,7 @@ class FirstLayers:
     def _model_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> tuple[Any, dict[str, Any]]:
         """The model that computes the other layers of trees, and its inputs."""
         call = self._call
-        inputs = node_inputs(call, TreeBatch.of(trees, call.target.device, columns), columns, self._every)
+        inputs = node_inputs(call, TreeBatch.of(trees, device_of(call.target), columns), columns, self._every)
         paths = [node_paths(tree) for tree in trees]
         unread = read.unread(paths)
         whole, index = self._completed(read, trees, paths, unread), read.places(paths, unread, columns)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..common.tensors import device_of
 from ..common.tuning import TUNING
 from .fingerprint import fingerprint
 from .target_limits import cache_layers, known_until, layer_class, text_config
@@ -147,9 +148,9 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     target = runtime.target
     layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
     attention = text_config(target)._attn_implementation
-    cast = torch.is_autocast_enabled(target.device.type)
+    cast = torch.is_autocast_enabled(device_of(target).type)
     rows = runtime.num_texts > 1
-    call = target.device, target.training, cast, layers, rows, runtime.rows.attended is not None
+    call = device_of(target), target.training, cast, layers, rows, runtime.rows.attended is not None
     return fingerprint(target), attention, *call
 
 

@@ -12,7 +12,7 @@ import torch
 from ..acceleration.accelerator import Acceleration, acceleration_of
 from ..common.cache_name import CACHE, returned_cache
 from ..common.refusals import DraftingRefused
-from ..common.tensors import on_device
+from ..common.tensors import device_of, on_device
 from .cache_marks import Mark
 from .cache_slots import CacheSlots
 from .target_limits import check_cache, check_mask
@@ -89,8 +89,8 @@ class TargetCall:
             )
         mask, positions, length = kwargs.get(names.mask), kwargs.get(names.positions), slots.length
         check_mask(target, mask, length)
-        attended = None if mask is None else mask[:, :length].bool().to(target.device)
-        last = None if positions is None else positions[..., -1].to(target.device)
+        attended = None if mask is None else mask[:, :length].bool().to(device_of(target))
+        last = None if positions is None else positions[..., -1].to(device_of(target))
         rows = TextRows([length] * num_texts, length, attended, last)
         given = {name: kwargs.get(name) for name in (names.mask, names.positions, *TOKEN_TYPES)}
         further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
@@ -103,7 +103,7 @@ class TargetCall:
     def apart_of(self, places: Sequence[int]) -> TargetCall:
         """As `apart`, of some rows of the batch alone, with a copy of what the cache holds of them."""
         kwargs, before = dict(self.kwargs), len(self.rows.kept)
-        rows = on_device(places, self.target.device)
+        rows = on_device(places, device_of(self.target))
         for name, axis in ((self.names.mask, 0), (self.names.positions, -2), ("inputs_embeds", 0)):
             value = kwargs.get(name)
             if value is not None and value.shape[axis] == before:

@@ -25,6 +25,7 @@ import torch
 from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .cache_marks import Mark
+from .fingerprint import may_round
 from .misreading import (
     computing_dtype,
     distances_of,
@@ -35,14 +36,16 @@ from .misreading import (
     usual_tolerance,
 )
 from .target_ability import Ability, remembered
+from .target_limits import furthest_read
 from .target_runtime import TargetRuntime
 
 _PARENTS, _DEPTHS = (-1, 0, 0, 2), (0, 1, 1, 2)  # of root, b, a, c
 _PATH = [0, 2, 3]
 STEPS = 4
 PROBE_DEPTH = 3
-PROBE_COLUMNS = len(_PARENTS)
+PROBE_COLUMNS = 9  # as many as drafts have: some products go another way for more rows
 _ROWS = 2  # of a batch that are tried: more of them only take longer
+_ROUNDED = "its products round what they are given, so its text depends on how many tokens are read at once"
 _OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too small for a tree"
 
 
@@ -286,6 +289,8 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
                 break
         if unclear:
             reason = f"what its masks change drowns in the rounding of {steps.dtype}"
+        if not reason and is_full(steps.dtype) and may_round(steps.runtime.target) and _noise(steps) > steps.tolerance:
+            return Ability(False, False, _ROUNDED)
         if not reason or (unclear and strict):
             return Ability(not reason, True, reason, unclear, steps.doubtful)
     # Ragged rows have no chains: there a tree is read even where it has one path.
@@ -307,13 +312,13 @@ def _problem_of_trees(steps: Steps, beside: Sequence[int], strict: bool) -> str 
     """As `_problem`, of trees with a token b of each row; `None` if it cannot be told what is rounding."""
     steps.runtime.trees = True
     rows = zip(beside, steps.paths, strict=True)
-    trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * PROBE_COLUMNS) for b, (root, a, c) in rows]
+    trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * STEPS) for b, (root, a, c) in rows]
     misread: list[torch.Tensor] = []
     if not is_full(steps.dtype):
         # A target that does not heed masks, or positions, is played by the same forward.
-        line = tuple(range(-1, PROBE_COLUMNS - 1))
+        line = tuple(range(-1, STEPS - 1))
         in_line = [replace(tree, parents=line) for tree in trees]
-        by_slot = [replace(tree, depths=tuple(range(PROBE_COLUMNS))) for tree in trees]
+        by_slot = [replace(tree, depths=tuple(range(STEPS))) for tree in trees]
         try:
             misread = [_read(steps.rewind(), kind, steps.input_ids) for kind in (in_line, by_slot)]
         except torch.OutOfMemoryError:
@@ -376,8 +381,15 @@ def _noise(steps: Steps) -> float:
 
 
 def _read(runtime: TargetRuntime, trees: list[DraftTree], input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits `[B, nodes, V]` of trees."""
-    return runtime.verify(trees, input_ids).logits[:, : len(trees[0])]
+    """Logits `[B, nodes, V]` of trees, read among as many columns as drafts have.
+
+    Quantised products may round what they are given; that shows in several columns, and not in each two or three.
+    """
+    position = max(*(runtime.rows.next_positions or [0]), runtime.length)
+    reach = PROBE_COLUMNS if runtime.trees else furthest_read(runtime.target, position) - position + 1
+    # Recurrent layers keep what they have read whole, or not at all.
+    columns = min(PROBE_COLUMNS, reach) if len(trees[0]) > 1 and not runtime.recurrent else 0
+    return runtime.verify(trees, input_ids, columns).logits[:, : len(trees[0])]
 
 
 def _read_one(runtime: TargetRuntime, tokens: Sequence[int], input_ids: torch.Tensor) -> torch.Tensor:

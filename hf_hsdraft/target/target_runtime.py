@@ -16,7 +16,7 @@ import torch
 from ..acceleration.accelerator import Acceleration
 from ..common.cache_name import given_cache
 from ..common.refusals import DraftingRefused
-from ..common.tensors import on_device
+from ..common.tensors import device_of, on_device
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind
 from .cache_marks import Mark, as_given, mark, restore, roll_back
@@ -121,14 +121,15 @@ class TargetRuntime:
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             call.slots.make_room()
 
-    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
+    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int = 0) -> TargetOutput:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
         Args:
             input_ids: `[B, length]`, the texts of all rows of the call up to and with the roots, left of them anything.
+            columns: number of columns to read at least, where there is room.
         """
         call, self._outputs = self._call, None  # a compiled forward writes there again
-        self._columns = max(map(len, trees))
+        self._columns = max(min(columns, call.slots.left), *map(len, trees))
         plain_step = len(trees) == 1 and self._columns == 1  # as plain decoding takes it, whose forward is compiled too
         if call.slots.left >= call.fixed and not plain_step:
             self._columns = max(self._columns, call.fixed)
@@ -146,7 +147,7 @@ class TargetRuntime:
 
     def read_beside(self, tokens: Sequence[int], columns: int) -> torch.Tensor:
         """See `tree_reading.read_beside`; trees are prepared."""
-        return read_beside(self._call, on_device(tokens, self.target.device), columns, self._kinds)
+        return read_beside(self._call, on_device(tokens, device_of(self.target)), columns, self._kinds)
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..common.tensors import on_device
+from ..common.tensors import device_of, on_device
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, attention_kinds, tree_mask
 from .static_cache import move_slots
@@ -42,7 +42,7 @@ def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds
         columns: of the forward; smaller trees are filled up with nodes that nobody sees.
         kinds: see `kinds_of_attention`.
     """
-    batch = TreeBatch.of(trees, call.target.device, columns)
+    batch = TreeBatch.of(trees, device_of(call.target), columns)
     return call.forward(node_inputs(call, batch, columns, kinds), columns)
 
 
@@ -66,7 +66,7 @@ def read_beside(call: TargetCall, tokens: torch.Tensor, columns: int, kinds: Seq
 
 def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequence[AttentionKind]) -> dict[str, Any]:
     """The inputs of a forward over the last `columns` nodes of a batch of trees, whose other nodes are in the cache."""
-    rows, device = call.rows, call.target.device
+    rows, device = call.rows, device_of(call.target)
     assert rows.last_positions is not None
     kept = on_device(rows.kept, device)
     ahead = (kept - rows.prompt_slots + 1)[:, None] + batch.depths[:, -columns:]  # of the prompt's last position
@@ -107,7 +107,7 @@ def commit_trees(call: TargetCall, paths: Sequence[Sequence[int] | None], column
     moved = [i for i in range(len(source[0])) if any(s[i] != g[i] for s, g in zip(source, goal, strict=True))]
     if moved:
         first = 0 if fixed_shape else moved[0]
-        picked, placed = (on_device([row[first:] for row in each], call.target.device) for each in (source, goal))
+        picked, placed = (on_device([row[first:] for row in each], device_of(call.target)) for each in (source, goal))
         slots.move(picked, placed, call.acceleration.compiled(move_slots))
     kept = call.rows.kept
     growing = [length for length, path in zip(kept, paths, strict=True) if path is not None]

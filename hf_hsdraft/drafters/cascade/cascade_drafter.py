@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from ...common.checks import is_integer
 from ...common.refusals import DraftingRefused
+from ...common.tensors import device_of
 from ...repository.care import push_saved
 from ...repository.drafter_files import (
     CONFIG,
@@ -165,7 +166,7 @@ class CascadeDrafter(nn.Module, Drafter):
 
     @property
     def device(self) -> torch.device:
-        return self.levels[-1].verifying_model.device
+        return device_of(self.levels[-1].verifying_model)
 
     @property
     def dtype(self) -> torch.dtype:

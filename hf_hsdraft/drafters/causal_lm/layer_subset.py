@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...common.checks import is_integer
+from ...common.tensors import hooks_of
 from ...target.capture_hooks import without_hooks
 from ...target.decoder_list import decoder_list
 from ...target.target_limits import decoder_layers, text_config
@@ -91,7 +92,8 @@ def with_layers(model: Any, kept: Sequence[int]) -> Any:
 
 def sharing_weights(model: Any) -> Any:
     """Returns a model of the same parameters and buffers, whose modules can be changed; no hooks come along."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    offloaded = [hook.weights_map for hook in hooks_of(model) if getattr(hook, "weights_map", None) is not None]
+    shared = {id(held): held for held in (*model.parameters(), *model.buffers(), *offloaded)}
     copied = copy.deepcopy(model, shared)
     without_hooks(copied)
     return copied

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from ...common.checks import printable
 from ...common.refusals import DraftingRefused
+from ...common.tensors import device_of
 from ...repository.care import care, push_saved
 from ...repository.checkpoint import Checkpoint
 from ...repository.drafter_files import HUB_ARGUMENTS
@@ -137,7 +138,7 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return device_of(self.model)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...common.tensors import device_of
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import TreeLimits
@@ -176,7 +177,7 @@ class CausalLMSession(Session):
         limits = TreeLimits(
             options.tree_size, options.beam_width, options.threshold, [depths.get(row, depth) for row in texts.rows]
         )
-        roots = torch.tensor([self._texts[row].known[-1] for row in texts.rows], device=self._model.device)
+        roots = torch.tensor([self._texts[row].known[-1] for row in texts.rows], device=device_of(self._model))
         first = texts.read(tokens)
         for row in depths:
             self._texts[row].read = list(self._texts[row].known)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...common.cache_name import CACHE
-from ...common.tensors import on_device
+from ...common.tensors import device_of, on_device
 from ...common.tuning import TUNING
 from ...target.cache_slots import CacheSlots
 from ...target.static_cache import move_slots
@@ -69,7 +69,7 @@ class LMTexts:
     def fits(self, model: Any, most_drafted: int) -> bool:
         """Whether a model may read on here: it is the same one, where it was, and windows keep as much."""
         layers = [layer for layer in self._slots.layers_with_keys if layer.keys.numel()]
-        alike = all(layer.keys.device == model.device and layer.keys.dtype == model.dtype for layer in layers)
+        alike = all(layer.keys.device == device_of(model) and layer.keys.dtype == model.dtype for layer in layers)
         return self._model is model and alike and self._most_drafted == most_drafted
 
     def room(self, place: int) -> int:
@@ -162,7 +162,7 @@ class LMTexts:
 
     def _read_part(self, tokens: Sequence[Sequence[int]], wanted: int, taps: Sequence[int]) -> TargetOutput:
         """As `read`, in one forward. All texts end with its last column; columns before a shorter one see nothing."""
-        device, columns = self._model.device, max(map(len, tokens))
+        device, columns = device_of(self._model), max(map(len, tokens))
         counts = on_device([len(each) for each in tokens], device)
         ids = on_device([[0] * (columns - len(each)) + list(each) for each in tokens], device)
         depths = torch.arange(columns, device=device)[None] - (columns - counts)[:, None]
@@ -213,7 +213,7 @@ class LMTexts:
             source.append([*range(end - count, end), *range(kept + count, kept + columns)])
             goal.append([*range(kept, kept + columns)])
         if source != goal:
-            device = self._model.device
+            device = device_of(self._model)
             self._slots.move(on_device(source, device), on_device(goal, device), move_slots)
         self.kept = [kept + count for kept, count in zip(self.kept, counts, strict=True)]
         # The layers of a window keep what the text that is furthest behind still sees.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...common.tensors import device_of
 from ...target.fingerprint import fingerprint
 from ...target.misreading import same_but_rounding
 from ...target.target_limits import text_config
@@ -36,9 +37,9 @@ class LMAbility:
 def ability_of(model: Any) -> LMAbility:
     """Returns what a model can do. It is tried once, as long as it is the same model on the same device."""
     known = _known.setdefault(model, {})
-    key = (
-        (fingerprint(model), model.device, text_config(model)._attn_implementation) if hasattr(model, "config") else ()
-    )
+    key: tuple[Any, ...] = ()
+    if hasattr(model, "config"):
+        key = fingerprint(model), device_of(model), text_config(model)._attn_implementation
     if key not in known:
         known[key] = _found(model)
     return known[key]
@@ -67,13 +68,13 @@ def _fault(model: Any, kinds: Sequence[AttentionKind]) -> str:
     try:
         read = LMTexts(model, range(len(texts)), kinds, len(nodes) ** 2 + len(nodes))
         read.read(texts)
-        first = torch.tensor([nodes] * len(texts), device=model.device)
+        first = torch.tensor([nodes] * len(texts), device=device_of(model))
         _, paths = read.read_nodes(first, first[..., None][..., :0])
         twice = first.repeat_interleave(len(nodes), dim=1)
         logits, _ = read.read_nodes(first.repeat(1, len(nodes)), paths.repeat_interleave(len(nodes), dim=1))
         for row, text in enumerate(texts):
             both = zip(twice[row].tolist(), first.repeat(1, len(nodes))[row].tolist(), strict=True)
-            ids = torch.tensor([[*text, *pair] for pair in both], device=model.device)
+            ids = torch.tensor([[*text, *pair] for pair in both], device=device_of(model))
             plain = model(input_ids=ids, use_cache=False).logits[:, -1]
             if not same_but_rounding(logits[row], plain.to(logits.device)):
                 return "reads drafted tokens otherwise than those of a text"

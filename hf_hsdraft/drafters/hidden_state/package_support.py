@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...common.tensors import device_of
 from ..protocol import DraftCall
 from .candidate_generator import HSCandidateGenerator
 from .draft_support import DraftSupport
@@ -41,7 +42,7 @@ def _compiled_roll_out(drafter: HSDraftNetwork, call: DraftCall, working: QuickW
     """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
     if working.spare is None or call.compile_config is None or call.slots is None:
         return None
-    if drafter.device.type != call.target.device.type or call.rows > 1 or call.options.depth == 0:
+    if drafter.device.type != device_of(call.target).type or call.rows > 1 or call.options.depth == 0:
         return None
     made = static_roll_out(drafter, working, call.slots, call.options.depth, call.compile_config)
     return call.stack.enter_context(made)

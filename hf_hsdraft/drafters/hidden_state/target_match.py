@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ...common.checks import printable
 from ...common.package_tuning import TUNING
+from ...common.tensors import device_of
 from ...target.target_limits import furthest_position, rotary_limits, text_config
 from .network import HSDraftNetwork
 
@@ -54,8 +55,8 @@ def can_measure(target: Any, length: int) -> bool:
 @torch.no_grad()
 def measure_match(target: Any, drafter: HSDraftNetwork, input_ids: Sequence[int], start: int) -> TargetMatch:
     """Reads a text once and counts the choices of target and drafter from position `start` on, which is 2 at least."""
-    ids = torch.tensor([list(input_ids)], device=target.device)
-    places = torch.arange(ids.shape[1], device=target.device)
+    ids = torch.tensor([list(input_ids)], device=device_of(target))
+    places = torch.arange(ids.shape[1], device=device_of(target))
     # Models whose positions depend on images would otherwise note here what they are in a text without any.
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
     positions = {"position_ids": places[None]} if takes_positions else {}

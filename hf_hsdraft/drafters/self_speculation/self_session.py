@@ -10,6 +10,7 @@ import torch
 from transformers.utils import logging
 
 from ...common.target_weights import TargetWeights
+from ...common.tensors import device_of
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import Expansion, TreeLimits
@@ -74,7 +75,7 @@ class SelfSession(Session):
         self._drafter, self._weights, self._options = drafter, weights, call.options
         self._rows = list(range(call.rows))
         self._first = call.first_layers(config.draft_layers, call.options.own["layer_reuse"])
-        self._device = call.target.device
+        self._device = device_of(call.target)
         fits = call.foresight is not None and int(weights.vocab_ids.max()) < call.foresight.vocab_size
         self._foresight = call.foresight if fits and not call.options.drawn else None
         sizes = config.draft_layers, config.num_hidden_layers, config.intermediate_size, config.draft_vocab_size

@@ -1,0 +1,50 @@
+"""A stand-in for targets of float32 whose products round what they multiply, as bitsandbytes 4 bit does on CPUs.
+
+A product of several rows is bitwise that of each row, so no operator of the library shows anything. But what other
+operators round otherwise for several tokens (attention and norms in float32, by 1e-7) moves some inputs over an edge of
+the coarser grid, and that step is what the logits show.
+"""
+
+from __future__ import annotations
+
+import torch
+from conftest import make_target
+
+
+class RoundingLinear(torch.nn.Module):
+    """Multiplies inputs of `bits` bits: 8 are bfloat16's. Each row is multiplied alone.
+
+    Small models have few inputs, so that few of them are near an edge; with more bits there are more edges.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, bits: int) -> None:
+        super().__init__()
+        self.weight, self.bits = torch.nn.Parameter(linear.weight.detach().clone(), False), bits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mantissa, exponent = torch.frexp(x)
+        rounded = torch.ldexp((mantissa * 2**self.bits).round() / 2**self.bits, exponent)
+        return torch.stack([self.weight @ row for row in rounded.flatten(0, -2)]).view(*x.shape[:-1], -1)
+
+
+def rounded_target(bits: int = 12, layers: int = 12):
+    target = make_target(num_hidden_layers=layers)
+    for layer in target.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(part, name, RoundingLinear(linear, bits))
+    return target
+
+
+@torch.no_grad()
+def own_distance(target, ids: torch.Tensor, start: int, columns: int) -> float:
+    """The greatest distance of logits of tokens read at once from those one by one, relative to their spread."""
+    read = []
+    for size in (1, columns):
+        outputs = target(ids[:, :start], use_cache=True)
+        kept = {name: outputs[name] for name in ("past_key_values", "cache") if outputs.get(name) is not None}
+        parts = ids[:, start : start + columns].split(size, dim=1)
+        read.append(torch.cat([target(part, use_cache=True, **kept).logits[0] for part in parts]))
+    one, many = read
+    return float(((many - one).norm(dim=-1) / (one - one.mean(-1, keepdim=True)).norm(dim=-1)).max())
