@@ -41,6 +41,7 @@ from .engine.call_checks import check_drafter, told_of_class
 from .engine.call_output import DraftStatistics
 from .engine.decoding import speculative_decoding
 from .target.capture_hooks import no_hooks_left
+from .target.fingerprint import fingerprint
 
 logger = logging.get_logger(__name__)
 
@@ -105,6 +106,7 @@ class Attachment:
         self.last: DraftStatistics | None = None
         self._model, self._owned = weakref.ref(model), owned
         self._statistics, self._lock = AttachmentStatistics(), threading.Lock()
+        self._failed: dict[int, str] = {}  # why a call ended in the middle of its text, by what the model was made of
         self._before, self._in_block = _attachments.get(model), False
         if self._before is not None and not self._before._in_block:
             self._before._before = None  # it was replaced for good
@@ -164,6 +166,7 @@ class Attachment:
                 )
         except DraftingRefused as refusal:
             if statistics.target_forwards:  # the text has begun: this is a fault of the target
+                self._failed[fingerprint(target)] = str(refusal)
                 raise
             self.step_aside(refusal.of_attached())
             return plainly(target, input_ids, **kwargs)
@@ -175,6 +178,8 @@ class Attachment:
 
     def _check(self, target: Any, generation_config: Any, **_: Any) -> None:
         """Raises a DraftingRefused for what only plain decoding can do, and lets an own drafter follow the model."""
+        if self._failed and (why := self._failed.get(fingerprint(target))):
+            raise DraftingRefused(f"an earlier call ended in the middle of its text: {why}")
         if generation_config.is_assistant:
             raise DraftingRefused("the model is the assistant of another one in this call")
         if target.training:

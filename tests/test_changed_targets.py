@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from conftest import VOCAB, make_target
 from peft import LoraConfig, get_peft_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hsdraft import CachebackDrafter, attach
 from hf_hsdraft.engine import draft_limits
@@ -56,6 +57,41 @@ def replaced(target):
     del layer.forward
 
 
+def half_steered(forward, last, *args, **kwargs):
+    output = forward(*args, **kwargs)
+    states = output[0] if isinstance(output, tuple) else output
+    states[:, -1 if last else slice(None)] += 0.5
+    return output
+
+
+@contextmanager
+def replaced_twice(target):
+    """By an object that may lie where the one before it lay."""
+    layer = target.model.layers[1]
+    forward = layer.forward
+    for last in (False, True):
+        layer.forward = functools.partial(half_steered, forward, last)
+        if not last:
+            plain = target.generate(**prompts(), **GREEDY)
+            assert drafted(target, prompts(), plain)[1]
+            del layer.forward
+    yield
+    del layer.forward
+
+
+@contextmanager
+def other_attention(target):
+    """That of the last position steers, under the name of the one before."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(module, *args, **kwargs):
+        return steered(module, args, sdpa(module, *args, **kwargs))
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attention)
+    yield
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa)
+
+
 @contextmanager
 def replaced_in_its_class(target):
     kind = type(target.model.layers[1])
@@ -78,7 +114,9 @@ def hooked_everywhere(target):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("change", [hooked, replaced, replaced_in_its_class, hooked_everywhere])
+@pytest.mark.parametrize(
+    "change", [hooked, replaced, replaced_twice, replaced_in_its_class, hooked_everywhere, other_attention]
+)
 def test_a_target_that_changes_is_tried_again(change, rows):
     target, inputs = make_target(), prompts(rows)
     plain = target.generate(**inputs, **GREEDY)
@@ -122,6 +160,30 @@ def test_findings_about_many_forms_of_a_target_are_not_all_kept():
         drafted(target, inputs, plain)
         handle.remove()
     assert len(target_ability.known[target]) <= 65
+
+
+def test_adapters_by_row_are_tried_once():
+    """PEFT registers its hooks anew in each call."""
+    model = get_peft_model(make_target(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    inputs, names = prompts(2), ["default", "__base__"]
+    model.eval()
+    plain = model.generate(**inputs, **GREEDY, adapter_names=names)
+    drafter = CachebackDrafter(plain[:, 12:].tolist(), tree_sizing="fixed", tree_size=6)
+    for _ in range(3):
+        output = model.generate(
+            **inputs, **GREEDY, adapter_names=names, assistant_model=drafter, return_dict_in_generate=True
+        )
+        assert output.sequences.equal(plain)
+    assert sum(map(len, target_ability.known.get(model.base_model.model, {}).values())) == 1
+
+
+def test_a_hook_without_a_module_counts():
+    target, scope = make_target(), {}
+    exec("def hook(module, args, output): return None", scope)
+    scope["hook"].__module__ = None
+    before = fingerprint(target)
+    target.register_forward_hook(scope["hook"])
+    assert fingerprint(target) != before
 
 
 # Rounding
@@ -184,6 +246,24 @@ def test_half_precision_hides_no_steering(seed):
     text, drafts, statistics = drafted(target, inputs, other)
     handle.remove()
     assert text.equal(other) and not drafts, statistics
+
+
+def prefilled(module, args, output):
+    """Steering of the prompt alone, by the number of positions: a draft looks like a prompt to it."""
+    states = output[0] if isinstance(output, tuple) else output
+    if states.shape[1] > 1:
+        states[:, -1] += 2.0
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_hides_no_steering_of_several_positions(seed, dtype):
+    target, inputs = make_target().to(dtype), prompts(seed=seed)
+    target.model.layers[1].register_forward_hook(prefilled)
+    plain = target.generate(**inputs, **GREEDY)
+    text, drafts, statistics = drafted(target, inputs, plain)
+    assert text.equal(plain) and not drafts, statistics
 
 
 def test_a_tolerance_follows_the_noise_within_limits():

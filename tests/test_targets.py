@@ -377,7 +377,7 @@ def test_a_target_that_misreads_chains_is_refused(monkeypatch):
     forward = type(target.model).forward
 
     def forgetful(self, input_ids=None, position_ids=None, **kwargs):
-        if input_ids is not None and 1 < input_ids.shape[1] < 12:
+        if input_ids is not None and 1 < input_ids.shape[1] < 6:
             position_ids = torch.zeros_like(position_ids)
         return forward(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
 

@@ -55,6 +55,11 @@ class ClientAware:
         await self.app(scope, receive, send)
 
 
+def _is_bias(item: tuple[Any, Any]) -> bool:
+    """Whether an entry of `logit_bias` is a token id, as JSON has it, and a number."""
+    return str(item[0]).isdecimal() and isinstance(item[1], int | float)
+
+
 class _OpenAIRequest:
     """Fields of a request, as OpenAI's clients mean them. Stands in front of a handler.
 
@@ -76,7 +81,7 @@ class _OpenAIRequest:
             raise HTTPException(400, f"`temperature` has to be a number of at least 0, found {temperature!r}")
         _seed.set(seed)
         bias = body.get("logit_bias") or {}
-        if not (isinstance(bias, dict) and all(isinstance(value, int | float) for value in bias.values())):
+        if not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
             raise HTTPException(400, f"`logit_bias` has to map token ids to numbers, found {bias!r}")
         body = {**body, "seed": None, "logit_bias": None}
         config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as of_all_modules
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _PACKAGE = __name__.partition(".")[0]
 _EXACT = ("torch", "transformers", "peft", _PACKAGE)
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A number that changes with hooks, replaced forwards, adapters, classes of modules, and dtypes of weights.
+    """A number that changes with hooks, replaced forwards, attention, adapters, classes of modules and weights' dtypes.
 
-    Hooks of transformers and of this package are left out: they keep outputs, and come and go within a call.
+    Hooks of transformers and of this package do not count: they keep outputs, and exist only within a call. The state
+    of a hook does not count either; a hook whose effect changes has to be registered again.
     """
     parts: list[Any] = [*of_all_modules._global_forward_hooks, *of_all_modules._global_forward_pre_hooks]
-    kinds = set()
+    kinds, attentions = set(), set()
     for module in model.modules():
         own, kind = vars(module), type(module)
         kinds.add(kind)
         parts.append(kind)
         parts += ((type(weight), weight.dtype) for weight in own["_parameters"].values() if weight is not None)
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            parts += (number for number, _ in foreign_hooks(module))
-        parts += (id(own[name]) for name in ("forward", "_compiled_call_impl") if own.get(name) is not None)
+            parts += (_hook(number, hook) for number, hook in foreign_hooks(module))
+        parts += (_serial(own[name]) for name in ("forward", "_compiled_call_impl") if own.get(name) is not None)
         if "_active_adapter" in own:  # of PEFT
             parts += (str(own["_active_adapter"]), own.get("_disable_adapters"), str(own.get("merged_adapters")))
-    parts.append(frozenset((kind, id(kind.forward)) for kind in kinds))
+        if (name := getattr(own.get("config"), "_attn_implementation", None)) is not None:
+            attentions.add(name)
+    parts.append(frozenset((kind, _serial(kind.forward)) for kind in kinds))
+    parts.append(frozenset((str(name), _serial(ALL_ATTENTION_FUNCTIONS.get(name))) for name in attentions))
     return hash(tuple(parts))
 
 
@@ -46,5 +54,29 @@ def may_round(model: nn.Module) -> bool:
 def foreign_hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:
     """The hooks around a module's forward that others put there, each with its number, which is never reused."""
     for number, hook in itertools.chain(module._forward_pre_hooks.items(), module._forward_hooks.items()):
-        if getattr(hook, "__module__", "").partition(".")[0] not in ("transformers", _PACKAGE):
+        if _library(hook) not in ("transformers", _PACKAGE):
             yield number, hook
+
+
+def _hook(number: int, hook: Any) -> Any:
+    """What tells a hook apart from others: its number, except of those that PEFT registers in each call."""
+    if isinstance(hook, functools.partial) and _library(hook.func) == "peft":
+        return _serial(hook.func), str(hook.args), str(hook.keywords)
+    return number
+
+
+def _library(function: Any) -> str:
+    return (getattr(function, "__module__", None) or "").partition(".")[0]
+
+
+def _serial(function: Any) -> int:
+    """A number of a function that no other one gets, also after it is gone."""
+    function = inspect.unwrap(function) if getattr(function, "_hsdraft", None) is not None else function
+    try:
+        return _serials.setdefault(function, next(_numbers))
+    except TypeError:  # neither hashed nor referred to weakly
+        return id(function)
+
+
+_numbers = itertools.count()
+_serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

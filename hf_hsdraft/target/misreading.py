@@ -54,13 +54,12 @@ def same_but_rounding(logits: torch.Tensor, expected: torch.Tensor, tolerance: f
     Args:
         tolerance: `usual_tolerance` by default.
     """
-    return in_tolerances(logits, expected, tolerance) <= 1.0
-
-
-def in_tolerances(logits: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> float:
-    """The distance of logits `[..., V]` in tolerances; see `same_but_rounding`."""
     dtype = computing_dtype(expected)
-    tolerance = usual_tolerance(dtype) if tolerance is None else tolerance
+    return in_tolerances(logits, expected, dtype, usual_tolerance(dtype) if tolerance is None else tolerance) <= 1.0
+
+
+def in_tolerances(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, tolerance: float) -> float:
+    """The distance of logits `[..., V]` that were computed in a dtype, in tolerances; see `same_but_rounding`."""
     distances = distances_of(logits, expected)
     # In half precision a close call of an expert router may change one position.
     return float(distances.max() if is_full(dtype) else distances.median()) / tolerance

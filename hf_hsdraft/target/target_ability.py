@@ -148,9 +148,10 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     target = runtime.target
     layers = tuple(layer_class(layer).__name__ for layer in cache_layers(runtime.cache))
     attention = text_config(target)._attn_implementation
-    cast = torch.is_autocast_enabled(device_of(target).type)
+    device = device_of(target)
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     rows = runtime.num_texts > 1
-    call = device_of(target), target.training, cast, layers, rows, runtime.rows.attended is not None
+    call = device, target.training, cast, layers, rows, runtime.rows.attended is not None
     return fingerprint(target), attention, *call
 
 

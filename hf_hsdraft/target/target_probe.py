@@ -9,9 +9,9 @@ a and c are misread if b is not hidden from them, or if slots are taken for posi
 both. d is read after the path is kept. As a chain they are root, a, c, and then d.
 
 In half precision a misreading may be as small as rounding. The target itself tells how large rounding is: it reads the
-tokens one by one once more, each behind copies that nobody sees (`_noise`). It also reads the same tree as faulty
-targets would, and has to be nearer to the truth than they are; see `misreading.heeded`. The logits tell the precision,
-since a model may return float32 that it computed in half precision.
+tokens one by one a second time, in several columns that do not see each other (`_noise`). It also reads the same tree
+as faulty targets would, and has to be nearer to the truth than they are; see `misreading.heeded`. The logits tell the
+precision, since a model may return float32 that it computed in half precision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from .cache_marks import Mark
 from .fingerprint import may_round
 from .misreading import (
     computing_dtype,
-    distances_of,
     heeded,
     in_tolerances,
     is_full,
@@ -36,14 +35,14 @@ from .misreading import (
     usual_tolerance,
 )
 from .target_ability import Ability, remembered
-from .target_limits import furthest_read
 from .target_runtime import TargetRuntime
 
 _PARENTS, _DEPTHS = (-1, 0, 0, 2), (0, 1, 1, 2)  # of root, b, a, c
 _PATH = [0, 2, 3]
 STEPS = 4
 PROBE_DEPTH = 3
-PROBE_COLUMNS = 9  # as many as drafts have: some products go another way for more rows
+PROBE_COLUMNS = len(_PARENTS)
+_NOISE_COLUMNS = 9  # as many as drafts have: some products go another way for more rows
 _ROWS = 2  # of a batch that are tried: more of them only take longer
 _ROUNDED = "its products round what they are given, so its text depends on how many tokens are read at once"
 _OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too small for a tree"
@@ -89,27 +88,32 @@ class Steps:
         """Root, a and c of each row."""
         return list(zip(*self.tokens[:-1], strict=True))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """What the target computes in."""
         return computing_dtype(self.logits[0], self.runtime.target.dtype)
 
     @functools.cached_property
     def tolerance(self) -> float:
-        """The distance of logits that rounding explains; in half precision by what it makes of these very tokens."""
-        fits = self.runtime.deepest >= STEPS + PROBE_COLUMNS
-        if is_full(self.dtype) or not fits or self.runtime.prepare_trees():
-            return usual_tolerance(self.dtype)
+        """The distance of logits that rounding explains; in half precision by what it makes of these very tokens.
+
+        0 of a target of full precision whose products round what they are given: there no distance is small enough.
+        """
+        usual, full = usual_tolerance(self.dtype), is_full(self.dtype)
+        fits = self.runtime.deepest >= STEPS + _NOISE_COLUMNS
+        if (full and not may_round(self.runtime.target)) or not fits or self.runtime.prepare_trees():
+            return usual
         try:
-            return measured_tolerance(self.dtype, _noise(self))
+            noise = _noise(self)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # a forward that refuses columns will refuse drafts
-            return usual_tolerance(self.dtype)
+            return usual
+        return (usual if noise <= usual else 0.0) if full else measured_tolerance(self.dtype, noise)
 
     def same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether logits are the expected ones up to rounding."""
-        ratio = in_tolerances(logits, expected, self.tolerance)
+        ratio = in_tolerances(logits, expected, self.dtype, self.tolerance)
         self.doubtful |= 1 / TUNING.doubtful < ratio < TUNING.doubtful
         return ratio <= 1
 
@@ -276,7 +280,9 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
         strict: of text as the target writes it, which tells less of positions; other tokens will be tried if it is not
             clear that they are heeded.
     """
-    paths, _ = steps.paths, steps.tolerance  # which reads the steps itself, so it comes first
+    paths = steps.paths
+    if steps.tolerance == 0:  # it reads the steps itself, so it comes first
+        return Ability(False, False, _ROUNDED)
     reason, unclear = "" if chains else steps.runtime.prepare_trees(), False
     if not reason and not chains:
         attempts = 1 if strict else TUNING.trial_attempts
@@ -289,14 +295,12 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
                 break
         if unclear:
             reason = f"what its masks change drowns in the rounding of {steps.dtype}"
-        if not reason and is_full(steps.dtype) and may_round(steps.runtime.target) and _noise(steps) > steps.tolerance:
-            return Ability(False, False, _ROUNDED)
         if not reason or (unclear and strict):
             return Ability(not reason, True, reason, unclear, steps.doubtful)
     # Ragged rows have no chains: there a tree is read even where it has one path.
     steps.runtime.trees = ragged
     drafts = [DraftTree(path, (-1, 0, 1), (0, 1, 2), (0.0,) * 3) for path in paths]
-    problem = _problem(steps, drafts, [0, 1, 2], [[0, 1, 2]])
+    problem = _problem(steps, drafts, [0, 1, 2], [[0, 1], [1], [2]])
     if problem:
         return Ability(False, False, f"several tokens at once are {problem}", doubtful=steps.doubtful)
     return Ability(False, True, reason, unclear, steps.doubtful)
@@ -312,13 +316,13 @@ def _problem_of_trees(steps: Steps, beside: Sequence[int], strict: bool) -> str 
     """As `_problem`, of trees with a token b of each row; `None` if it cannot be told what is rounding."""
     steps.runtime.trees = True
     rows = zip(beside, steps.paths, strict=True)
-    trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * STEPS) for b, (root, a, c) in rows]
+    trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * PROBE_COLUMNS) for b, (root, a, c) in rows]
     misread: list[torch.Tensor] = []
     if not is_full(steps.dtype):
         # A target that does not heed masks, or positions, is played by the same forward.
-        line = tuple(range(-1, STEPS - 1))
+        line = tuple(range(-1, PROBE_COLUMNS - 1))
         in_line = [replace(tree, parents=line) for tree in trees]
-        by_slot = [replace(tree, depths=tuple(range(STEPS))) for tree in trees]
+        by_slot = [replace(tree, depths=tuple(range(PROBE_COLUMNS))) for tree in trees]
         try:
             misread = [_read(steps.rewind(), kind, steps.input_ids) for kind in (in_line, by_slot)]
         except torch.OutOfMemoryError:
@@ -368,28 +372,17 @@ def _problem(
 
 
 def _noise(steps: Steps) -> float:
-    """The greatest distance of the tokens' logits to what the target says where more columns are computed beside them.
-
-    The token is the last column, and sees what it sees when it is read alone. So no fault in reading several tokens
-    at once is taken for rounding.
-    """
+    """The greatest distance of the tokens' logits to those of the same tokens in one of several columns."""
     runtime, noise = steps.rewind(), 0.0
     runtime.trees = True
     for tokens, expected in zip(steps.tokens, steps.logits, strict=True):
-        noise = max(noise, float(distances_of(runtime.read_beside(tokens, PROBE_COLUMNS), expected).max()))
+        noise = max(noise, runtime.noise_of(tokens, expected, _NOISE_COLUMNS))
     return noise
 
 
 def _read(runtime: TargetRuntime, trees: list[DraftTree], input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits `[B, nodes, V]` of trees, read among as many columns as drafts have.
-
-    Quantised products may round what they are given; that shows in several columns, and not in each two or three.
-    """
-    position = max(*(runtime.rows.next_positions or [0]), runtime.length)
-    reach = PROBE_COLUMNS if runtime.trees else furthest_read(runtime.target, position) - position + 1
-    # Recurrent layers keep what they have read whole, or not at all.
-    columns = min(PROBE_COLUMNS, reach) if len(trees[0]) > 1 and not runtime.recurrent else 0
-    return runtime.verify(trees, input_ids, columns).logits[:, : len(trees[0])]
+    """Logits `[B, nodes, V]` of trees."""
+    return runtime.verify(trees, input_ids).logits[:, : len(trees[0])]
 
 
 def _read_one(runtime: TargetRuntime, tokens: Sequence[int], input_ids: torch.Tensor) -> torch.Tensor:

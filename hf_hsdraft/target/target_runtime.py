@@ -28,7 +28,7 @@ from .target_call import Names, TargetCall, dropped
 from .target_limits import check_cache, text_config
 from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
 from .text_rows import TextRows, slots_of_prompts
-from .tree_reading import commit_trees, kinds_of_attention, read_beside, read_trees, tokens_kept
+from .tree_reading import commit_trees, kinds_of_attention, noise_of, read_trees, tokens_kept
 
 
 class TargetRuntime:
@@ -121,15 +121,14 @@ class TargetRuntime:
         elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
             call.slots.make_room()
 
-    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor, columns: int = 0) -> TargetOutput:
+    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
         """Reads a tree for each row in one forward; column i of the output belongs to node i.
 
         Args:
             input_ids: `[B, length]`, the texts of all rows of the call up to and with the roots, left of them anything.
-            columns: number of columns to read at least, where there is room.
         """
         call, self._outputs = self._call, None  # a compiled forward writes there again
-        self._columns = max(min(columns, call.slots.left), *map(len, trees))
+        self._columns = max(map(len, trees))
         plain_step = len(trees) == 1 and self._columns == 1  # as plain decoding takes it, whose forward is compiled too
         if call.slots.left >= call.fixed and not plain_step:
             self._columns = max(self._columns, call.fixed)
@@ -145,9 +144,9 @@ class TargetRuntime:
     def _output(self) -> TargetOutput:
         return target_output(self.target, self._outputs, self._names.states, self.tap_layers, self._last_state)
 
-    def read_beside(self, tokens: Sequence[int], columns: int) -> torch.Tensor:
-        """See `tree_reading.read_beside`; trees are prepared."""
-        return read_beside(self._call, on_device(tokens, device_of(self.target)), columns, self._kinds)
+    def noise_of(self, tokens: Sequence[int], alone: torch.Tensor, columns: int) -> float:
+        """See `tree_reading.noise_of`; trees are prepared."""
+        return noise_of(self._call, on_device(tokens, device_of(self.target)), alone, columns, self._kinds)
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.

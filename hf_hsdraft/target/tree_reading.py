@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ..common.tensors import device_of, on_device
 from ..trees.draft_tree import DraftTree
 from ..trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, attention_kinds, tree_mask
+from .misreading import distances_of
 from .static_cache import move_slots
 from .target_call import TargetCall
 from .target_limits import text_config, why_no_trees
@@ -46,22 +47,30 @@ def read_trees(call: TargetCall, trees: Sequence[DraftTree], columns: int, kinds
     return call.forward(node_inputs(call, batch, columns, kinds), columns)
 
 
-def read_beside(call: TargetCall, tokens: torch.Tensor, columns: int, kinds: Sequence[AttentionKind]) -> torch.Tensor:
-    """Reads a token `[B]` of each row after copies of it that nobody sees, and keeps it.
+def noise_of(
+    call: TargetCall, tokens: torch.Tensor, alone: torch.Tensor, columns: int, kinds: Sequence[AttentionKind]
+) -> float:
+    """Reads a token of each row in several columns that do not see each other, and keeps the better column.
 
-    Its last column has to say what the token says alone, up to rounding.
+    Both the first and the last column have to be what the token is alone, up to rounding. A target that reads several
+    tokens otherwise than one by one may change one of the two: the last one as plain decoding does not, or the first
+    one. So the smaller distance is the rounding.
 
     Args:
+        tokens: `[B]`.
+        alone: `[B, V]`, logits of the tokens read alone.
         columns: of the forward.
 
     Returns:
-        logits `[B, V]`.
+        the distance.
     """
     apart = torch.eye(columns, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
     ids = tokens[:, None].expand(-1, columns)
     outputs = call.forward(node_inputs(call, TreeBatch(ids, torch.zeros_like(ids), apart), columns, kinds), columns)
-    commit_trees(call, [[]] * len(tokens), 1)
-    return outputs.logits[:, -1]
+    logits = outputs.logits[:, -columns:]
+    first, last = (float(distances_of(logits[:, column], alone).max()) for column in (0, -1))
+    commit_trees(call, [[]] * len(tokens), columns if first < last else 1)
+    return min(first, last)
 
 
 def node_inputs(call: TargetCall, batch: TreeBatch, columns: int, kinds: Sequence[AttentionKind]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..protocol import Accepted, Ask, Session
 from .eagle_expansion import EagleExpansion, parallel_logits
 from .eagle_network import EagleNetwork
 from .eagle_texts import DraftedRows, EagleTexts
-from .feedback_trial import FeedbackTrial
+from .feedback_trial import FeedbackTrial, can_be_tried
 
 
 class EagleSession(Session):
@@ -56,7 +56,7 @@ class EagleSession(Session):
         fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
         self._foresight = foresight if not options.drawn and fits else None
         self.texts = EagleTexts(network, count)
-        self._trial = None if config.norm_output_told else FeedbackTrial(network, weights)
+        self._trial = None if not can_be_tried(config) else FeedbackTrial(network, weights)
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}

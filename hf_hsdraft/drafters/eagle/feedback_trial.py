@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging
 
 from ...common.target_weights import TargetWeights
+from .configuration_eagle import EagleConfig
 from .eagle_network import EagleNetwork
 
 logger = logging.get_logger(__name__)
@@ -32,11 +33,16 @@ _PROMPTS = (
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def can_be_tried(config: EagleConfig) -> bool:
+    """Whether a drafter's files leave its reading open and its chains can be compared: all layers have one window."""
+    return not config.norm_output_told and len(set(config.windows)) == 1
+
+
 class FeedbackTrial:
     """Compares both readings on one text while it is decoded, and makes the drafter go by the better one.
 
     From each accepted pair both draft a chain along the text, which is the target's own after the prompt. Counted are
-    the tokens up to the first wrong one. The counts are the drafter's, so that a short call is gone on with.
+    the tokens up to the first wrong one. The counts are the drafter's, so that the next call continues a short one.
 
     Args:
         network: of the drafter; its `norm_output` is changed.
@@ -70,7 +76,7 @@ class FeedbackTrial:
             return
         taps, embeds, positions, following = pairs = tuple(map(torch.cat, zip(*self._pairs, strict=True)))
         starts = torch.arange(self._done, len(positions) - self._depth - 1, device=positions.device)
-        if len(set(network.config.windows)) > 1 or len(starts) == 0:
+        if len(starts) == 0:
             return
         steps = torch.arange(self._depth, device=positions.device)
         path, wanted = embeds[starts[:, None] + steps], following[starts[:, None] + steps + 1]
@@ -101,13 +107,17 @@ def told(network: EagleNetwork) -> str:
     taken = "the normed state (EAGLE-3.1)" if config.norm_output else "the state before the norm (EAGLE-3)"
     if counts:
         return f"{taken}, as drafts agreed with {counts[True]} tokens if normed and with {counts[False]} if not"
-    return f"{taken}, as the files tell" if config.norm_output_told else "not tried yet: calls try both readings"
+    if config.norm_output_told:
+        return f"{taken}, as the files tell"
+    if not can_be_tried(config):
+        return f"{taken}, which cannot be tried: its layers have different windows"
+    return "not tried yet: calls try both readings"
 
 
 def try_on(drafter: Any, target: Any, tokenizer: Any) -> str:
     """Lets a target write a few lines with a drafter, and says which reading is taken."""
     for prompt in _PROMPTS:
-        if not drafter.config.norm_output_told:
+        if can_be_tried(drafter.config):
             inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target.device)
             target.generate(**inputs, assistant_model=drafter, max_new_tokens=_ENOUGH + _STEP, do_sample=False)
     return told(drafter)
