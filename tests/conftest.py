@@ -13,10 +13,13 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:  # there is one worker for each core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.scripted import ScriptedDrafter
@@ -28,6 +31,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
 )
 WORDS = ["user", "assistant", "end", *(f"w{index}" for index in range(VOCAB - 5))]
+
+
+# transformers' own adapter methods, on which a drafter's `load_adapter` rests, want a newer PEFT from 5.24 on.
+needs_peft = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason=f"transformers wants PEFT {MIN_PEFT_VERSION}"
+)
 
 
 def make_target(attention: str = "sdpa", seed: int = 0, **overrides):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_drafter, make_target, needs_peft
 from hub_server import HubServer
 from safetensors.torch import save
 
@@ -576,8 +576,8 @@ answer([
     )
 
 
+@needs_peft
 def test_an_adapter_is_pushed_without_its_drafter(bench):
-    pytest.importorskip("peft")
     found = bench.child(
         """
 from peft import LoraConfig
@@ -600,8 +600,8 @@ answer(tokens(assistant_model=plain))
     assert 'drafter.load_adapter("user/adapter")' in text and str(bench.folder) not in text
 
 
+@needs_peft
 def test_without_the_package_an_adapter_is_pushed_without_paths_of_this_machine(bench, pushed):
-    pytest.importorskip("peft")
     there = str(bench.folder / "drafter")
     found = bench.child(
         f"""

