@@ -266,7 +266,7 @@ def test_bad_input_is_said_before_work_is_done(chatty, tokenizer, tmp_path, argu
     tokenizer.save_pretrained(tmp_path / "target")
     names = {name: tmp_path / f"{name}.jsonl" for name in ("empty", "bad", "few")}
     names["empty"].write_text("\n")
-    names["bad"].write_text('{"turns": ["w1"]}\n{oops\n')
+    names["bad"].write_text('{"turns": ["w1"]}\n{oops\n' + '{"turns": ["w1"]}\n' * 60)
     names["few"].write_text('{"turns": ["w1"]}\n{"turns": ["w2"]}\n')
     arguments = [argument.format(**names) for argument in arguments]
     out = tmp_path / "out"

@@ -270,3 +270,23 @@ def test_a_hook_that_drops_tokens_ends_the_drafts(rows, most):
                 call(True)
     finally:
         detach(target)
+
+
+class Undone(Later):
+    """It claims that its `crop` undoes what its `update` does."""
+
+    def crop(self, tokens_to_remove):
+        super().crop(tokens_to_remove)
+
+
+def test_attached_calls_after_one_that_broke_off_step_aside(target):
+    call = {**batch_of(1), **LATER}
+    plain = target.generate(**call, past_key_values=Undone()).sequences.tolist()
+    attachment = attach(target, make_drafter(target))
+    try:
+        with pytest.raises(ValueError, match="loses tokens while it is read"):
+            target.generate(**call, past_key_values=Undone())
+        assert target.generate(**call, past_key_values=Undone()).sequences.tolist() == plain
+        assert "an earlier call ended in the middle" in str(attachment.statistics.stepped_aside)
+    finally:
+        detach(target)
