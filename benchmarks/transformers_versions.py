@@ -2,7 +2,7 @@
 
     python benchmarks/transformers_versions.py [--tokens 64]
 
-The target is SmolLM2-135M-Instruct, the drafter that of `model_cards/`, the prompts those of `hsdraft bench`. Each cell
+The target is SmolLM2-135M-Instruct, with the drafter of `model_cards/` and the prompts of `hsdraft bench`. Each cell
 is tau and the number of texts that equal plain `generate()`. tau is tokens emitted per target forward and row, bonus
 included. Run it once for each version; every figure is a count, so the machine need not be idle.
 """

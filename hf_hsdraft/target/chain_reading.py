@@ -81,7 +81,7 @@ def _read_on(call: TargetCall, input_ids: torch.Tensor, size: int) -> Any:
     kwargs = _prepare_position_ids(kwargs, ends.get(call.names.positions, end), decoder)
     inputs = call.inputs(input_ids, size, kwargs.get(call.names.mask), kwargs=kwargs)
     outputs = call.forward(inputs, size)
-    if given_cache(inputs) is None:  # a model that computes its cache anew where its frequencies change
+    if given_cache(inputs) is None:  # some models rebuild their cache where their frequencies change
         call.slots.cache = returned_cache(outputs)
         call.slots.cache.activate_past_recording()
     return outputs

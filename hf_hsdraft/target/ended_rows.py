@@ -26,7 +26,7 @@ def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str],
     others = [value for name, value in model_kwargs.items() if name not in known and value is not None]
     if not all(isinstance(value, (bool, int, float, str, Cache)) for value in others):
         return False
-    # Somebody else looks on, as peft does where each row has an adapter of its own.
+    # Hooks may depend on the row, as PEFT's do where each row has its own adapter.
     if any(any(foreign_hooks(module)) for module in target.modules()):
         return False
     if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.offloading:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-_RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, those of FAT
+_RESOLUTION = 2 * 10**9  # nanoseconds; the coarsest timestamps, as on FAT
 
 
 def gguf_file(name: str | os.PathLike[str]) -> Path | None:

@@ -53,7 +53,7 @@ class TargetCall:
         entered: where it stood before the round.
         drops: whether a forward has lost slots of the cache, by a hook for instance: then no draft can be taken back.
         further: by how many columns each input that follows the text is longer than what the cache held when the
-            prompts had been read; less than 0 where the caller gave those of the new tokens alone.
+            prompts had been read; less than 0 where the caller gave only the new tokens' ones.
     """
 
     target: Any

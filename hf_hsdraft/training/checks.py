@@ -148,7 +148,7 @@ def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
 
 @contextlib.contextmanager
 def only_run(out: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder, those of other processes too. The lock ends with the process.
+    """Keeps other runs out of a folder, other processes' locks too. The lock ends with the process.
 
     Raises:
         RuntimeError: another run is at work there.

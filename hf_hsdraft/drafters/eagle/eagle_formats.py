@@ -146,7 +146,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, str]:
         return {**told, "cannot be loaded": printable(error, 400)}
     if not config.norm_output_told:
         told["state fed back"] = (
-            "not told by norm_output=true: the first call tries both readings; `hsdraft info --target` tells which is "
+            "not told by norm_output=true: the first calls try both readings; `hsdraft info --target` tells which is "
             "taken"
         )
     elif config.mask_token_id is None:

@@ -69,6 +69,6 @@ def fields_of(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if not config.norm_output_told:  # so that whoever loads it goes on trying
+    if not config.norm_output_told:  # so that the loading code continues the trial
         fields["norm_output_told"] = False
     return fields if config.mask_token_id is None else {**fields, "mask_token_id": config.mask_token_id}
