@@ -50,9 +50,12 @@ class LoadedTarget(ModelManager):
             progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
         return self._target, self._tokenizer
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """Returns the list of models that clients see: this one."""
-        return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_hsdraft"}]
+        model = {"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_hsdraft"}
+        return [{**model, "status": {"value": "loaded"}}]
+
+    get_gen_models = list_models  # its name in transformers 5.23
 
 
 def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | None) -> FastAPI:
