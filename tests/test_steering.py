@@ -205,7 +205,7 @@ def test_a_chat_goes_on_from_what_a_steered_drafter_had_read(target):
         drafts, output = drafted_call(target, drafter, {"input_ids": ids}, past_key_values=cache)
         hook.remove()
         # What it had read in the same way is not read again: all but the text's last tokens.
-        assert read[0] < 15 if before == after else read[0] >= ids.shape[1] == 38
+        assert max(read) < 15 if before == after else max(read) >= ids.shape[1] == 38
         assert output.sequences.tolist() == target.generate(ids, **GREEDY).tolist()
         if not after:  # what the steered drafter had read is not gone on from
             expected = drafts_of(target, unsteered, {"input_ids": ids})
