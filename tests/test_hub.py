@@ -8,12 +8,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_drafter, make_target, needs_peft
 from hub_server import HubServer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from safetensors.torch import save
 
 from hf_hsdraft import BlockDrafter, HSDrafter
@@ -242,9 +245,13 @@ def test_a_repository_is_what_it_should_be_and_nothing_else(bench, pushed):
     model = (ROOT / "hf_hsdraft/drafters/hidden_state/modeling_hsdraft.py").read_text().splitlines()
     sent = files["modeling_hsdraft.py"].decode().splitlines()
     assert [line for line in sent if "import" not in line] == [line for line in model if "import" not in line]
-    requirements = files["custom_generate/requirements.txt"].decode().split()
-    ours = (ROOT / "pyproject.toml").read_text()
-    assert requirements and all(f'"{line}' in ours for line in requirements)
+    # One bound a line, as transformers reads it; together they are the package's ranges.
+    found = [Requirement(line) for line in files["custom_generate/requirements.txt"].decode().split()]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    for name in ("transformers", "torch"):
+        assert SpecifierSet(",".join(str(one.specifier) for one in found if one.name == name)) == ours[name]
+    assert {one.name for one in found} == {"transformers", "torch"}
     private = [TOKEN, str(bench.folder), str(Path.home()), os.environ.get("USER") or TOKEN]
     text = b"\n".join(files.values()).decode(errors="replace")
     assert not [word for word in private if len(word) > 5 and word in text]

@@ -48,7 +48,7 @@ from .generate_recipe import generate
 
 logger = logging.get_logger(__name__)
 
-REQUIREMENTS = "transformers>=5.23\ntransformers<6\ntorch>=2.6\n"  # of the code that travels
+REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of the code that travels
 MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
 _OLD_MARK = "<!-- written by hsdraft train -->"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
