@@ -74,12 +74,13 @@ DeviceOption = Annotated[str, typer.Option(help="Device to run on.", callback=ch
 
 def drafter_of(target: str | None, drafter: str | None) -> str:
     """The drafter that was named, or the one that comes with the target."""
-    from ..target.target_loading import default_drafter
+    from ..target.target_loading import check_target, default_drafter
 
     if drafter is not None and not drafter.strip():
         raise typer.BadParameter("the name is empty: expected a Hub name or a folder", param_hint="--drafter")
     name = drafter or default_drafter(target)
     if name is None:
+        check_target(target)
         raise typer.BadParameter(
             "no drafter comes with this target; train one with `hsdraft train`", param_hint="--drafter"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ def check_drafter(drafter: Drafter, target: Any) -> None:
 
 def told_of_class(kind: type) -> str:
     """What is said of a class in the place of a drafter."""
-    made = f"{kind.__name__}() or " if issubclass(kind, Drafter) else ""
+    parameters = inspect.signature(kind).parameters.values() if issubclass(kind, Drafter) else None
+    needs_nothing = parameters is not None and all(one.default is not one.empty for one in parameters)
+    made = f"{kind.__name__}() or " if needs_nothing else ""
     return f"{kind.__name__} is a class: expected a drafter, which {made}{kind.__name__}.from_pretrained(...) makes"
 
 

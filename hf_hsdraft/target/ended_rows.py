@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .fingerprint import foreign_hooks
+from .fingerprint import has_foreign_hooks
 from .growing_cache import GrowingLayer
 
 
@@ -27,7 +27,7 @@ def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str],
     if not all(isinstance(value, (bool, int, float, str, Cache)) for value in others):
         return False
     # Hooks may depend on the row, as PEFT's do where each row has its own adapter.
-    if any(any(foreign_hooks(module)) for module in target.modules()):
+    if has_foreign_hooks(target):
         return False
     if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.offloading:
         return False

@@ -51,6 +51,11 @@ def may_round(model: nn.Module) -> bool:
     )
 
 
+def has_foreign_hooks(model: nn.Module) -> bool:
+    """Whether others look at, or change, what passes through a model's modules."""
+    return any(any(foreign_hooks(module)) for module in model.modules())
+
+
 def foreign_hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:
     """The hooks around a module's forward that others put there, each with its number, which is never reused."""
     for number, hook in itertools.chain(module._forward_pre_hooks.items(), module._forward_hooks.items()):

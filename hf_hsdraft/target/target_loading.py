@@ -87,6 +87,11 @@ def load_config(name: str | None) -> Any:
     return _of_target(AutoConfig, name)
 
 
+def check_target(name: str | None) -> None:
+    """Raises what `load_target` raises for a name that stands for no target, and loads nothing."""
+    _found(name)
+
+
 def _of_target(kind: Any, name: str | None, files: Sequence[str] = _MODEL) -> Any:
     found, source = _found(name, files)
     if source is None:

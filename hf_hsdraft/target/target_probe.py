@@ -25,9 +25,10 @@ import torch
 from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .cache_marks import Mark
-from .fingerprint import may_round
+from .fingerprint import has_foreign_hooks, may_round
 from .misreading import (
     computing_dtype,
+    distances_of,
     heeded,
     in_tolerances,
     is_full,
@@ -35,6 +36,7 @@ from .misreading import (
     usual_tolerance,
 )
 from .target_ability import Ability, remembered
+from .target_limits import furthest_read
 from .target_runtime import TargetRuntime
 
 _PARENTS, _DEPTHS = (-1, 0, 0, 2), (0, 1, 1, 2)  # of root, b, a, c
@@ -45,6 +47,7 @@ PROBE_COLUMNS = len(_PARENTS)
 _NOISE_COLUMNS = 9  # as many as drafts have: some products go another way for more rows
 _ROWS = 2  # of a batch that are tried: more of them only take longer
 _ROUNDED = "its products round what they are given, so its text depends on how many tokens are read at once"
+_HOOKS = "; its forward hooks may do that"
 _OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too small for a tree"
 
 
@@ -99,17 +102,19 @@ class Steps:
 
         0 of a target of full precision whose products round what they are given: there no distance is small enough.
         """
-        usual, full = usual_tolerance(self.dtype), is_full(self.dtype)
-        fits = self.runtime.deepest >= STEPS + _NOISE_COLUMNS
-        if (full and not may_round(self.runtime.target)) or not fits or self.runtime.prepare_trees():
+        runtime, usual, full = self.runtime, usual_tolerance(self.dtype), is_full(self.dtype)
+        reach = furthest_read(runtime.target, self.length) - self.length
+        fits = min(runtime.deepest, reach) >= STEPS + _NOISE_COLUMNS
+        if (full and not may_round(runtime.target)) or not fits or runtime.prepare_trees():
             return usual
         try:
-            noise = _noise(self)
+            if full:
+                return usual if _distance_of_many(self) <= usual else 0.0
+            return measured_tolerance(self.dtype, _noise(self))
         except torch.OutOfMemoryError:
             raise
         except Exception:  # a forward that refuses columns will refuse drafts
             return usual
-        return (usual if noise <= usual else 0.0) if full else measured_tolerance(self.dtype, noise)
 
     def same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether logits are the expected ones up to rounding."""
@@ -302,7 +307,8 @@ def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, stric
     drafts = [DraftTree(path, (-1, 0, 1), (0, 1, 2), (0.0,) * 3) for path in paths]
     problem = _problem(steps, drafts, [0, 1, 2], [[0, 1], [1], [2]])
     if problem:
-        return Ability(False, False, f"several tokens at once are {problem}", doubtful=steps.doubtful)
+        hint = _HOOKS if has_foreign_hooks(steps.runtime.target) else ""
+        return Ability(False, False, f"several tokens at once are {problem}{hint}", doubtful=steps.doubtful)
     return Ability(False, True, reason, unclear, steps.doubtful)
 
 
@@ -378,6 +384,28 @@ def _noise(steps: Steps) -> float:
     for tokens, expected in zip(steps.tokens, steps.logits, strict=True):
         noise = max(noise, runtime.noise_of(tokens, expected, _NOISE_COLUMNS))
     return noise
+
+
+def _distance_of_many(steps: Steps) -> float:
+    """The greatest distance between as many tokens as drafts have, read at once, and the same read one by one.
+
+    Products that round what they are given show it there, while a few tokens may be read alike by luck.
+    """
+    runtime, ids = steps.rewind(), steps.input_ids
+    roots = ids[:, -1].tolist()
+    likely = [
+        [root, *_likely(row, {root}, _NOISE_COLUMNS - 1)] for root, row in zip(roots, steps.logits[0], strict=True)
+    ]
+    runtime.trees = True
+    alone: list[torch.Tensor] = []
+    for tokens in zip(*likely, strict=True):
+        ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1) if alone else ids
+        alone.append(_read_one(runtime, tokens, ids))
+    count = len(alone)
+    chains = [DraftTree(tuple(row), tuple(range(-1, count - 1)), tuple(range(count)), (0.0,) * count) for row in likely]
+    runtime = steps.rewind()
+    runtime.trees = True
+    return float(distances_of(_read(runtime, chains, steps.input_ids), torch.stack(alone, dim=1)).max())
 
 
 def _read(runtime: TargetRuntime, trees: list[DraftTree], input_ids: torch.Tensor) -> torch.Tensor:
