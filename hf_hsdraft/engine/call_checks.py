@@ -53,9 +53,10 @@ def check_drafter(drafter: Drafter, target: Any) -> None:
 
 def told_of_class(kind: type) -> str:
     """What is said of a class in the place of a drafter."""
-    parameters = inspect.signature(kind).parameters.values() if issubclass(kind, Drafter) else None
-    needs_nothing = parameters is not None and all(one.default is not one.empty for one in parameters)
-    made = f"{kind.__name__}() or " if needs_nothing else ""
+    parameters = inspect.signature(kind).parameters.values()
+    given = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    alone = issubclass(kind, Drafter) and all(one.default is not one.empty for one in given)
+    made = f"{kind.__name__}() or " if alone else ""
     return f"{kind.__name__} is a class: expected a drafter, which {made}{kind.__name__}.from_pretrained(...) makes"
 
 
