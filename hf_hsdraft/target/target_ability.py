@@ -151,7 +151,7 @@ def kind_of_call(runtime: TargetRuntime) -> tuple[Any, ...]:
     device = device_of(target)
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     rows = runtime.num_texts > 1
-    call = device, target.training, cast, layers, rows, runtime.rows.attended is not None
+    call = device, target.training, cast, type(runtime.cache), layers, rows, runtime.rows.attended is not None
     return fingerprint(target), attention, *call
 
 
