@@ -347,6 +347,13 @@ def test_a_target_whose_products_round_their_inputs_is_refused(seed, rows):
         target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
 
 
+def test_modules_known_to_round_their_inputs_are_refused():
+    target = make_target()
+    target.model.layers[0].mlp.up_proj.__class__ = type("Linear8bitLt", (torch.nn.Linear,), {})
+    with pytest.raises(ValueError, match="round what they are given"):
+        target.generate(**batch_of(1), max_new_tokens=NEW, do_sample=False, assistant_model=make_drafter(target))
+
+
 def test_compiled_targets():
     target = make_target()
     plain = target.generate(**batch_of(1), do_sample=False, max_new_tokens=NEW)

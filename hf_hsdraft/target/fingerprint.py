@@ -14,6 +14,7 @@ from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _PACKAGE = __name__.partition(".")[0]
+_ROUNDING = ("Linear8bitLt",)
 _EXACT = ("torch", "transformers", "peft", _PACKAGE)
 
 
@@ -49,6 +50,14 @@ def may_round(model: nn.Module) -> bool:
         or any(weight is not None and type(weight) is not nn.Parameter for weight in module._parameters.values())
         for module in model.modules()
     )
+
+
+def rounds(model: nn.Module) -> bool:
+    """Whether a model has modules that round what they multiply, whatever their dtype says.
+
+    bitsandbytes' 8-bit ones take integers. A trial can miss them: tokens may be read alike by luck.
+    """
+    return any(type(module).__name__ in _ROUNDING for module in model.modules())
 
 
 def has_foreign_hooks(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ import torch
 from ..common.tuning import TUNING
 from ..trees.draft_tree import DraftTree
 from .cache_marks import Mark
-from .fingerprint import has_foreign_hooks, may_round
+from .fingerprint import has_foreign_hooks, may_round, rounds
 from .misreading import (
     computing_dtype,
     distances_of,
@@ -105,6 +105,8 @@ class Steps:
         runtime, usual, full = self.runtime, usual_tolerance(self.dtype), is_full(self.dtype)
         reach = furthest_read(runtime.target, self.length) - self.length
         fits = min(runtime.deepest, reach) >= STEPS + _NOISE_COLUMNS
+        if full and rounds(runtime.target):
+            return 0.0
         if (full and not may_round(runtime.target)) or not fits or runtime.prepare_trees():
             return usual
         try:
