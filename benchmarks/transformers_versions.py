@@ -18,7 +18,7 @@ import transformers
 from hf_hsdraft import AutoDrafter, load_target
 from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
 from hf_hsdraft.bench.measure import encode_batch, encode_prompt
-from hf_hsdraft.target.target_loading import default_drafter
+from hf_hsdraft.runtime.target_loading import default_drafter
 
 
 def kept_rows(output: Any, plain: torch.Tensor) -> int:

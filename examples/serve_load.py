@@ -20,7 +20,7 @@ from statistics import median
 
 from openai import OpenAI
 
-from hf_hsdraft.training.conversations import read_prompts
+from hf_hsdraft.training.data.conversations import read_prompts
 
 
 def streamed(client: OpenAI, model: str, max_tokens: int, question: str) -> tuple[str, int]:

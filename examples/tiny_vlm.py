@@ -44,7 +44,7 @@ from tiny_vlm_pictures import (
 )  # fmt: skip
 from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
-from hf_hsdraft.target.target_loading import load_target
+from hf_hsdraft.runtime.target_loading import load_target
 
 PATCH = 16  # pixels along a side
 VISUAL_TOKENS = (SIZE // PATCH) ** 2

@@ -20,13 +20,13 @@ import torch
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench.layer_reuse import HEADER, Compared, compare
-from hf_hsdraft.training.arguments import training_arguments
-from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.training.data.conversations import TokenizedConversation
+from hf_hsdraft.training.data.features import read_features
+from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
 from hf_hsdraft.training.families.lm import LMFamily
-from hf_hsdraft.training.features import read_features
-from hf_hsdraft.training.trainable import TRAINABLE, trainable
-from hf_hsdraft.training.trainer import DrafterTrainer
-from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
+from hf_hsdraft.training.families.trainable import TRAINABLE, trainable
+from hf_hsdraft.training.loop.arguments import training_arguments
+from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
 NEW_TOKENS = 24
 # Drafters that are language models read tokens of their own: they would not see the picture.
@@ -105,7 +105,7 @@ def train(folder: Path, out: Path, family_name: str, fields: dict[str, Any], pic
 
 def tiny_budget(minutes: float) -> Any:
     """Returns the clock that ends training."""
-    from hf_hsdraft.training.budget import TimeBudget
+    from hf_hsdraft.training.loop.budget import TimeBudget
 
     return TimeBudget.resumed(minutes, {})
 

@@ -15,10 +15,10 @@ import torch
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench.measure import encode_prompt
-from hf_hsdraft.target.target_loading import DEFAULT_TARGET, load_target
-from hf_hsdraft.training.parity import PROMPTS, parity
-from hf_hsdraft.training.plan import TrainingPlan
-from hf_hsdraft.training.run import train
+from hf_hsdraft.runtime.target_loading import DEFAULT_TARGET, load_target
+from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.evaluate.parity import PROMPTS, parity
+from hf_hsdraft.training.loop.run import train
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out")

@@ -11,24 +11,22 @@ from ._version import __version__
 from .transformers_version import needs_newer, warn_if_untested
 
 if needs_newer() is None:
-    from .acceleration.accelerator import register_acceleration
-    from .acceleration.device_acceleration import DeviceAcceleration
-    from .attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
-    from .by_name import allow_names
-    from .drafters.auto_drafter import AutoDrafter
+    from .core.accelerator import register_acceleration
+    from .core.draft_tree import DraftTree
+    from .drafters.base.auto_drafter import AutoDrafter
+    from .drafters.base.registry import register_drafter
     from .drafters.block.configuration import BlockConfig
     from .drafters.block.drafter import BlockDrafter
     from .drafters.cascade.cascade_drafter import CascadeDrafter
-    from .drafters.causal_lm.layer_skip import LayerSkipDrafter
-    from .drafters.causal_lm.lm_drafter import CausalLMDrafter
-    from .drafters.causal_lm.steered_lm import SteeredLMDrafter
     from .drafters.eagle.configuration_eagle import EagleConfig
     from .drafters.eagle.modeling_eagle import EagleDrafter
     from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
     from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
     from .drafters.hidden_state.modeling_hsdraft import HSDrafter
+    from .drafters.language_model.layer_skip import LayerSkipDrafter
+    from .drafters.language_model.lm_drafter import CausalLMDrafter
+    from .drafters.language_model.steered_lm import SteeredLMDrafter
     from .drafters.ngrams.cacheback import CachebackDrafter
-    from .drafters.registry import register_drafter
     from .drafters.self_speculation.configuration_self import SelfDraftConfig
     from .drafters.self_speculation.modeling_self import SelfDrafter
     from .drafters.specformer.configuration_specformer import SpecFormerConfig
@@ -36,13 +34,15 @@ if needs_newer() is None:
     from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
     from .engine.grammar_processor import GrammarProcessor
     from .engine.row_processors import register_form
-    from .generate_hook import install
-    from .hints import allow_hints
+    from .generate.attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
+    from .generate.by_name import allow_names
+    from .generate.generate_hook import install
+    from .generate.hints import allow_hints
+    from .gpu.device_acceleration import DeviceAcceleration
+    from .hub.care import register_care
+    from .hub.package_care import PackageCare
     from .remote.connecting import connect
-    from .repository.care import register_care
-    from .repository.package_care import PackageCare
-    from .target.target_loading import load_target
-    from .trees.draft_tree import DraftTree
+    from .runtime.target_loading import load_target
 
     warn_if_untested()
     allow_names()

@@ -23,7 +23,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.scripted import ScriptedDrafter
-from hf_hsdraft.common.tuning import Tuning
+from hf_hsdraft.core.tuning import Tuning
 
 VOCAB = 97
 TEMPLATE = (

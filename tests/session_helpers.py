@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from conftest import VOCAB
 
-from hf_hsdraft.drafters.protocol import Accepted
+from hf_hsdraft.drafters.base.protocol import Accepted
 
 
 def padded(rows: int) -> dict[str, torch.Tensor]:

@@ -5,9 +5,9 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hsdraft.acceleration import accelerator
-from hf_hsdraft.acceleration.cpu import packed_weights, private_operators
-from hf_hsdraft.acceleration.cpu.products import Product
+from hf_hsdraft.core import accelerator
+from hf_hsdraft.cpu import packed_weights, private_operators
+from hf_hsdraft.cpu.products import Product
 from hf_hsdraft.drafters.hidden_state import draft_support
 
 

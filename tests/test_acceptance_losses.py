@@ -8,14 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_target
+from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, RejectedDrafts, true_labels, unroll
 from test_trainable import IDS, KINDS, borrow, packed, random_drafter
 
-from hf_hsdraft.training import loss as loss_module
-from hf_hsdraft.training.arguments import DrafterTrainingArguments
-from hf_hsdraft.training.depth_weights import d_pace
-from hf_hsdraft.training.loss import ChainLoss, Chains, RejectedDrafts, true_labels, unroll
-from hf_hsdraft.training.objectives import OBJECTIVES, forward_kl, nla, objective_of, rejected_draft, total_variation
-from hf_hsdraft.training.trainable import family_of
+from hf_hsdraft.training.families.trainable import family_of
+from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
+from hf_hsdraft.training.loss.depth_weights import d_pace
+from hf_hsdraft.training.loss.loss import loss as loss_module
+from hf_hsdraft.training.loss.objectives import (
+    OBJECTIVES,
+    forward_kl,
+    nla,
+    objective_of,
+    rejected_draft,
+    total_variation,
+)
 
 HIDDEN = {"num_draft_steps": 3, "draft_vocab_ids": IDS, "injector_rank": 8}
 HIDDEN |= {"draft_vocab_size": 40, "injector_hidden_size": 16, "head": "trained"}

@@ -30,8 +30,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 
 from hf_hsdraft import Attachment, AutoDrafter, CachebackDrafter, HSDrafter, attach, attached, detach
-from hf_hsdraft.common.cache_name import CACHE, given_cache
-from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.core.cache_name import CACHE, given_cache
+from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.engine.call_output import HSDraftGenerateOutput
 
 NEW = 24
@@ -144,7 +144,7 @@ def test_statistics_are_what_can_be_counted_from_outside(target, batch, rows):
 
 
 def test_a_lossy_rule_is_told(target, prompt, monkeypatch):
-    from hf_hsdraft.verifiers.own_choice import OwnChoice
+    from hf_hsdraft.verify.own_choice import OwnChoice
 
     attachment = attach(target, CachebackDrafter(**FREE))
     target.generate(prompt, **GREEDY)

@@ -7,7 +7,7 @@ from conftest import make_drafter, make_target
 from transformers import AutoModel, PreTrainedConfig
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, HSDraftConfig, HSDrafter, register_drafter
-from hf_hsdraft.drafters.registry import FAMILIES
+from hf_hsdraft.drafters.base.registry import FAMILIES
 
 
 def test_the_family_of_a_folder_is_loaded(tmp_path):

@@ -11,11 +11,11 @@ import torch
 from conftest import VOCAB, make_drafter, make_target
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.drafters.path_lm import PathLM, PathLMSizes
-from hf_hsdraft.drafters.refiner_files import load_refiner, save_refiner
-from hf_hsdraft.repository.drafter_files import read_json
-from hf_hsdraft.training.average import average, average_folders
-from hf_hsdraft.training.identity import record_target
+from hf_hsdraft.drafters.base.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.drafters.base.refiner_files import load_refiner, save_refiner
+from hf_hsdraft.hub.drafter_files import read_json
+from hf_hsdraft.training.families.identity import record_target
+from hf_hsdraft.training.loop.average import average, average_folders
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_kill_leaves_nothing_behind(target, tokenizer, pair, tmp_path, monkeyp
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_hsdraft.training.average.write_json", killed)
+    monkeypatch.setattr("hf_hsdraft.training.loop.average.write_json", killed)
     with pytest.raises(KeyboardInterrupt):
         average_folders(pair, [1.0, 1.0], tmp_path / "mean", target, tokenizer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]

@@ -15,7 +15,6 @@ from conftest import VOCAB, make_drafter, make_target, write_prompts
 from typer.testing import CliRunner
 
 from hf_hsdraft import CausalLMDrafter, HSDrafter
-from hf_hsdraft.acceleration.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
@@ -32,10 +31,11 @@ from hf_hsdraft.bench.summary import quantile, summarise
 from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, NEW, check_points, padded_batches, padded_prompt
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
 from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
-from hf_hsdraft.cli import app
+from hf_hsdraft.cli._measured import enter_benchmarks
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
-from hf_hsdraft.hub.measured import enter_benchmarks
-from hf_hsdraft.training.conversations import read_jsonl
+from hf_hsdraft.training.data.conversations import read_jsonl
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
 

@@ -14,15 +14,15 @@ from session_helpers import news, padded
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench.exactness import FullExpansion, chi_square
 from hf_hsdraft.bench.format_parity import randomise
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
+from hf_hsdraft.drafters.base.protocol import Ask
 from hf_hsdraft.drafters.block import block_context
 from hf_hsdraft.drafters.block.block_session import BlockBias, BlockSession
 from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
 from hf_hsdraft.drafters.block.convolution import BlockConvolution
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, GatedMarkovHead, MarkovHead, RecurrentMarkovHead
-from hf_hsdraft.drafters.draft_options import DraftOptions
-from hf_hsdraft.drafters.parallel_expansion import ParallelExpansion
-from hf_hsdraft.drafters.protocol import Ask
 from hf_hsdraft.trees.beam_trees import beam_trees
 from hf_hsdraft.trees.best_first import best_first_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits

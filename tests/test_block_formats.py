@@ -15,7 +15,7 @@ from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench import block_parity, parity_formats
 from hf_hsdraft.bench.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
 from hf_hsdraft.bench.format_parity import Case, texts_of, tiny_target
-from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.block.configuration import Sight, default_tap_layers
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.network import BlockNetwork
@@ -394,7 +394,7 @@ def test_the_last_layer_is_read_before_the_norm(saved, target, monkeypatch):
     heads, hooks = target.model.norm._forward_pre_hooks, len(target.model.norm._forward_pre_hooks)
     texts_of(target, drafter)  # checks the texts
     assert len(heads) == hooks
-    monkeypatch.setattr("hf_hsdraft.target.last_state._NAMES", ())
+    monkeypatch.setattr("hf_hsdraft.runtime.last_state._NAMES", ())
     with pytest.raises(DraftingRefused, match="before the target's final norm"):
         drafter.check(target)
     AutoDrafter.from_pretrained(saved("z-lab DFlash", in_dflash(target_layer_ids=[0, 2, 5]))).check(target)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_hsdraft.training import budget as module
-from hf_hsdraft.training.budget import TimeBudget
+from hf_hsdraft.training.loop import budget as module
+from hf_hsdraft.training.loop.budget import TimeBudget
 
 
 class Clock:

@@ -13,7 +13,8 @@ from conftest import make_drafter, make_target
 from transformers import AutoModel, AutoTokenizer, pipeline
 from transformers.pipelines import base as pipelines
 
-from hf_hsdraft import HSDraftConfig, HSDrafter, by_name
+from hf_hsdraft import HSDraftConfig, HSDrafter
+from hf_hsdraft.generate import by_name
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 

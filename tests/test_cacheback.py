@@ -8,7 +8,7 @@ from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.target.target_runtime import TargetRuntime
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 REPEATING = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8, 9, 8]])
 FREE = {"node_cost": 0.0, "depth_cost": 0.0}

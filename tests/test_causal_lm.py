@@ -19,9 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, attach
 from hf_hsdraft.bench.tiny import VOCABULARY, tiny_config, tiny_model
-from hf_hsdraft.drafters.draft_options import DraftOptions
-from hf_hsdraft.drafters.protocol import Accepted, Ask, DraftCall
-from hf_hsdraft.trees.draft_tree import DraftTree
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
 

@@ -13,9 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.cli import app
-from hf_hsdraft.serving.chat import HELP, TerminalChat, figures
-from hf_hsdraft.serving.conversation import Conversation
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.serve.chat import HELP, TerminalChat, figures
+from hf_hsdraft.serve.conversation import Conversation
 
 NEW = 12
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "suppress_tokens": [0, 1, 4]}  # special ones, not in the text

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_hsdraft.common.fields import Fields
-from hf_hsdraft.repository.checkpoint import Checkpoint
-from hf_hsdraft.repository.drafter_files import DamagedFile
-from hf_hsdraft.repository.speculators_format import check_proposals, speculators_fields
+from hf_hsdraft.core.fields import Fields
+from hf_hsdraft.hub.checkpoint import Checkpoint
+from hf_hsdraft.hub.drafter_files import DamagedFile
+from hf_hsdraft.hub.speculators_format import check_proposals, speculators_fields
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "d2t": torch.arange(4)}
 

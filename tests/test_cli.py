@@ -10,8 +10,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_hsdraft import cli, commands
+from hf_hsdraft import cli as commands
 from hf_hsdraft._version import __version__
+from hf_hsdraft.cli import main as cli
 from hf_hsdraft.transformers_version import NEEDED, TESTED
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,7 @@ def test_a_new_command_is_a_new_file(tmp_path, monkeypatch):
     )
     (tmp_path / "_helpers.py").write_text("raise ImportError\n")
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
-    spec = importlib.util.spec_from_file_location("hf_hsdraft.cli_again", cli.__file__)
+    spec = importlib.util.spec_from_file_location("hf_hsdraft.cli.again", cli.__file__)
     extended = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extended)
     assert CliRunner().invoke(extended.app, ["greet", "world"]).output == "Hello world\n"
@@ -93,7 +94,7 @@ def test_training_options_are_checked_before_a_target_is_loaded(tmp_path, option
 
 
 def test_two_runs_in_one_folder_are_refused_before_a_target_is_loaded(tmp_path):
-    from hf_hsdraft.training.checks import only_run
+    from hf_hsdraft.training.loop.checks import only_run
 
     (tmp_path / "chats.jsonl").write_text('{"turns": ["w1"]}\n' * 60)
     arguments = ["train", "--target", "./missing", "--out", str(tmp_path), "--prompts", str(tmp_path / "chats.jsonl")]

@@ -12,12 +12,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import hf_hsdraft
 from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.repository.care import care
-from hf_hsdraft.repository.code_files import closure, flattened, relative_imports, write_flat
+from hf_hsdraft.hub.care import care
+from hf_hsdraft.hub.code_files import closure, flattened, relative_imports, write_flat
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 FAMILY = PACKAGE / "drafters/hidden_state"
-ENTRIES = [PACKAGE / "generate_hook.py", FAMILY / "modeling_hsdraft.py", FAMILY / "configuration_hsdraft.py"]
+ENTRIES = [PACKAGE / "generate/generate_hook.py", FAMILY / "modeling_hsdraft.py", FAMILY / "configuration_hsdraft.py"]
 
 
 def test_every_file_that_is_imported_comes_along_under_its_own_name():
@@ -32,7 +32,7 @@ def test_every_file_that_is_imported_comes_along_under_its_own_name():
 def test_what_travels_asks_for_no_package_and_no_workshop():
     for path in closure(ENTRIES):
         text = path.read_text()
-        assert path.relative_to(PACKAGE).parts[0] not in ("training", "bench", "hub", "serving", "commands", "cli.py")
+        assert path.relative_to(PACKAGE).parts[0] not in ("training", "bench", "serve", "cli")
         names = [
             name
             for node in ast.walk(ast.parse(text))

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
+from hf_hsdraft.training.loss.loss.loss import Chains, true_labels, unroll
 from test_collapsed_frames import collapsed, random_frames
 from test_trainable import IDS, borrow, decodes_as_plain, packed, plan, prompts, run
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SpecFormerDrafter
-from hf_hsdraft.cli import app
-from hf_hsdraft.drafters.collapsed_frames import CollapsedFrames
-from hf_hsdraft.training.co_training import CoTraining
-from hf_hsdraft.training.ctc_loss import CTCLoss, ctc_losses
-from hf_hsdraft.training.loss import Chains, true_labels, unroll
-from hf_hsdraft.training.parity import parity
-from hf_hsdraft.training.trainable import TRAINABLE, family_of
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.drafters.base.collapsed_frames import CollapsedFrames
+from hf_hsdraft.training.evaluate.parity import parity
+from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
+from hf_hsdraft.training.loss.co_training import CoTraining
+from hf_hsdraft.training.loss.ctc_loss import CTCLoss, ctc_losses
 
 STEPS, LABELS = 5, 3
 
@@ -163,7 +163,7 @@ def test_parity_holds_at_every_depth(target, fields):
 
 @pytest.mark.parametrize("planted", ["parents", "taps"])
 def test_parity_catches_what_is_off_by_one(target, planted, monkeypatch):
-    from hf_hsdraft.training import parity as module
+    from hf_hsdraft.training.evaluate import parity as module
 
     as_trained = module._as_trained
 
@@ -224,7 +224,7 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, arguments):
 
 
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import trainer
+    from hf_hsdraft.training.loop import trainer
 
     planned = plan(tmp_path, "specformer", drafter=SIZES, cache_taps=True)
     whole = run(chatty, tokenizer, replace(planned, out=str(tmp_path / "whole")), objective="ctc")

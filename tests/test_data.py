@@ -13,22 +13,22 @@ from conftest import VOCAB, write_prompts
 from datasets import Dataset, load_dataset
 from typer.testing import CliRunner
 
-from hf_hsdraft.cli import app
+from hf_hsdraft.cli.main import app
 from hf_hsdraft.training import files
-from hf_hsdraft.training.answers import answer_prompts, prompts_that_fit, store_answers, temperature_of
-from hf_hsdraft.training.conversations import (
+from hf_hsdraft.training.data.answers import answer_prompts, prompts_that_fit, store_answers, temperature_of
+from hf_hsdraft.training.data.conversations import (
     Conversation,
     Prompt,
     read_jsonl,
     read_prompts,
     tokenize_conversation,
 )
-from hf_hsdraft.training.dataset import RowFolder
-from hf_hsdraft.training.generating import user_header
-from hf_hsdraft.training.inventing import invent_prompts
-from hf_hsdraft.training.kinds import kind_of_openings
-from hf_hsdraft.training.prompts import prompts_from_dataset
-from hf_hsdraft.training.vocabulary import choose_draft_vocabulary
+from hf_hsdraft.training.data.dataset import RowFolder
+from hf_hsdraft.training.data.generating import user_header
+from hf_hsdraft.training.data.inventing import invent_prompts
+from hf_hsdraft.training.data.kinds import kind_of_openings
+from hf_hsdraft.training.data.prompts import prompts_from_dataset
+from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
 
 
 def test_rows_survive_a_kill_without_loss_or_doubles(tmp_path):
@@ -279,7 +279,7 @@ def test_bad_input_is_said_before_work_is_done(chatty, tokenizer, tmp_path, argu
 def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, monkeypatch):
     from collections import namedtuple
 
-    from hf_hsdraft.training import features
+    from hf_hsdraft.training.data import features
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage(10, 5, 100))
@@ -290,7 +290,7 @@ def test_a_disk_too_small_for_the_taps_is_refused(chatty, tokenizer, tmp_path, m
 
 
 def test_features_of_padded_batches_are_those_of_single_chats(chatty, tokenizer):
-    from hf_hsdraft.training.features import read_features
+    from hf_hsdraft.training.data.features import read_features
 
     chats = [
         tokenize_conversation(tokenizer, Conversation((("user", "w1"), ("assistant", "w2 " * length))), 100)
@@ -305,7 +305,7 @@ def test_features_of_padded_batches_are_those_of_single_chats(chatty, tokenizer)
 
 def test_cached_features_are_those_of_each_chat_alone_and_keep_their_order(chatty, tokenizer, tmp_path, monkeypatch):
     """Chats of similar lengths are read together, several forwards a shard; in float32, so that little is rounded."""
-    from hf_hsdraft.training import features
+    from hf_hsdraft.training.data import features
 
     forwards: list[list[int]] = []
     read = features.read_features

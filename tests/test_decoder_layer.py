@@ -8,9 +8,9 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from hf_hsdraft.common.attention import batched_attention
-from hf_hsdraft.common.decoder_layer import Attention, FeedForward, LayerSizes, rotary_of
-from hf_hsdraft.drafters.row_context import RowContext
+from hf_hsdraft.core.attention import batched_attention
+from hf_hsdraft.drafters.base.decoder_layer import Attention, FeedForward, LayerSizes, rotary_of
+from hf_hsdraft.drafters.base.row_context import RowContext
 
 ROPES = {
     "plain": {"rope_theta": 5000.0},

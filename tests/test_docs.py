@@ -13,8 +13,8 @@ import pytest
 from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.drafters.draft_options import default_options
-from hf_hsdraft.target.target_loading import embedded_gguf
+from hf_hsdraft.drafters.base.draft_options import default_options
+from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -80,7 +80,7 @@ def test_every_drafting_option_is_explained():
 def test_files_of_the_package_that_how_it_works_names_exist():
     text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", text)
-    assert "drafters/protocol.py" in named
+    assert "drafters/base/protocol.py" in named
     package = ROOT / "hf_hsdraft"
     missing = [name for name in named if not (package / name).exists() and not list(package.glob(f"drafters/{name}"))]
     assert not missing

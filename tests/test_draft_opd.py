@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
+from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 
 from hf_hsdraft.bench.measure import end_tokens
-from hf_hsdraft.training.conversations import TokenizedConversation
-from hf_hsdraft.training.draft_opd import replay, two_streams
-from hf_hsdraft.training.features import read_features
-from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
-from hf_hsdraft.training.objectives import hard_labels
-from hf_hsdraft.training.on_policy import draft
-from hf_hsdraft.training.parity import _ObservedDrafter
-from hf_hsdraft.training.plan import TrainingPlan
-from hf_hsdraft.training.trainable import family_of
+from hf_hsdraft.training.data.conversations import TokenizedConversation
+from hf_hsdraft.training.data.features import read_features
+from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.evaluate.parity import _ObservedDrafter
+from hf_hsdraft.training.families.trainable import family_of
+from hf_hsdraft.training.loss.draft_opd import replay, two_streams
+from hf_hsdraft.training.loss.objectives import hard_labels
+from hf_hsdraft.training.loss.on_policy import draft
 
 FIELDS = {**SIZES, "hidden-state": {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}}
 
@@ -124,7 +124,7 @@ def some_rounds(target, kind: str) -> tuple:
 
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind, monkeypatch):
-    from hf_hsdraft.training import draft_opd
+    from hf_hsdraft.training.loss.loss import draft_opd
 
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
@@ -138,12 +138,12 @@ def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 @pytest.mark.parametrize("rejected_drafts", [0, 1, 2, 3])
 def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, rejected_drafts, monkeypatch):
-    from hf_hsdraft.training import draft_opd
+    from hf_hsdraft.training.loss.loss import draft_opd
 
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
     end = int(weights.vocab_ids[columns[:, 0].mode().values])
-    monkeypatch.setattr("hf_hsdraft.training.on_policy.end_tokens", lambda target: end_tokens(target) | {end})
+    monkeypatch.setattr("hf_hsdraft.training.loss.on_policy.end_tokens", lambda target: end_tokens(target) | {end})
     found = replay(drafter, weights, pack)
     starts = found.anchors
     chains, every = (Chains(starts, count, torch.ones(len(starts)) > 0) for count in (len(starts) - 6, len(starts)))
@@ -199,7 +199,7 @@ def test_a_run_takes_them_and_its_card_says_so(chatty, tokenizer, tmp_path, fami
 
 @pytest.mark.parametrize("family", sorted(FIELDS))
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, monkeypatch):
-    from hf_hsdraft.training import trainer
+    from hf_hsdraft.training.loop import trainer
 
     arguments = {"data_policy": "draft-opd", "rejected_drafts": 3}
     whole = run(chatty, tokenizer, planned(tmp_path, family, "whole"), **arguments)

@@ -14,10 +14,10 @@ from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.scripted import ScriptedDrafter
 from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
-from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
 from hf_hsdraft.drafters.eagle import eagle_session, eagle_texts
 from hf_hsdraft.drafters.eagle.eagle_network import initialise
-from hf_hsdraft.drafters.protocol import Accepted, Ask, DraftCall
 
 PADDED = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6], [9, 8, 9, 31, 9, 8, 44, 8], [0, 11, 12, 13, 14, 15, 16, 17]])
 MASK = (PADDED > 0).long()

@@ -29,12 +29,12 @@ from hf_hsdraft.bench.eagle_parity import (
     unrolled,
 )
 from hf_hsdraft.bench.format_parity import HIDDEN, Reference, taps_of
-from hf_hsdraft.cli import app
-from hf_hsdraft.common.decoder_layer import rotary_of
-from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.decoder_layer import rotary_of
 from hf_hsdraft.drafters.eagle import eagle_texts, feedback_trial
-from hf_hsdraft.hub.describe import describe
-from hf_hsdraft.repository.checkpoint import Checkpoint
+from hf_hsdraft.hub.checkpoint import Checkpoint
 
 pytest.importorskip("speculators")
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import BlockDrafter, CachebackDrafter, EagleConfig, EagleDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.bench.decoding_estimate import Device, Drafting, estimate_decoding
-from hf_hsdraft.cli import app
-from hf_hsdraft.training.estimate import estimate, explain
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.training.evaluate.estimate import estimate, explain
 
 LLAMA_1B = {
     "hidden_size": 2048,

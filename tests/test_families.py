@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDraftConfig, HSDrafter, attach, register_drafter
 from hf_hsdraft.bench.systems import Variant, drafted_system
-from hf_hsdraft.cli import app
-from hf_hsdraft.common.options import Option
-from hf_hsdraft.drafters.draft_options import default_options
-from hf_hsdraft.drafters.protocol import Drafter, Session
-from hf_hsdraft.drafters.registry import FAMILIES
-from hf_hsdraft.repository.pretrained_drafter import PretrainedDrafter
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.options import Option
+from hf_hsdraft.drafters.base.draft_options import default_options
+from hf_hsdraft.drafters.base.protocol import Drafter, Session
+from hf_hsdraft.drafters.base.registry import FAMILIES
+from hf_hsdraft.hub.pretrained_drafter import PretrainedDrafter
 from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
 from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits
 

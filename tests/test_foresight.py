@@ -20,11 +20,11 @@ from transformers.generation.logits_process import (
 )
 
 from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.hidden_state.expansion import Expansion
 from hf_hsdraft.drafters.hidden_state.quick_weights import quick_weights
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
-from hf_hsdraft.trees.draft_tree import DraftTree
-from hf_hsdraft.verifiers.foresight import Draws, Foresight, Race, _Numbers
+from hf_hsdraft.verify.foresight import Draws, Foresight, Race, _Numbers
 
 NEW = 40
 SAMPLED = {"do_sample": True, "max_new_tokens": NEW, "top_k": 20, "temperature": 0.9}
@@ -369,7 +369,7 @@ def test_a_processor_that_draws_too_changes_nothing(target, drafter, prompt):
 
 
 def test_where_draws_are_made_otherwise_nothing_is_foreseen(target, drafter, prompt, monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.verifiers.foresight._draws_are_races", lambda *_: False)
+    monkeypatch.setattr("hf_hsdraft.verify.foresight._draws_are_races", lambda *_: False)
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     plain = seeded(target, inputs).sequences
     assert seeded(target, inputs, assistant_model=drafter).sequences.tolist() == plain.tolist()

@@ -43,10 +43,11 @@ def trained(overfitted) -> Iterator[HSDrafter]:
 @pytest.fixture(scope="module")
 def overfitted(target) -> HSDrafter:
     """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
-    from hf_hsdraft.training.conversations import TokenizedConversation
-    from hf_hsdraft.training.features import Features
-    from hf_hsdraft.training.loss import ChainLoss, Pack, sample_chains, true_labels
-    from hf_hsdraft.training.objectives import forward_kl
+    from hf_hsdraft.training.loss.loss.loss import ChainLoss, Pack, sample_chains, true_labels
+
+    from hf_hsdraft.training.data.conversations import TokenizedConversation
+    from hf_hsdraft.training.data.features import Features
+    from hf_hsdraft.training.loss.objectives import forward_kl
 
     drafter = make_drafter(target, initializer_range=0.02).train()
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
@@ -469,7 +470,7 @@ def test_other_assistants_run_the_code_they_ran_before(target, prompt):
         seen.update(self=self, args=args, kwargs=kwargs)
         return sentinel
 
-    from hf_hsdraft.generate_hook import _hooked_decoding
+    from hf_hsdraft.generate.generate_hook import _hooked_decoding
 
     arguments = {"assistant_model": assistant, "streamer": None, "inputs_tensor": prompt}
     assert _hooked_decoding(original)(target, prompt, **arguments) is sentinel
@@ -479,7 +480,7 @@ def test_other_assistants_run_the_code_they_ran_before(target, prompt):
 def test_installing_twice_wraps_once():
     from transformers.generation.utils import GenerationMixin
 
-    from hf_hsdraft.generate_hook import install
+    from hf_hsdraft.generate.generate_hook import install
 
     before = GenerationMixin._assisted_decoding
     install()

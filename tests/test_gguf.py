@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_hsdraft import cli
-from hf_hsdraft.target import gguf_files
-from hf_hsdraft.target.target_loading import load_target, load_tokenizer
+from hf_hsdraft.cli import main as cli
+from hf_hsdraft.runtime import gguf_files
+from hf_hsdraft.runtime.target_loading import load_target, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 VOCAB, HIDDEN, INNER = 64, 32, 48

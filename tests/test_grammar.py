@@ -12,9 +12,9 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench.measure import encode_prompt
-from hf_hsdraft.target.target_loading import embedded_gguf, load_target
-from hf_hsdraft.target.target_runtime import TargetRuntime
-from hf_hsdraft.trees.draft_tree import DraftTree
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 xgrammar = pytest.importorskip("xgrammar")
 

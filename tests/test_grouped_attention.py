@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hsdraft.acceleration.cpu import grouped_attention as module
+from hf_hsdraft.cpu import grouped_attention as module
 
 CPU = torch.device("cpu")
 

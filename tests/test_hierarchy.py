@@ -13,7 +13,7 @@ from rich.table import Table
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
-from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter, cli
+from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter
 from hf_hsdraft.bench import hierarchy_costs, hierarchy_run
 from hf_hsdraft.bench.decoding_estimate import Device
 from hf_hsdraft.bench.hierarchy import (
@@ -42,7 +42,8 @@ from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_leve
 from hf_hsdraft.bench.hierarchy_fits import Fits
 from hf_hsdraft.bench.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
 from hf_hsdraft.bench.run import Measured
-from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.cli import main as cli
+from hf_hsdraft.core.refusals import DraftingRefused
 
 
 def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, **fields) -> Levels:

@@ -256,7 +256,7 @@ def test_an_adapter_beside_the_weights_is_not_looked_at(folder, tmp_path):
 
 
 def test_what_files_say_reaches_no_terminal_as_it_is(folder, tmp_path, monkeypatch):
-    from hf_hsdraft.hub.describe import describe
+    from hf_hsdraft.cli._describe import describe
 
     escape = "\x1b]0;owned\x07"
     hostile = {"benchmarks": [{"settings": {"dtype": escape}}], "training": {"history": [{"eval_tau": escape}]}}
@@ -270,7 +270,7 @@ def test_what_files_say_reaches_no_terminal_as_it_is(folder, tmp_path, monkeypat
     assert str(error.value).isprintable()
     (folder / "generation_config.json").write_text(json.dumps({escape: 1}))
     warned = []
-    monkeypatch.setattr("hf_hsdraft.drafters.draft_options.logger.warning_once", warned.append)
+    monkeypatch.setattr("hf_hsdraft.drafters.base.draft_options.logger.warning_once", warned.append)
     HSDrafter.from_pretrained(folder).save_pretrained(tmp_path / "elsewhere")
     assert "owned" in warned[0] and warned[0].isprintable()
     tensors = load_file(folder / "model.safetensors")
@@ -324,7 +324,7 @@ def test_saving_fails_whole(target, tmp_path, monkeypatch):
     first.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     monkeypatch.setattr(
-        "hf_hsdraft.repository.package_care.write_card", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
+        "hf_hsdraft.hub.package_care.write_card", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
     )
     with pytest.raises(OSError, match="disk full"):
         second.save_pretrained(tmp_path)

@@ -22,15 +22,15 @@ from hf_hsdraft import (
     EagleDrafter,
     HSDrafter,
 )
-from hf_hsdraft.cli import app
-from hf_hsdraft.common.refusals import DraftingRefused
-from hf_hsdraft.drafters.draft_memory import DraftMemory
-from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.cli._describe import cached_drafters
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.draft_memory import DraftMemory
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import DraftCall
+from hf_hsdraft.drafters.base.row_context import RowContext
 from hf_hsdraft.drafters.eagle.eagle_texts import DraftedRows
-from hf_hsdraft.drafters.protocol import DraftCall
-from hf_hsdraft.drafters.row_context import RowContext
-from hf_hsdraft.hub.describe import cached_drafters
-from hf_hsdraft.training.trainable import as_trained
+from hf_hsdraft.training.families.trainable import as_trained
 
 
 def block(target, **fields) -> BlockDrafter:

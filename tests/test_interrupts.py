@@ -12,7 +12,7 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.bench.tiny import tiny_config, tiny_model
-from hf_hsdraft.target.target_runtime import TargetRuntime
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 NEW = 8
 PLACES = {"update", "_appended", "update_conv_state", "crop"}
@@ -72,7 +72,7 @@ def interrupted_at(line: int):
 def test_an_interrupt_between_keys_and_values(kind, prompt, monkeypatch):
     """At any line of the layers' code, of the first drafts and of later ones."""
     if kind == "plain layers":
-        monkeypatch.setattr("hf_hsdraft.target.cache_slots.make_room", lambda cache: None)
+        monkeypatch.setattr("hf_hsdraft.runtime.cache_slots.make_room", lambda cache: None)
     target = TARGETS[kind]()
     call = {"do_sample": False, "pad_token_id": 0}
     plain = target.generate(prompt, max_new_tokens=NEW + 8, **call)

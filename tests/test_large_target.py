@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_hsdraft.bench.large_target import TINY, at_full_depth, measure_drafter, random_target
-from hf_hsdraft.training.trainable import TRAINABLE
+from hf_hsdraft.training.families.trainable import TRAINABLE
 
 
 @pytest.mark.parametrize("family", TRAINABLE)

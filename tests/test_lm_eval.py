@@ -14,8 +14,9 @@ pytest.importorskip("lm_eval", reason="pip install -e '.[lm-eval]'")
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from hf_hsdraft import attached, cli
+from hf_hsdraft import attached
 from hf_hsdraft.bench.lm_eval_run import Evaluation, compare, run_tasks
+from hf_hsdraft.cli import main as cli
 
 DOCUMENTS = 10
 NEW_TOKENS = 40

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
+from hf_hsdraft.training.loss.loss.loss import Chains, Pack, true_labels, unroll
 from lm_helpers import GREEDY, drafts_of, layered_target, padded, steered, tiny, with_fixed
 from tokenizers import models
 from training_helpers import kill_at_step_three, planned, run
@@ -16,17 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
-from hf_hsdraft.cli import app
-from hf_hsdraft.drafters.causal_lm.layer_subset import layers_of, with_layers
-from hf_hsdraft.training.conversations import TokenizedConversation
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.drafters.language_model.layer_subset import layers_of, with_layers
+from hf_hsdraft.training.data.conversations import TokenizedConversation
+from hf_hsdraft.training.data.features import read_features
+from hf_hsdraft.training.evaluate.parity import parity
+from hf_hsdraft.training.families.trainable import TRAINABLE, as_trained, family_of
 from hf_hsdraft.training.families.trained_lm import LMPredictions
-from hf_hsdraft.training.features import read_features
-from hf_hsdraft.training.loss import Chains, Pack, true_labels, unroll
-from hf_hsdraft.training.parity import parity
-from hf_hsdraft.training.prepared import prepared
-from hf_hsdraft.training.pruning import prune
-from hf_hsdraft.training.start import drafter_to_start_from
-from hf_hsdraft.training.trainable import TRAINABLE, as_trained, family_of
+from hf_hsdraft.training.loop.prepared import prepared
+from hf_hsdraft.training.loop.pruning import prune
+from hf_hsdraft.training.loop.start import drafter_to_start_from
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from conftest import VOCAB, make_drafter, make_target
 from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
-from hf_hsdraft.repository import drafter_files
+from hf_hsdraft.hub import drafter_files
 
 
 def generate(target, drafter, prompt, **kwargs):
@@ -321,7 +321,7 @@ def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, p
     assert set(json.loads((folder / "config.json").read_text())["code_files"]) == current
     (folder / "former_module.py").write_text("raise RuntimeError")
     (folder / "app.py").write_text("print()")
-    monkeypatch.setattr("hf_hsdraft.repository.package_care._BEFORE_CODE_FILES", ["former_module"])
+    monkeypatch.setattr("hf_hsdraft.hub.package_care._BEFORE_CODE_FILES", ["former_module"])
     edit(folder, code_files=[*current, "former_module.py"] if listed else None)
     loaded = HSDrafter.from_pretrained(folder)
     (folder / "modeling_hsdraft.py").unlink()  # whatever is missing comes anew
@@ -353,7 +353,7 @@ def test_an_edited_configuration_is_checked_on_loading(folder):
 
 @pytest.mark.parametrize("load", ["load_tokenizer", "load_config", "load_target", "target_folder"])
 def test_a_target_that_is_nowhere_is_named_at_once(load, tmp_path, monkeypatch):
-    from hf_hsdraft.target import target_loading
+    from hf_hsdraft.runtime import target_loading
 
     arguments = () if load in ("load_tokenizer", "load_config") else (torch.float32,)
     load = getattr(target_loading, load)

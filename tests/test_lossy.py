@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import attach
 from hf_hsdraft.bench.exactness import check, settings
-from hf_hsdraft.cli import app
-from hf_hsdraft.common.refusals import DraftingRefused
-from hf_hsdraft.drafters.draft_options import DraftOptions
-from hf_hsdraft.trees.draft_tree import DraftTree
-from hf_hsdraft.verifiers.own_choice import OwnChoice
-from hf_hsdraft.verifiers.pivot import FILE, LEAST_PROBABILITY, Pivot, PivotClassifier, tap_of
-from hf_hsdraft.verifiers.registry import VERIFIERS, is_lossy
-from hf_hsdraft.verifiers.relaxed import normalised_entropy
-from hf_hsdraft.verifiers.verdict import Nodes, Verdict
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.verify.own_choice import OwnChoice
+from hf_hsdraft.verify.pivot import FILE, LEAST_PROBABILITY, Pivot, PivotClassifier, tap_of
+from hf_hsdraft.verify.registry import VERIFIERS, is_lossy
+from hf_hsdraft.verify.relaxed import normalised_entropy
+from hf_hsdraft.verify.verdict import Nodes, Verdict
 
 SIZE = 7  # of the vocabulary of the tables
 WIDTH = 5  # of their hidden states

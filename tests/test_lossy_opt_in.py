@@ -16,10 +16,10 @@ from transformers import AutoModel, GenerationConfig, pipeline
 from hf_hsdraft import AutoDrafter, CachebackDrafter, HSDrafter, attach
 from hf_hsdraft.bench.report import BenchResult, _main_table
 from hf_hsdraft.bench.systems import make_systems, parse_variants
-from hf_hsdraft.drafters.draft_options import DraftOptions
-from hf_hsdraft.repository.drafter_files import CARD, OPTIONS
-from hf_hsdraft.verifiers.pivot import FILE, Pivot, PivotClassifier, _loaded, tap_of
-from hf_hsdraft.verifiers.registry import VERIFIERS, is_lossy
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.hub.drafter_files import CARD, OPTIONS
+from hf_hsdraft.verify.pivot import FILE, Pivot, PivotClassifier, _loaded, tap_of
+from hf_hsdraft.verify.registry import VERIFIERS, is_lossy
 
 NEW = {"do_sample": False, "max_new_tokens": 24}
 

@@ -10,7 +10,7 @@ from conftest import VOCAB, each_with_its_seed, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hsdraft.common.tuning import TUNING
+from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=60)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import each_with_its_seed, make_drafter, make_target
 
-from hf_hsdraft.drafters.draft_options import DraftOptions
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
-from hf_hsdraft.drafters.protocol import Accepted, Ask, DraftCall
-from hf_hsdraft.trees.draft_tree import DraftTree
-from hf_hsdraft.verifiers.fly import FLy
-from hf_hsdraft.verifiers.verdict import Nodes
+from hf_hsdraft.verify.fly import FLy
+from hf_hsdraft.verify.verdict import Nodes
 
 # Node 2 is the most probable of the root's children, node 3 is its only child.
 TREE = DraftTree((9, 4, 1, 2, 5), (-1, 0, 0, 2, 1), (0, 1, 1, 2, 2), (0.0, -1.0, -0.5, -2.0, -3.0))

@@ -18,10 +18,10 @@ from test_specformer import make_specformer
 from test_targets import PackedLinear
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, LayerSkipDrafter, attach
-from hf_hsdraft.by_name import drafter_of
-from hf_hsdraft.common.tensors import device_of, hooks_of
-from hf_hsdraft.drafters.causal_lm.layer_skip import drafting_part
+from hf_hsdraft.core.tensors import device_of, hooks_of
 from hf_hsdraft.drafters.hidden_state.target_match import measure_match
+from hf_hsdraft.drafters.language_model.layer_skip import drafting_part
+from hf_hsdraft.generate.by_name import drafter_of
 
 CPU, CALL = torch.device("cpu"), {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
 HOW = ["memory", "disk", "embedding"]  # all weights, and the embedding alone

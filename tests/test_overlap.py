@@ -10,13 +10,13 @@ import pytest
 from conftest import write_prompts
 from typer.testing import CliRunner
 
-from hf_hsdraft.cli import app
-from hf_hsdraft.training.chats import Chat, read_chats
-from hf_hsdraft.training.coverage import count_covered, count_kinds
-from hf_hsdraft.training.dataset import RowFolder
-from hf_hsdraft.training.gather import read_sources
-from hf_hsdraft.training.overlap import Overlap, PromptIndex
-from hf_hsdraft.training.plan import TrainingPlan
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.training.data.chats import Chat, read_chats
+from hf_hsdraft.training.data.coverage import count_covered, count_kinds
+from hf_hsdraft.training.data.dataset import RowFolder
+from hf_hsdraft.training.data.gather import read_sources
+from hf_hsdraft.training.data.overlap import Overlap, PromptIndex
+from hf_hsdraft.training.data.plan import TrainingPlan
 
 LONG = "The lighthouse keeper counts the ships that pass at night, and writes their names into a book."
 

@@ -10,13 +10,13 @@ from test_protocol import ListDrafter, ListSession
 from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.common.options import Option
-from hf_hsdraft.drafters.draft_options import DraftOptions, default_options
-from hf_hsdraft.drafters.protocol import Drafter
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.core.options import Option
+from hf_hsdraft.drafters.base.draft_options import DraftOptions, default_options
+from hf_hsdraft.drafters.base.protocol import Drafter
 from hf_hsdraft.pace import pacing
-from hf_hsdraft.trees.draft_tree import DraftTree
-from hf_hsdraft.verifiers.own_choice import OwnChoice
-from hf_hsdraft.verifiers.registry import VERIFIERS
+from hf_hsdraft.verify.own_choice import OwnChoice
+from hf_hsdraft.verify.registry import VERIFIERS
 
 CALL = {"max_new_tokens": 16, "do_sample": False}
 BONUS = Option("list_bonus", 0.5, lambda value: isinstance(value, float) and 0 <= value <= 1, "a number from 0 to 1")
@@ -90,7 +90,7 @@ def test_reuse_belongs_to_the_hidden_state_family(target, drafter):
 
 def test_names_that_mean_nothing_are_told_with_the_nearest_option(target, drafter, prompt, monkeypatch):
     warned = []
-    monkeypatch.setattr("hf_hsdraft.drafters.draft_options.logger.warning_once", warned.append)
+    monkeypatch.setattr("hf_hsdraft.drafters.base.draft_options.logger.warning_once", warned.append)
     drafter.generation_config.max_nodes = 8
     plain = target.generate(prompt, **CALL)
     assert target.generate(prompt, **CALL, assistant_model=drafter).tolist() == plain.tolist()

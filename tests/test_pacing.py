@@ -11,12 +11,12 @@ from conftest import make_drafter, make_target
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine import observers
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.calibration import Calibration
 from hf_hsdraft.pace.pacing import CostPace, Habits, KindOfCall
 from hf_hsdraft.pace.round_costs import Costs, MeasuredCosts
-from hf_hsdraft.trees.draft_tree import DraftTree
 
 COSTS = Costs(tree=0.05, node=0.01, draft=0.08, depth=0.03)
 

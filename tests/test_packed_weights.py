@@ -20,11 +20,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, StoppingCriteriaList
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.acceleration.cpu import packed_weights as module
-from hf_hsdraft.acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
 from hf_hsdraft.bench import demo, profile
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
+from hf_hsdraft.cpu import packed_weights as module
+from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.round_costs import MeasuredCosts
 

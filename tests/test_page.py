@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.cli import app
-from hf_hsdraft.serving.conversation import Conversation
-from hf_hsdraft.serving.listening import bound_socket
-from hf_hsdraft.serving.page_html import conversation_html, figures_html, pieces_html, trees_html
-from hf_hsdraft.serving.talk import LAST_ROUNDS, Reply, Settings, Talk, Turn
-from hf_hsdraft.serving.tree_svg import accepted_path, boxes_of, label_of, round_svg
-from hf_hsdraft.trees.draft_tree import DraftTree
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.serve.conversation import Conversation
+from hf_hsdraft.serve.listening import bound_socket
+from hf_hsdraft.serve.page_html import conversation_html, figures_html, pieces_html, trees_html
+from hf_hsdraft.serve.talk import LAST_ROUNDS, Reply, Settings, Talk, Turn
+from hf_hsdraft.serve.tree_svg import accepted_path, boxes_of, label_of, round_svg
 
 NEW = 24
 GREEDY = Settings(max_new_tokens=NEW)
@@ -204,7 +204,7 @@ def test_a_round_is_drawn_with_its_path():
 
 
 def test_the_command_tells_what_is_missing(monkeypatch):
-    monkeypatch.setattr("hf_hsdraft.commands.serving.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_hsdraft.cli.serving.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["ui"])
     assert isinstance(result.exception, ImportError) and ".[ui]" in str(result.exception)
     monkeypatch.undo()
@@ -237,7 +237,7 @@ def html_tokenizer():
 @contextmanager
 def served(talks):
     """The address of a page with these conversations."""
-    from hf_hsdraft.serving.page import ChatPage, page_server
+    from hf_hsdraft.serve.page import ChatPage, page_server
 
     listener = bound_socket("127.0.0.1", 0)
     server = page_server(ChatPage(talks, "a tiny target", Settings(max_new_tokens=40)), listener)
@@ -254,7 +254,7 @@ def served(talks):
 @pytest.fixture(scope="module")
 def address(html_tokenizer):
     """A page whose drafter knows the answer to its first message, and whose target takes its time."""
-    from hf_hsdraft.serving.page import Talks
+    from hf_hsdraft.serve.page import Talks
 
     torch.manual_seed(0)
     target = make_chatting(max_position_embeddings=4096)

@@ -23,7 +23,7 @@ from hf_hsdraft.bench.measure import encode_prompt
 from hf_hsdraft.bench.run import measure
 from hf_hsdraft.bench.summary import summarise
 from hf_hsdraft.bench.systems import PLAIN, make_systems, parse_variants
-from hf_hsdraft.cli import app
+from hf_hsdraft.cli.main import app
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from hf_hsdraft.training import pictures
-from hf_hsdraft.training.pictures import draw_pictures
+from hf_hsdraft.training.evaluate import pictures
+from hf_hsdraft.training.evaluate.pictures import draw_pictures
 
 HISTORY = [
     {"step": 10, "loss": 2.0, "learning_rate": 1e-4, "accuracy_1": 0.3, "accuracy_2": 0.2, "regression": 0.1},

@@ -21,18 +21,18 @@ from transformers import AutoModelForCausalLM, MambaConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.cli import app
-from hf_hsdraft.commands import train as train_command
-from hf_hsdraft.repository import care
-from hf_hsdraft.training import loss as loss_module
-from hf_hsdraft.training import publish
-from hf_hsdraft.training.conversations import Conversation
-from hf_hsdraft.training.dataset import RowFolder
-from hf_hsdraft.training.plan import TrainingPlan
-from hf_hsdraft.training.progress import Reporter
-from hf_hsdraft.training.run import train
-from hf_hsdraft.training.trainer import TrainingDiverged
-from hf_hsdraft.training.vocabulary import with_draft_vocabulary
+from hf_hsdraft.cli import train as train_command
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.hub import care
+from hf_hsdraft.training.data.conversations import Conversation
+from hf_hsdraft.training.data.dataset import RowFolder
+from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
+from hf_hsdraft.training.loop import publish
+from hf_hsdraft.training.loop.progress import Reporter
+from hf_hsdraft.training.loop.run import train
+from hf_hsdraft.training.loop.trainer import TrainingDiverged
+from hf_hsdraft.training.loss.loss import loss as loss_module
 
 SIZES = {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}
 
@@ -95,7 +95,8 @@ def test_cached_and_online_taps_train_the_same_drafter(chatty, tokenizer, tmp_pa
 
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypatch):
     """The second run answers nothing anew, computes no features and goes on at the checkpoint."""
-    from hf_hsdraft.training import features, trainer
+    from hf_hsdraft.training.data import features
+    from hf_hsdraft.training.loop import trainer
 
     original = trainer.DrafterTrainer.compute_loss
     steps: list[int] = []
@@ -194,7 +195,7 @@ def test_settings_may_be_corrected_until_something_was_trained(chatty, tokenizer
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_hsdraft.training.run._train_on", interrupted)
+        patch.setattr("hf_hsdraft.training.loop.run._train_on", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(chatty, tokenizer, plan(tmp_path))
     keys = keys_of(tmp_path / "out" / "data")
@@ -208,7 +209,7 @@ def test_settings_may_be_corrected_until_something_was_trained(chatty, tokenizer
 
 def test_more_data_never_holds_out_what_was_learned():
     """A drafter that goes on from another one's run must not be judged by chats which that one trained on."""
-    from hf_hsdraft.training.gather import in_order
+    from hf_hsdraft.training.data.gather import in_order
 
     chats = [Conversation((("user", f"w{index}"), ("assistant", f"w{index + 1}"))) for index in range(60)]
     ordered = [in_order(part, 0) for part in (chats[:35], chats[::-1])]
@@ -236,7 +237,7 @@ def test_a_run_killed_before_its_drafter_is_saved_is_not_finished(chatty, tokeni
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_hsdraft.training.run._save", interrupted)
+        patch.setattr("hf_hsdraft.training.loop.run._save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(chatty, tokenizer, plan(tmp_path), max_steps=8)
     said: list[str] = []
@@ -272,7 +273,7 @@ def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(chatty, tokeniz
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_hsdraft.training.run._save", interrupted)
+        patch.setattr("hf_hsdraft.training.loop.run._save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(chatty, tokenizer, plan(tmp_path))
     (tmp_path / "out").rename(tmp_path / "moved")
@@ -283,7 +284,7 @@ def test_the_best_checkpoint_is_found_where_the_run_was_moved_to(chatty, tokeniz
 
 def test_cached_taps_are_those_of_the_target_at_hand(chatty, tokenizer, tmp_path, monkeypatch):
     """The folder was begun with another target; its head is the same, as after a fine-tuning of the layers alone."""
-    from hf_hsdraft.training.checks import fingerprint
+    from hf_hsdraft.training.loop.checks import fingerprint
 
     tuned = copy.deepcopy(chatty)
     with torch.no_grad():
@@ -292,7 +293,7 @@ def test_cached_taps_are_those_of_the_target_at_hand(chatty, tokenizer, tmp_path
 
 
 def test_only_the_gpu_of_this_process_is_trained_on(monkeypatch):
-    from hf_hsdraft.training import checks
+    from hf_hsdraft.training.loop import checks
 
     monkeypatch.setattr(checks.torch.cuda, "current_device", lambda: 0)
     for own, place, fits in (("cuda", "cuda:0", True), ("cuda:1", "cuda:1", True), ("cuda", "cuda:1", False)):
@@ -390,7 +391,7 @@ def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import objectives
+    from hf_hsdraft.training.loss.loss import objectives
 
     def diverges(logits, teacher):
         scale = math.nan if torch.is_grad_enabled() and len(calls) > 4 else 1.0
@@ -414,7 +415,7 @@ def clock_of(out: Path) -> dict:
 @pytest.fixture
 def clock(monkeypatch):
     """Lets each look at the clock take a second."""
-    from hf_hsdraft.training import budget
+    from hf_hsdraft.training.loop import budget
 
     now = iter(range(10**6))
     monkeypatch.setattr(budget.time, "monotonic", lambda: float(next(now)))
@@ -468,7 +469,7 @@ def test_an_evaluation_fits_into_a_short_time_and_measures_as_much_each_time(cha
 
 
 def test_the_figures_of_the_saved_drafter_are_not_measured_twice(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import trainer
+    from hf_hsdraft.training.loop import trainer
 
     values = iter([3.0, 2.0, 1.0])
     monkeypatch.setattr(trainer, "pooled_tau", lambda _: next(values))  # raises an error at a fourth evaluation
@@ -479,7 +480,7 @@ def test_the_figures_of_the_saved_drafter_are_not_measured_twice(chatty, tokeniz
 
 
 def test_invented_chats_are_of_the_kinds_asked_for(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import answers, inventing
+    from hf_hsdraft.training.data import answers, inventing
 
     asked = plan(tmp_path, prompts=[], num_prompts=12, kinds={"mathematics": 1.0, "writing": 2.0}, max_length=200)
     with pytest.raises(ValueError, match="--kinds and --opening are two ways"):
@@ -532,7 +533,7 @@ def last_step(out: Path) -> int:
 
 
 def test_training_stops_when_tau_does_not_grow(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training import trainer
+    from hf_hsdraft.training.loop import trainer
 
     monkeypatch.setattr(trainer, "pooled_tau", lambda _: 1.0)
     for _ in range(2):  # the second time it is finished
@@ -548,7 +549,9 @@ def test_training_on_the_drafters_own_tokens(chatty, tokenizer, tmp_path, policy
 
 def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_path, monkeypatch):
     """The shift is in training alone, so nothing but the comparison could tell."""
-    from hf_hsdraft.training import loss, parity, trainer
+    from hf_hsdraft.training.evaluate import parity
+    from hf_hsdraft.training.loop import trainer
+    from hf_hsdraft.training.loss.loss import loss
 
     def shifted(pack, chains, steps):
         labels = loss.true_labels(pack, chains, steps)
@@ -705,7 +708,7 @@ def test_bench_refuses_unknown_variants(saved, chatty):
 
 def test_the_family_is_part_of_a_run(chatty, tokenizer, tmp_path, monkeypatch):
     """A name that is unknown, a field of another family, and another family in a run that was begun."""
-    from hf_hsdraft.training import trainable
+    from hf_hsdraft.training.families import trainable
     from hf_hsdraft.training.families.hidden_state import HiddenStateFamily
 
     class Narrow(HiddenStateFamily):

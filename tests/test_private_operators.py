@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
 
-from hf_hsdraft.acceleration.cpu import private_operators
-from hf_hsdraft.acceleration.cpu.packed_weights import linears_to_pack
+from hf_hsdraft.cpu import private_operators
+from hf_hsdraft.cpu.packed_weights import linears_to_pack
 
 QUICK = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and private_operators.can_pack(torch.float32)
 pytestmark = pytest.mark.skipif(not QUICK, reason="this processor has no such kernels")

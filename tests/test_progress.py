@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hf_hsdraft.training import progress
-from hf_hsdraft.training.progress import Reporter, Stage, TrainingProgress, span
+from hf_hsdraft.training.loop import progress
+from hf_hsdraft.training.loop.progress import Reporter, Stage, TrainingProgress, span
 
 
 class Clock:

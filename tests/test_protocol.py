@@ -10,13 +10,13 @@ from conftest import VOCAB, make_target
 from transformers import GenerationConfig
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.drafters.draft_options import default_options
-from hf_hsdraft.drafters.protocol import Ask, DraftCall, Drafter, Session
-from hf_hsdraft.target.target_runtime import TargetRuntime
-from hf_hsdraft.trees.draft_tree import DraftTree
-from hf_hsdraft.verifiers.own_choice import OwnChoice
-from hf_hsdraft.verifiers.registry import VERIFIERS
-from hf_hsdraft.verifiers.verdict import Verdict, Verifier
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.drafters.base.draft_options import default_options
+from hf_hsdraft.drafters.base.protocol import Ask, DraftCall, Drafter, Session
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
+from hf_hsdraft.verify.own_choice import OwnChoice
+from hf_hsdraft.verify.registry import VERIFIERS
+from hf_hsdraft.verify.verdict import Verdict, Verifier
 
 NEW = 24
 

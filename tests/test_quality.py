@@ -32,11 +32,11 @@ from hf_hsdraft.bench.quality import (
 from hf_hsdraft.bench.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
 from hf_hsdraft.bench.quality_log import AnswerLog, digest, model_digest, run_of
 from hf_hsdraft.bench.systems import PLAIN
-from hf_hsdraft.cli import app
-from hf_hsdraft.training import pivots
-from hf_hsdraft.training.pivots import Place, Plan, collect, fit, label, utility
-from hf_hsdraft.verifiers.lossy_rule import Rule
-from hf_hsdraft.verifiers.pivot import FILE, PivotClassifier, tap_of
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.training.evaluate import pivots
+from hf_hsdraft.training.evaluate.pivots import Place, Plan, collect, fit, label, utility
+from hf_hsdraft.verify.lossy_rule import Rule
+from hf_hsdraft.verify.pivot import FILE, PivotClassifier, tap_of
 
 
 @pytest.mark.parametrize("task", GENERATED)

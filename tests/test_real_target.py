@@ -10,8 +10,8 @@ import torch
 
 from hf_hsdraft import HSDrafter, attach
 from hf_hsdraft.bench.measure import encode_prompt, first_divergence
-from hf_hsdraft.target import target_ability
-from hf_hsdraft.target.target_loading import embedded_gguf, load_target
+from hf_hsdraft.runtime import target_ability
+from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
 
 DRAFTER = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
 PROMPTS = (

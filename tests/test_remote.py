@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
 from hf_hsdraft.bench.scripted import ScriptedDrafter
 from hf_hsdraft.bench.tiny import tiny_config, tiny_model
-from hf_hsdraft.common.refusals import DraftingRefused
+from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import ServerRefused
 from hf_hsdraft.remote.messages import Accepted, Open, Opened, Taps

@@ -18,7 +18,7 @@ from test_remote import plain, prompts, until
 
 from hf_hsdraft.bench.remote_clients import Order, run, soak
 from hf_hsdraft.bench.remote_relay import relay
-from hf_hsdraft.cli import app
+from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.verify_server import VerifyServer, in_background

@@ -22,7 +22,7 @@ from test_remote import plain, prompts, until
 from test_remote_faults import address
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.cli import app
+from hf_hsdraft.cli.main import app
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused
 from hf_hsdraft.remote.messages import TO_CLIENT
@@ -181,7 +181,7 @@ def started(target, monkeypatch):
         servers.append((self, tls))
 
     monkeypatch.setattr(VerifyServer, "run", run)
-    monkeypatch.setattr("hf_hsdraft.target.target_loading.load_target", lambda *_: (target, None))
+    monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *_: (target, None))
     return servers
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, make_drafter, make_target
+from hf_hsdraft.training.loss.loss.loss import ChainLoss
 from test_pipeline import decodes_as_plain, plan, run
 from test_static_cache import Graphs, decode
 
 from hf_hsdraft import AutoDrafter, HSCandidateGenerator, HSDraftConfig, HSDrafter
-from hf_hsdraft.hub.describe import describe
-from hf_hsdraft.training.growth import grown
-from hf_hsdraft.training.loss import ChainLoss
-from hf_hsdraft.training.objectives import forward_kl
-from hf_hsdraft.training.parity import parity
-from hf_hsdraft.training.trainer import _recompute_layers
+from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.training.evaluate.parity import parity
+from hf_hsdraft.training.families.growth import grown
+from hf_hsdraft.training.loop.trainer import _recompute_layers
+from hf_hsdraft.training.loss.objectives import forward_kl
 
 SHAPES = {
     "text deeper": {"num_hidden_layers": 3, "num_roll_layers": 1},
@@ -283,7 +283,7 @@ def test_new_layers_learn(target):
 
 def test_one_set_of_parameters_is_trained_then_copied(chatty, tokenizer, tmp_path, monkeypatch):
     """The recipe of PRISM, killed and resumed; a smaller drafter than the one to start from is refused."""
-    from hf_hsdraft.training import trainer
+    from hf_hsdraft.training.loop import trainer
 
     first = run(chatty, tokenizer, plan(tmp_path, out=str(tmp_path / "one")))
     assert first.config.num_step_modules == 1

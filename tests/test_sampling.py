@@ -16,7 +16,7 @@ from hf_hsdraft.bench import exactness
 from hf_hsdraft.bench.exactness import DRAFTED, Table, cascaded, check, chi_square, grow
 from hf_hsdraft.bench.exactness import settings as all_settings
 from hf_hsdraft.trees.sampled_trees import branching_for
-from hf_hsdraft.verifiers.rejection import Rejection
+from hf_hsdraft.verify.rejection import Rejection
 
 SETTINGS = [s for s in all_settings(("none", "top_p", "repetition"), (0.5, 1.5)) if s[2] != "none" or s[3] == 1.5]
 

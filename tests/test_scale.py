@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.cli import app
-from hf_hsdraft.target.target_loading import load_target
-from hf_hsdraft.training import trainer
-from hf_hsdraft.training.checks import steps_done
-from hf_hsdraft.training.trainer import DrafterTrainer
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.runtime.target_loading import load_target
+from hf_hsdraft.training.loop import trainer
+from hf_hsdraft.training.loop.checks import steps_done
+from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS, EVERY = 8, 2  # 20 conversations in batches of 4: the second epoch begins after step 5
@@ -140,7 +140,7 @@ def test_killed_at_any_moment_a_run_goes_on(home, alone, monkeypatch):
     out = home / "killed"
     # Processes forked from one that has everything imported start at once.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_hsdraft.cli", "hf_hsdraft.training.run", "datasets"])
+    context.set_forkserver_preload(["hf_hsdraft.cli", "hf_hsdraft.training.loop.run", "datasets"])
     moments = random.Random(0)
     for reached in ("data/data/part-000-00001.parquet", "data/data/part-000-00003.parquet", "checkpoints/checkpoint-2",
                     "checkpoints/checkpoint-4"):  # fmt: skip
@@ -174,7 +174,7 @@ def test_targets_in_memory_and_on_disk(home, alone, monkeypatch):
     whole = AutoModelForCausalLM.from_pretrained(home / "target")
     assert torch.equal(target.get_output_embeddings().weight, whole.get_output_embeddings().weight)
     monkeypatch.setattr(
-        "hf_hsdraft.target.target_loading.load_target", lambda name, dtype, _: load_target(name, dtype, places)
+        "hf_hsdraft.runtime.target_loading.load_target", lambda name, dtype, _: load_target(name, dtype, places)
     )
     assert_same_run(train(home, "offloaded"), alone, tolerance=1e-5)
 

@@ -11,10 +11,10 @@ from test_pipeline import SIZES, decodes_as_plain, plan, run
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.cli import app
+from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.hidden_state.expansion import Expansion
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights
-from hf_hsdraft.training.parity import parity
+from hf_hsdraft.training.evaluate.parity import parity
 
 
 def selecting(target, top_k: int = 5, **fields) -> HSDrafter:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
+from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from lm_helpers import tiny
 from session_helpers import padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
@@ -20,18 +21,17 @@ from hf_hsdraft import AutoDrafter, SelfDraftConfig, SelfDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.bench.tiny import VOCABULARY
-from hf_hsdraft.cli import app
-from hf_hsdraft.target.first_layers import FirstLayers
-from hf_hsdraft.target.target_runtime import TargetRuntime
-from hf_hsdraft.target.tree_reading import read_trees
-from hf_hsdraft.training.arguments import DrafterTrainingArguments
-from hf_hsdraft.training.conversations import TokenizedConversation
-from hf_hsdraft.training.features import read_features
-from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, true_labels, unroll
-from hf_hsdraft.training.objectives import objective_of
-from hf_hsdraft.training.prepared import prepared
-from hf_hsdraft.training.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.trainer import DrafterTrainer
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.runtime.first_layers import FirstLayers
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
+from hf_hsdraft.runtime.tree_reading import read_trees
+from hf_hsdraft.training.data.conversations import TokenizedConversation
+from hf_hsdraft.training.data.features import read_features
+from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
+from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
+from hf_hsdraft.training.loop.prepared import prepared
+from hf_hsdraft.training.loop.trainer import DrafterTrainer
+from hf_hsdraft.training.loss.objectives import objective_of
 
 LAYERS, NEW = 4, 24
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS}
@@ -396,7 +396,7 @@ def test_the_network_is_its_formula():
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["right", "off by one"])
 def test_training_and_drafting_agree_at_every_depth(shift, monkeypatch):
-    from hf_hsdraft.training import parity as module
+    from hf_hsdraft.training.evaluate import parity as module
 
     target, as_trained = early(target_of("llama")), module._as_trained
 

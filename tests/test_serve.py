@@ -25,17 +25,17 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, attach
-from hf_hsdraft.cli import app
-from hf_hsdraft.commands._shared import set_verification
-from hf_hsdraft.drafters.draft_options import DraftOptions
-from hf_hsdraft.target.target_loading import default_drafter, embedded_gguf, load_target
+from hf_hsdraft.cli._shared import set_verification
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.runtime.target_loading import default_drafter, embedded_gguf, load_target
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from hf_hsdraft.serving.listening import bound_socket  # noqa: E402
-from hf_hsdraft.serving.server import Server, build_app  # noqa: E402
+from hf_hsdraft.serve.listening import bound_socket  # noqa: E402
+from hf_hsdraft.serve.server import Server, build_app  # noqa: E402
 
 NAME = "user/tiny"
 WINDOW = 4096
@@ -306,7 +306,7 @@ def test_every_field_of_openai_is_either_answered_or_refused_or_a_label():
     from openai.types.completion_create_params import CompletionCreateParamsBase as Text
     from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
 
-    from hf_hsdraft.serving import request_fields as fields
+    from hf_hsdraft.serve import request_fields as fields
 
     routes = ((Chat, fields.CHAT_FIELDS), (Text, fields.TEXT_FIELDS), (Responses, fields.RESPONSE_FIELDS))
     for known, answered in routes:

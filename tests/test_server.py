@@ -20,14 +20,14 @@ import transformers
 from conftest import make_target, write_prompts
 from packaging.version import Version
 
-from hf_hsdraft.training import gather
-from hf_hsdraft.training import server as server_module
-from hf_hsdraft.training.conversations import Prompt
-from hf_hsdraft.training.gather import answer_all, read_sources
-from hf_hsdraft.training.plan import TrainingPlan
-from hf_hsdraft.training.progress import Reporter
-from hf_hsdraft.training.run import train
-from hf_hsdraft.training.server import Answered, answer_by_server
+from hf_hsdraft.training.data import gather
+from hf_hsdraft.training.data import server as server_module
+from hf_hsdraft.training.data.conversations import Prompt
+from hf_hsdraft.training.data.gather import answer_all, read_sources
+from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.data.server import Answered, answer_by_server
+from hf_hsdraft.training.loop.progress import Reporter
+from hf_hsdraft.training.loop.run import train
 
 pytest.importorskip("openai")
 
@@ -331,8 +331,8 @@ def test_an_error_ends_the_process_although_requests_are_under_way():
 
     code = """
 import sys, time
-from hf_hsdraft.training.conversations import Prompt
-from hf_hsdraft.training.server import answer_by_server
+from hf_hsdraft.training.data.conversations import Prompt
+from hf_hsdraft.training.data.server import answer_by_server
 slow, wrong = Prompt("a", ("slow",)), Prompt("b", ("w1", "wrong"))
 list(answer_by_server(sys.argv[1], [slow, wrong], concurrency=2))
 """

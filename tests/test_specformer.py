@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, SpecFormerConfig, SpecFormerDrafter
 from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
-from hf_hsdraft.cli import app
-from hf_hsdraft.drafters.draft_options import DraftOptions
-from hf_hsdraft.drafters.protocol import Ask
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Ask
 from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
 
 STEPS = 4

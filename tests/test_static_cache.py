@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
 from hf_hsdraft.bench.round_cost import TINY, ForcedDrafter, Plan, main, random_pair
-from hf_hsdraft.common.cache_name import CACHE
+from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
-from hf_hsdraft.target.static_cache import StaticSlots, why_not_static
-from hf_hsdraft.target.target_runtime import TargetRuntime
-from hf_hsdraft.trees.draft_tree import DraftTree
+from hf_hsdraft.runtime.static_cache import StaticSlots, why_not_static
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 TREE_SIZE = 24  # no scripted tree of four levels is greater
 SETTINGS = ({"do_sample": False}, {"do_sample": True, "temperature": 1.5, "top_k": 20})

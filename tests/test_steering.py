@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLMDrafter
-from hf_hsdraft.cli import app
-from hf_hsdraft.common.refusals import DraftingRefused
-from hf_hsdraft.drafters.causal_lm.layer_subset import with_layers
-from hf_hsdraft.drafters.causal_lm.lm_steering import Steering, SteeringSizes
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.drafters.language_model.layer_subset import with_layers
+from hf_hsdraft.drafters.language_model.lm_steering import Steering, SteeringSizes
 
 
 @pytest.fixture(scope="module")

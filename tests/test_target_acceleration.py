@@ -8,9 +8,9 @@ from conftest import make_drafter, make_target
 from test_contract import NEW, batch_of
 
 import hf_hsdraft
-from hf_hsdraft.acceleration import accelerator
-from hf_hsdraft.acceleration.device_acceleration import DeviceAcceleration
-from hf_hsdraft.target.target_runtime import TargetRuntime
+from hf_hsdraft.core import accelerator
+from hf_hsdraft.gpu.device_acceleration import DeviceAcceleration
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 

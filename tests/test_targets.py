@@ -21,11 +21,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter, HSCandidateGenerator
 from hf_hsdraft.bench.support import check_type, model_types
-from hf_hsdraft.common.cache_name import given_cache
-from hf_hsdraft.common.tuning import TUNING
+from hf_hsdraft.core.cache_name import given_cache
+from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
-from hf_hsdraft.target import target_ability, target_limits, target_probe
+from hf_hsdraft.runtime import target_ability, target_limits, target_probe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
 LLAMA = {"intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}

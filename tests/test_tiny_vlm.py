@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
-from hf_hsdraft.training.features import read_features
+from hf_hsdraft.training.data.features import read_features
 
 pytest.importorskip("PIL")
 

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.bench.checked_tasks import Item
-from hf_hsdraft.cli import app
-from hf_hsdraft.repository.drafter_files import CARD, WEIGHTS
-from hf_hsdraft.training import pivots
-from hf_hsdraft.training.pivot_labels import Labels, run_of
-from hf_hsdraft.training.pivots import Place, Plan, collect, fit, held_out
-from hf_hsdraft.verifiers.pivot import FILE, PivotClassifier
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.hub.drafter_files import CARD, WEIGHTS
+from hf_hsdraft.training.evaluate import pivots
+from hf_hsdraft.training.evaluate.pivot_labels import Labels, run_of
+from hf_hsdraft.training.evaluate.pivots import Place, Plan, collect, fit, held_out
+from hf_hsdraft.verify.pivot import FILE, PivotClassifier
 
 
 def place_of(question: str, state: torch.Tensor, drafted: int = 1) -> Place:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
+from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file
@@ -18,20 +19,19 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.bench.block_parity import SLOTS, speculators_slots
-from hf_hsdraft.cli import app
-from hf_hsdraft.repository import care
-from hf_hsdraft.training import publish
-from hf_hsdraft.training.arguments import DrafterTrainingArguments
-from hf_hsdraft.training.conversations import TokenizedConversation
-from hf_hsdraft.training.features import read_features
-from hf_hsdraft.training.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
-from hf_hsdraft.training.objectives import forward_kl
-from hf_hsdraft.training.on_policy import drafted_labels
-from hf_hsdraft.training.parity import parity
-from hf_hsdraft.training.plan import TrainingPlan
-from hf_hsdraft.training.run import train
-from hf_hsdraft.training.trainable import TRAINABLE, family_of
-from hf_hsdraft.training.trainer import DrafterTrainer
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.hub import care
+from hf_hsdraft.training.data.conversations import TokenizedConversation
+from hf_hsdraft.training.data.features import read_features
+from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.evaluate.parity import parity
+from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
+from hf_hsdraft.training.loop import publish
+from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
+from hf_hsdraft.training.loop.run import train
+from hf_hsdraft.training.loop.trainer import DrafterTrainer
+from hf_hsdraft.training.loss.objectives import forward_kl
+from hf_hsdraft.training.loss.on_policy import drafted_labels
 
 IDS = list(range(20, 60))
 BLOCK = {"num_draft_steps": 3, "num_hidden_layers": 2, "markov_rank": 6, "draft_vocab_ids": IDS}
@@ -133,7 +133,7 @@ def test_parity_holds_at_every_depth(target, kind):
 @kinds
 @pytest.mark.parametrize("planted", ["teacher", "parents", "taps"])
 def test_parity_catches_what_is_off_by_one(target, kind, planted, monkeypatch):
-    from hf_hsdraft.training import parity as module
+    from hf_hsdraft.training.evaluate import parity as module
 
     if planted == "parents" and kind.startswith(("block, no head", "peagle", "specformer")):
         pytest.skip("it drafts without the parents")
@@ -293,7 +293,7 @@ def test_a_few_steps_lower_the_loss(chatty, tokenizer, tmp_path, family, argumen
 
 @families
 def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, monkeypatch):
-    from hf_hsdraft.training import trainer
+    from hf_hsdraft.training.loop import trainer
 
     whole = run(chatty, tokenizer, plan(tmp_path, family, out=str(tmp_path / "whole"), cache_taps=True))
     original, steps = trainer.DrafterTrainer.compute_loss, []
@@ -469,7 +469,7 @@ def test_an_eagle_drafter_is_loaded_by_speculators(chatty, tokenizer, tmp_path, 
 
 
 def test_co_training_takes_any_family(target, tokenizer):
-    from hf_hsdraft.training.co_training import CoTraining
+    from hf_hsdraft.training.loss.co_training import CoTraining
 
     for kind in ("block", "eagle3", "specformer"):
         drafter = fresh(target, kind)

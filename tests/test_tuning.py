@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import hf_hsdraft
-from hf_hsdraft.common.package_tuning import TUNING, PackageTuning
-from hf_hsdraft.common.tuning import Tuning
+from hf_hsdraft.core.package_tuning import TUNING, PackageTuning
+from hf_hsdraft.core.tuning import Tuning
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 

@@ -10,7 +10,7 @@ from conftest import VOCAB, make_drafter, make_target, needs_peft
 from transformers import AutoModelForSeq2SeqLM, T5Config, TextStreamer
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.target import target_ability
+from hf_hsdraft.runtime import target_ability
 
 peft = pytest.importorskip("peft")
 VIRTUAL = 5

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hf_hsdraft.common.workers import on_own_thread
+from hf_hsdraft.remote.workers import on_own_thread
 
 
 def test_the_result_comes_back_and_the_thread_has_ended():

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from conftest import make_drafter, make_target
 from torch import nn
 
-from hf_hsdraft.acceleration.cpu.products import Product, in_full_precision
-from hf_hsdraft.common.target_weights import TargetWeights
+from hf_hsdraft.cpu.products import Product, in_full_precision
+from hf_hsdraft.drafters.base.target_weights import TargetWeights
 from hf_hsdraft.drafters.hidden_state.quick_weights import QuickWeights, quick_weights
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from conftest import write_prompts
 
-from hf_hsdraft.training.plan import TrainingPlan
-from hf_hsdraft.training.run import train
-from hf_hsdraft.training.trainer import DrafterTrainer
+from hf_hsdraft.training.data.plan import TrainingPlan
+from hf_hsdraft.training.loop.run import train
+from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
 
 def planned(folder: Path, family: str, **fields: Any) -> TrainingPlan:

@@ -31,10 +31,10 @@ from transformers.models.gemma4.modeling_gemma4 import (
     apply_rotary_pos_emb,
 )
 
-from ..common.cache_name import CACHE
+from ..core.cache_name import CACHE
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Ask, DraftCall
 from ..drafters.block.block_session import BlockSession
-from ..drafters.draft_options import DraftOptions
-from ..drafters.protocol import Ask, DraftCall
 from ..trees.tree_builders import Expansion
 from .format_parity import (
     HIDDEN,

@@ -23,11 +23,11 @@ import torch
 import typer
 from transformers.cache_utils import DynamicCache
 
-from ..acceleration.cpu.grouped_attention import grouped_attention
-from ..acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
-from ..common.cache_name import CACHE
-from ..target.growing_cache import make_room
-from ..target.target_loading import load_target
+from ..core.cache_name import CACHE
+from ..cpu.grouped_attention import grouped_attention
+from ..cpu.packed_weights import PackedWeights, linears_to_pack
+from ..runtime.growing_cache import make_room
+from ..runtime.target_loading import load_target
 from ..training.files import write_json
 from .machine import synchronise
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from ..acceleration.cpu.packed_weights import PackedWeights, linears_to_pack
+from ..cpu.packed_weights import PackedWeights, linears_to_pack
 from ..engine.call_output import DraftStatistics
 from .machine import PeakMemory, synchronise
 from .measure import Divergence, end_tokens

@@ -91,8 +91,8 @@ def _load_and_measure(
     max_new_tokens: int,
     packed_weights: bool | None,
 ) -> ConcurrentCalls:
-    from ..by_name import load_drafter
-    from ..target.target_loading import load_target
+    from ..generate.by_name import load_drafter
+    from ..runtime.target_loading import load_target
 
     loaded = load_drafter(drafter, dtype)
     if packed_weights is not None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..training.pictures import COLOURS, new_figure, save_figure, style
+from ..training.evaluate.pictures import COLOURS, new_figure, save_figure, style
 
 
 @dataclass(frozen=True)

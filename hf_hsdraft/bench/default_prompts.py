@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..training.conversations import Prompt
+from ..training.data.conversations import Prompt
 
 DEFAULT_PROMPTS = tuple(
     Prompt.of([text], category)

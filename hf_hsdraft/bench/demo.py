@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from ..drafters.protocol import Drafter
-from ..serving.limits import room_left
+from ..drafters.base.protocol import Drafter
+from ..serve.limits import room_left
 from .measure import DEFINITIONS, encode_prompts, first_divergence
 
 _DRAFTED, _OWN = "green", "default"

@@ -24,12 +24,12 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from ..core.draft_tree import DraftTree
 from ..drafters.cascade.held_chain import Choice, HeldChain
 from ..trees.builder_registry import DRAWING, TREE_BUILDERS
-from ..trees.draft_tree import DraftTree
 from ..trees.tree_builders import Expansion, TreeLimits
-from ..verifiers.registry import VERIFIERS
-from ..verifiers.verdict import Nodes, Verifier, draw_token
+from ..verify.registry import VERIFIERS
+from ..verify.verdict import Nodes, Verifier, draw_token
 
 LENGTH = 3  # number of tokens compared
 VOCABULARY = 6

@@ -89,8 +89,8 @@ def _load_and_time(
 ) -> float:
     from transformers.utils.logging import disable_progress_bar
 
-    from ..by_name import load_drafter
-    from ..target.target_loading import load_target
+    from ..generate.by_name import load_drafter
+    from ..runtime.target_loading import load_target
 
     disable_progress_bar()
     loaded = load_drafter(drafter, dtype, device)

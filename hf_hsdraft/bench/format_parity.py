@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ..drafters.auto_drafter import AutoDrafter
-from ..drafters.protocol import DraftCall, Session
+from ..drafters.base.auto_drafter import AutoDrafter
+from ..drafters.base.protocol import DraftCall, Session
 from .wrapped_drafter import WrappedDrafter
 
 VOCABULARY, HIDDEN, LAYERS = 97, 32, 6

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..drafters.causal_lm.lm_drafter import CausalLMDrafter
-from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ..drafters.language_model.lm_drafter import CausalLMDrafter
 from .calls import ArrivalStreamer
 from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .hierarchy_fits import Fits, fitting

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..training.estimate import target_parts
+from ..training.evaluate.estimate import target_parts
 from .decoding_estimate import Device
 from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from ..drafters.base.protocol import Drafter
 from ..drafters.cascade.cascade_drafter import CascadeDrafter
-from ..drafters.protocol import Drafter
 from .calls import Run, Settings
 from .hierarchy import Levels, Plan, best_cascade, recommended, singles
 from .run import Inputs, Measured, measure

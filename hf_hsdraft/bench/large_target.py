@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from ..common.cache_name import CACHE, returned_cache
-from ..drafters.draft_options import DraftOptions
-from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter
-from ..training.trainable import TRAINABLE
+from ..core.cache_name import CACHE, returned_cache
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter
+from ..training.families.trainable import TRAINABLE
 from .machine import PeakMemory, processor
 
 

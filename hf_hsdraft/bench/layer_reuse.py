@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..drafters.auto_drafter import AutoDrafter
+from ..drafters.base.auto_drafter import AutoDrafter
 from ..engine.call_output import DraftStatistics
-from ..target.target_loading import load_target
-from ..training.conversations import read_prompts
+from ..runtime.target_loading import load_target
+from ..training.data.conversations import read_prompts
 from .measure import encode_prompt, pooled_tau
 from .run import spread, turn_order
 

@@ -17,8 +17,8 @@ from typing import Any
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from ..attachment import Attachment, AttachmentStatistics, attach
-from ..drafters.protocol import Drafter
+from ..drafters.base.protocol import Drafter
+from ..generate.attachment import Attachment, AttachmentStatistics, attach
 
 logger = logging.getLogger("lm_eval.hsdraft")  # shown as lm_eval's own messages are
 

@@ -11,8 +11,8 @@ from lm_eval import simple_evaluate
 from lm_eval.utils import make_table
 from rich.console import Console
 
-from ..attachment import AttachmentStatistics
-from ..common.checks import few
+from ..core.checks import few
+from ..generate.attachment import AttachmentStatistics
 from .lm_eval_model import HSDraftLM, as_fields, what_drafting_did
 
 

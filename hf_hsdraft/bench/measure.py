@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..common.checks import printable
+from ..core.checks import printable
 from ..engine.call_output import DraftStatistics
-from ..serving.limits import room_left
+from ..serve.limits import room_left
 
 DEFINITIONS = (
     "tau: tokens emitted per target forward, bonus included (plain decoding: 1). "

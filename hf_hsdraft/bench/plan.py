@@ -13,9 +13,9 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from ..common.checks import public_name
-from ..drafters.protocol import Drafter
-from ..training.conversations import Prompt, read_prompts
+from ..core.checks import public_name
+from ..drafters.base.protocol import Drafter
+from ..training.data.conversations import Prompt, read_prompts
 from .calls import Settings
 from .default_prompts import DEFAULT_PROMPTS
 from .machine import processor

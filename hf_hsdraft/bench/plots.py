@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..training.pictures import COLOURS, GREY, new_figure, save_figure, style
+from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
 from .profile import PARTS
 from .report import BenchResult
 from .summary import by_category, summarise

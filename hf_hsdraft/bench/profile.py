@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..acceleration.cpu.packed_weights import PackedWeights, packed_now
-from ..common.cache_name import CACHE, given_cache
+from ..core.cache_name import CACHE, given_cache
+from ..cpu.packed_weights import PackedWeights, packed_now
 from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ..drafters.hidden_state.expansion import Expansion
 from ..drafters.hidden_state.roll_out import RollOut
@@ -27,8 +27,8 @@ from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
 from ..engine.round_loop import decode
-from ..target.growing_cache import give_room_back
-from ..target.target_runtime import TargetRuntime
+from ..runtime.growing_cache import give_room_back
+from ..runtime.target_runtime import TargetRuntime
 from ..trees.tree_masks import TreeBatch, as_attention_takes_it, tree_mask
 from .attribution import Attribution
 from .calls import Settings, time_call

@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from ..training.conversations import Prompt, read_rows
+from ..training.data.conversations import Prompt, read_rows
 from ..training.files import write_complete
 
 _SHORTEST, _LONGEST = 60, 240  # characters of a text

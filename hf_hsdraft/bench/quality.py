@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..drafters.draft_options import DraftOptions
-from ..verifiers.lossy_rule import Rule
-from ..verifiers.verdict import Verifier
+from ..drafters.base.draft_options import DraftOptions
+from ..verify.lossy_rule import Rule
+from ..verify.verdict import Verifier
 from .calls import Settings, time_call
 from .checked_tasks import Item
 from .measure import encode_prompts, end_tokens

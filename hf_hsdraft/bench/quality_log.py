@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..common.kept_rows import keep, read_kept
+from ..core.kept_rows import keep, read_kept
+from ..drafters.base.weightless_drafter import WeightlessDrafter
 from ..drafters.cascade.cascade_drafter import CascadeDrafter
-from ..drafters.weightless_drafter import WeightlessDrafter
-from ..repository.drafter_files import sha256
+from ..hub.drafter_files import sha256
 from .checked_tasks import Item
 from .quality import Answer
 from .systems import System

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..by_name import load_drafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
+from ..generate.by_name import load_drafter
 from ..remote.connecting import connect
 from ..remote.remote_model import RemoteModel, RemoteOutput
 

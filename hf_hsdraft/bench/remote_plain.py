@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..target.target_loading import load_target
+from ..runtime.target_loading import load_target
 from .default_prompts import DEFAULT_PROMPTS
 from .remote_clients import Beats
 from .remote_orders import options_of

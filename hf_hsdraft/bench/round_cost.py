@@ -28,13 +28,13 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LogitsProcessor, LogitsProcessorList
 
-from ..drafters.draft_options import DraftOptions
+from ..core.draft_tree import DraftTree
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..drafters.protocol import Accepted, Ask, DraftCall, Session
-from ..trees.draft_tree import DraftTree
-from ..verifiers.own_choice import OwnChoice, own_choice
-from ..verifiers.verdict import Nodes, Verdict, Verifier, walk
+from ..verify.own_choice import OwnChoice, own_choice
+from ..verify.verdict import Nodes, Verdict, Verifier, walk
 from .wrapped_drafter import WrappedDrafter
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..training.conversations import Prompt
+from ..training.data.conversations import Prompt
 from .calls import Run, Settings, time_call
 from .measure import Divergence, first_divergence
 from .systems import PLAIN, System

@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from ..drafters.protocol import Accepted, Ask, DraftCall, Session
-from ..target.target_limits import text_config
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
+from ..runtime.target_limits import text_config
 from .wrapped_drafter import WrappedDrafter
 
 

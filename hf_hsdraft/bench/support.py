@@ -20,7 +20,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
-from ..target.target_limits import decoder_layers, text_config, windows
+from ..runtime.target_limits import decoder_layers, text_config, windows
 from ..training.files import write_complete
 from .scripted import ScriptedDrafter
 from .tiny import tiny_config, tiny_model

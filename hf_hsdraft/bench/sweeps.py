@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..target.target_limits import text_config
+from ..runtime.target_limits import text_config
 from .calls import Settings
 from .measure import encode_batch, encode_prompt
 from .run import Inputs, Measured, measure

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..acceleration.cpu.packed_weights import linears_to_pack
-from ..common.checks import public_name
-from ..drafters.draft_options import DraftOptions, option_names
+from ..core.checks import public_name
+from ..cpu.packed_weights import linears_to_pack
+from ..drafters.base.draft_options import DraftOptions, option_names
+from ..drafters.base.protocol import Drafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
-from ..drafters.protocol import Drafter
-from ..verifiers.registry import is_lossy
+from ..verify.registry import is_lossy
 from . import economize, peers
 
 PLAIN = "plain"

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..drafters.protocol import Drafter
+from ..drafters.base.protocol import Drafter
 from .calls import until_end
 from .machine import synchronise
 from .measure import DEFINITIONS

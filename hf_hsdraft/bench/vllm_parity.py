@@ -26,11 +26,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..by_name import load_drafter
-from ..common.tuning import TUNING
+from ..core.tuning import TUNING
 from ..drafters.ngrams.cacheback import CachebackDrafter
-from ..target.target_loading import load_target, target_folder
-from ..training.conversations import read_prompts
+from ..generate.by_name import load_drafter
+from ..runtime.target_loading import load_target, target_folder
+from ..training.data.conversations import read_prompts
 from ..vllm_plugin.speculation import NGRAMS, speculation_of
 from .machine import processor
 from .measure import encode_prompt

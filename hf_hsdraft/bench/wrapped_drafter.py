@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..drafters.draft_options import DraftOptions
-from ..drafters.protocol import DraftCall, Drafter, Session
-from ..verifiers.verdict import Verifier
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import DraftCall, Drafter, Session
+from ..verify.verdict import Verifier
 
 
 class WrappedDrafter(Drafter):

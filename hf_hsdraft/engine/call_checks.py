@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from ..common.checks import public_name
-from ..common.refusals import DraftingRefused
-from ..drafters.protocol import Drafter
-from ..target.target_limits import check_inputs, furthest_position, text_config
-from ..verifiers.verdict import Verifier
+from ..core.checks import public_name
+from ..core.refusals import DraftingRefused
+from ..drafters.base.protocol import Drafter
+from ..runtime.target_limits import check_inputs, furthest_position, text_config
+from ..verify.verdict import Verifier
 from .row_processors import check_processors, is_row_wise
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ..common.cache_name import CACHE
-from ..target.target_runtime import TargetRuntime
+from ..core.cache_name import CACHE
+from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts
 
 

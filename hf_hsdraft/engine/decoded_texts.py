@@ -21,10 +21,10 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..common.tensors import on_device
-from ..trees.draft_tree import DraftTree
-from ..verifiers.foresight import Draws, Foresight
-from ..verifiers.verdict import Nodes, Verdict, Verifier, draw_token
+from ..core.draft_tree import DraftTree
+from ..core.tensors import on_device
+from ..verify.foresight import Draws, Foresight
+from ..verify.verdict import Nodes, Verdict, Verifier, draw_token
 from .row_processors import RowProcessors
 
 # Processors of the library that can be asked about a drafter's scores: they look at nothing else, wherever those are.

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..common.refusals import DraftingRefused
-from ..common.tensors import device_of
-from ..drafters.draft_options import DraftOptions
-from ..drafters.protocol import Drafter
-from ..target.static_cache import with_draft_room
-from ..target.target_outputs import TargetOutput, picked_taps
-from ..target.target_runtime import TargetRuntime
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Drafter
+from ..runtime.static_cache import with_draft_room
+from ..runtime.target_outputs import TargetOutput, picked_taps
+from ..runtime.target_runtime import TargetRuntime
 from .call_checks import check_call, check_verifier
 from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
 from .decoded_texts import DecodedTexts

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..common.refusals import DraftingRefused
-from ..common.tensors import device_of
-from ..drafters.draft_options import DraftOptions
-from ..target.target_ability import Ability, known_ability
-from ..target.target_limits import slots_read_alike, why_drafts_end, why_in_step
-from ..target.target_probe import (
+from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of
+from ..drafters.base.draft_options import DraftOptions
+from ..runtime.target_ability import Ability, known_ability
+from ..runtime.target_limits import slots_read_alike, why_drafts_end, why_in_step
+from ..runtime.target_probe import (
     PROBE_COLUMNS,
     PROBE_DEPTH,
     STEPS,
@@ -29,7 +29,7 @@ from ..target.target_probe import (
     tried_ability,
     tried_again,
 )
-from ..target.target_runtime import TargetRuntime
+from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts
 from .text_positions import TextPositions
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..core.draft_tree import DraftTree, certainty, merge_trees
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..drafters.ngrams.ngram_session import NgramSession
-from ..drafters.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..pace.pacing import FixedPace, Pace
-from ..trees.draft_tree import DraftTree, certainty, merge_trees
 
 Prune = Callable[[int, DraftTree], DraftTree]  # given the index of a text and its tree
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
 
 
 class GrammarProcessor:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..common.tensors import on_device
-from ..common.tuning import TUNING
-from ..drafters.protocol import Accepted, Ask
-from ..target.target_outputs import TargetOutput, picked_taps
-from ..target.target_runtime import TargetRuntime
-from ..trees.draft_tree import DraftTree
-from ..verifiers.verdict import Verdict
+from ..core.draft_tree import DraftTree
+from ..core.tensors import on_device
+from ..core.tuning import TUNING
+from ..drafters.base.protocol import Accepted, Ask
+from ..runtime.target_outputs import TargetOutput, picked_taps
+from ..runtime.target_runtime import TargetRuntime
+from ..verify.verdict import Verdict
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .recorder import Recorder

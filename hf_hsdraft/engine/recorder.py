@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..target.target_runtime import TargetRuntime
+from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import StepOutputs
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..drafters.protocol import Accepted, Ask
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..drafters.base.protocol import Accepted, Ask
 from .drafting import Drafting
 from .observers import Observer, Round
 

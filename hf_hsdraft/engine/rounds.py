@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..common.refusals import DraftingRefused
-from ..common.tuning import TUNING
-from ..drafters.draft_options import DraftOptions
-from ..drafters.protocol import DraftCall, Drafter
+from ..core.refusals import DraftingRefused
+from ..core.tuning import TUNING
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import DraftCall, Drafter
 from ..pace.pacing import CostPace, FixedPace, KindOfCall, pace_for, slower_packed
-from ..target.target_ability import kind_of_call
-from ..target.target_outputs import TargetOutput
-from ..target.target_runtime import TargetRuntime
+from ..runtime.target_ability import kind_of_call
+from ..runtime.target_outputs import TargetOutput
+from ..runtime.target_runtime import TargetRuntime
 from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
 from .drafting import Drafting

@@ -17,8 +17,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from ..common.refusals import DraftingRefused
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..core.refusals import DraftingRefused
 
 
 def _of_library(*names: str) -> tuple[type, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..target.target_limits import furthest_read
-from ..target.target_runtime import TargetRuntime
+from ..runtime.target_limits import furthest_read
+from ..runtime.target_runtime import TargetRuntime
 
 
 @dataclass

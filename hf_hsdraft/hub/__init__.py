@@ -1,1 +1,1 @@
-"""Drafters on the Hub and in its cache: what they are, and their figures."""
+"""A drafter as files: `package_care`, `model_card` and `code_files` stay with the package, the rest travels."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..common.tuning import TUNING
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..core.tuning import TUNING
 
 
 @dataclass

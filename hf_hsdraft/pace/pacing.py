@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from ..common.tuning import TUNING
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..core.tuning import TUNING
 from .calibration import Calibration
 from .round_costs import Costs, MeasuredCosts
 

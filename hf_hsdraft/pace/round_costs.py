@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from ..common.tuning import TUNING, Assumption
+from ..core.tuning import TUNING, Assumption
 
 
 @dataclass(frozen=True)

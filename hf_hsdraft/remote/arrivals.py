@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
-from ..common.package_tuning import TUNING
+from ..core.package_tuning import TUNING
 from .verified_text import VerifiedText
 
 

@@ -6,7 +6,7 @@ import ssl
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..common.checks import is_number
+from ..core.checks import is_number
 
 if TYPE_CHECKING:
     from .remote_model import RemoteModel

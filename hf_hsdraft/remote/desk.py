@@ -7,9 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..common.refusals import DraftingRefused
-from ..common.workers import on_own_thread
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..core.refusals import DraftingRefused
 from .jobs import Job, PieceRead, Verified
 from .lookups import Lookups
 from .messages import (
@@ -34,6 +33,7 @@ from .verified_text import Opening, VerifiedText
 from .verify_logging import log_failure
 from .weight_tables import ServedTables
 from .wire import Message, WireError
+from .workers import on_own_thread
 
 Send = Callable[[Message], Awaitable[None]]
 RETRY_FAILED = 1.0  # seconds

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
 from .verified_text import VerifiedText
 
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ..common.workers import on_own_thread
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens
 from .packing import packed_ints, unpacked_ints
 from .weight_tables import ServedTables
 from .wire import MOST_TEXT, Message
+from .workers import on_own_thread
 
 
 class Lookups:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
 from .messages import MOST_NODES, Draft
 from .wire import WireError
 

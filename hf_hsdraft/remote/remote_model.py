@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ..common.checks import is_integer, short
-from ..common.refusals import DraftingRefused
-from ..drafters.draft_options import DraftOptions, option_names
-from ..drafters.protocol import DraftCall, Drafter
+from ..core.checks import is_integer, short
+from ..core.refusals import DraftingRefused
+from ..drafters.base.draft_options import DraftOptions, option_names
+from ..drafters.base.protocol import DraftCall, Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.observers import StatisticsKeeper
-from ..verifiers.registry import VERIFIERS
+from ..verify.registry import VERIFIERS
 from .link import Address
 from .link_pool import LinkPool
 from .messages import Decode, Encode, RowData, Rows, Text, Tokens

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..acceleration.accelerator import Acceleration
-from ..drafters.protocol import Accepted as News
-from ..drafters.protocol import Ask, DraftCall, Drafter
+from ..core.accelerator import Acceleration
+from ..core.draft_tree import DraftTree
+from ..drafters.base.protocol import Accepted as News
+from ..drafters.base.protocol import Ask, DraftCall, Drafter
 from ..engine.drafting import Drafting
 from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
 from ..engine.round_loop import decode
 from ..pace.pacing import FixedPace, KindOfCall, pace_for
-from ..trees.draft_tree import DraftTree
 from .remote_target import RemoteTarget
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..common.tuning import TUNING
-from ..drafters.draft_options import DraftOptions
-from ..drafters.protocol import Accepted as News
-from ..drafters.protocol import Ask
-from ..trees.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..core.tuning import TUNING
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Accepted as News
+from ..drafters.base.protocol import Ask
 from .link import Link, LinkLost, ServerRefused
 from .messages import Accepted, Close, Open, Opened, Resume, Resumed, Taps
 from .packing import packed_ints, packed_tree, unpacked_ints, unpacked_states

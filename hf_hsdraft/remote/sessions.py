@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..common.tuning import TUNING
+from ..core.tuning import TUNING
 from .messages import MOST_LENGTH, MOST_NODES, Accepted, Refused
 from .verified_text import VerifiedText
 

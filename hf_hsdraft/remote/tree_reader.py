@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..acceleration.accelerator import acceleration_of
-from ..common.cache_name import CACHE, returned_cache
-from ..common.refusals import DraftingRefused
-from ..common.tensors import device_of, on_device
-from ..target.cache_slots import CacheSlots
-from ..target.misreading import same_but_rounding
-from ..target.target_call import Names, TargetCall
-from ..target.target_limits import (
+from ..core.accelerator import acceleration_of
+from ..core.cache_name import CACHE, returned_cache
+from ..core.draft_tree import DraftTree
+from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of, on_device
+from ..runtime.cache_slots import CacheSlots
+from ..runtime.misreading import same_but_rounding
+from ..runtime.target_call import Names, TargetCall
+from ..runtime.target_limits import (
     check_cache,
     check_inputs,
     furthest_read,
@@ -26,10 +27,9 @@ from ..target.target_limits import (
     text_config,
     why_no_trees,
 )
-from ..target.target_outputs import TargetOutput, picked_taps, target_output
-from ..target.text_rows import TextRows
-from ..target.tree_reading import read_trees
-from ..trees.draft_tree import DraftTree
+from ..runtime.target_outputs import TargetOutput, picked_taps, target_output
+from ..runtime.text_rows import TextRows
+from ..runtime.tree_reading import read_trees
 from ..trees.tree_masks import AttentionKind, attention_kinds
 from .joined_cache import empty_cache, grown, joined_cache
 

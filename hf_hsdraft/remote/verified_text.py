@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..common.tensors import device_of
+from ..core.draft_tree import DraftTree
+from ..core.tensors import device_of
 from ..engine.decoded_texts import DecodedTexts
-from ..trees.draft_tree import DraftTree
-from ..verifiers.foresight import Draws
-from ..verifiers.own_choice import OwnChoice
+from ..verify.foresight import Draws
+from ..verify.own_choice import OwnChoice
 from .joined_cache import empty_cache
 from .messages import PIECE_BYTES
 from .wire import MOST_ITEMS, is_setting

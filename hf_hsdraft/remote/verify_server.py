@@ -22,8 +22,8 @@ from websockets.http11 import Request, Response
 from websockets.protocol import State
 from websockets.typing import Subprotocol
 
-from ..common.tensors import device_of
-from ..target.target_limits import text_config
+from ..core.tensors import device_of
+from ..runtime.target_limits import text_config
 from .desk import Conversation, Desk, DeviceGone
 from .joined_cache import bytes_of, empty_cache
 from .messages import PROTOCOL, TO_SERVER, Hello, Refused, most_request

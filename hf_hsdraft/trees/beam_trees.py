@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .draft_tree import DraftTree, from_nodes
+from ..core.draft_tree import DraftTree, from_nodes
 from .tree_builders import Expansion, TreeLimits, states_of
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..core.draft_tree import DraftTree, from_nodes
 from .beam_trees import searched
-from .draft_tree import DraftTree, from_nodes
 from .tree_builders import Expansion, TreeLimits
 
 

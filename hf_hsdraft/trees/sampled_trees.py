@@ -13,7 +13,7 @@ from operator import mul
 
 import torch
 
-from .draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
 from .tree_builders import Expansion, TreeLimits, states_of
 
 

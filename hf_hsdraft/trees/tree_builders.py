@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from .draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
 
 
 class Expansion:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..common.tensors import on_device
-from .draft_tree import DraftTree
+from ..core.draft_tree import DraftTree
+from ..core.tensors import on_device
 
 MASKED_ATTENTION = ("sdpa", "eager", "flex_attention")  # implementations that take a mask of any form
 

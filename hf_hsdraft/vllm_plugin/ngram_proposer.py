@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..common.tuning import TUNING
+from ..core.tuning import TUNING
 from ..drafters.ngrams.ngram_cache import NgramCache
 
 _LENGTH = 4  # of the longest leader, as `ngram_length` is by default

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.checks import is_integer, printable
-from ..common.tuning import TUNING
+from ..core.checks import is_integer, printable
+from ..core.tuning import TUNING
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..repository.checkpoint import Checkpoint
+from ..hub.checkpoint import Checkpoint
 from .plugin_limits import check
 
 NGRAMS = "ngrams"

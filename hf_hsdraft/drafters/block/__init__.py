@@ -1,6 +1,6 @@
 """Drafters of whole blocks of tokens in one forward: DFlash, DFlash2 and DSpark, as several projects publish them."""
 
-from ..formats import register_format
+from ..base.formats import register_format
 from .loading import FORMATS
 
 for _form in FORMATS:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...common.attention import batched_attention
+from ...core.attention import batched_attention
 from .configuration import Sight
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]

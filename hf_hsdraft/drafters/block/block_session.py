@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...common.attention import batched_attention
-from ...common.target_weights import TargetWeights
-from ...common.tensors import Transform
-from ...verifiers.foresight import Foresight
-from ..draft_options import DraftOptions
-from ..parallel_expansion import TokenBias
-from ..parallel_session import Columns, ParallelSession
-from ..protocol import Accepted, Ask
-from ..row_context import RowContext, Slots
+from ...core.attention import batched_attention
+from ...core.tensors import Transform
+from ...verify.foresight import Foresight
+from ..base.draft_options import DraftOptions
+from ..base.parallel_expansion import TokenBias
+from ..base.parallel_session import Columns, ParallelSession
+from ..base.protocol import Accepted, Ask
+from ..base.row_context import RowContext, Slots
+from ..base.target_weights import TargetWeights
 from .block_context import farthest, own_mask
 from .configuration import Sight
 from .heads import TokenHead

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...common.checks import is_integer, is_number, public_name, short
-from ...common.decoder_layer import LayerSizes
-from ...common.plain_config import PlainConfig
-from ...target.target_limits import decoder_layers
-from ..layer_fields import LAYER_LIMITS, MOST_LAYERS
-from ..special_tokens import ANY, AnySpecialTokens
+from ...core.checks import is_integer, is_number, public_name, short
+from ...runtime.target_limits import decoder_layers
+from ..base.decoder_layer import LayerSizes
+from ..base.layer_fields import LAYER_LIMITS, MOST_LAYERS
+from ..base.plain_config import PlainConfig
+from ..base.special_tokens import ANY, AnySpecialTokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 

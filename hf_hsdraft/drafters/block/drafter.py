@@ -11,17 +11,17 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...common.checks import printable
-from ...common.refusals import DraftingRefused
-from ...common.tuning import TUNING
-from ...repository.checkpoint import LOOSE_MASK
-from ...target.last_state import before_norm, check_last_state
-from ...target.target_limits import decoder_layers, text_config
-from ..draft_options import DraftOptions, default_options
-from ..draft_reads import Read, weights_of
-from ..protocol import DraftCall
-from ..published_drafter import PublishedDrafter, SpeculatorsFiles
-from ..refinement import REFINEMENT, check_refinement
+from ...core.checks import printable
+from ...core.refusals import DraftingRefused
+from ...core.tuning import TUNING
+from ...hub.checkpoint import LOOSE_MASK
+from ...runtime.last_state import before_norm, check_last_state
+from ...runtime.target_limits import decoder_layers, text_config
+from ..base.draft_options import DraftOptions, default_options
+from ..base.draft_reads import Read, weights_of
+from ..base.protocol import DraftCall
+from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
+from ..base.refinement import REFINEMENT, check_refinement
 from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows

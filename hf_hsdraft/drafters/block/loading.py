@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ...common.checks import printable
-from ...repository.checkpoint import LOOSE_MASK, Checkpoint
-from ..formats import Format, with_fields
-from ..loading_arguments import Placement, take_options
-from ..vocabulary_maps import drafted_ids
+from ...core.checks import printable
+from ...hub.checkpoint import LOOSE_MASK, Checkpoint
+from ..base.formats import Format, with_fields
+from ..base.loading_arguments import Placement, take_options
+from ..base.vocabulary_maps import drafted_ids
 from .configuration import BlockConfig
 from .drafter import BlockDrafter
 from .reading import (

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...common.decoder_layer import Attention, FeedForward, Rope, rotary_of
-from ...common.norms import RMSNorm
-from ...common.target_weights import TargetWeights, borrow
+from ...core.norms import RMSNorm
+from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ..base.target_weights import TargetWeights, borrow
 from .block_context import training_attention
 from .configuration import BlockConfig
 from .convolution import BlockConvolution

@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ...common.checks import few, printable, short
-from ...common.fields import REQUIRED, Fields
-from ...repository.checkpoint import LOOSE_MASK, Checkpoint
-from ...repository.drafter_files import CONFIG
-from ...repository.speculators_format import check_proposals, speculators_type, target_of
-from ..layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
+from ...core.checks import few, printable, short
+from ...core.fields import REQUIRED, Fields
+from ...hub.checkpoint import LOOSE_MASK, Checkpoint
+from ...hub.drafter_files import CONFIG
+from ...hub.speculators_format import check_proposals, speculators_type, target_of
+from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
 from .configuration import LIMITS, MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
 
 _SPECULATORS = ("dflash", "dflash2", "dspark")

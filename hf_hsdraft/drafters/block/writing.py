@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...common.checks import public_name
-from ...repository.speculators_format import speculators_fields
+from ...core.checks import public_name
+from ...hub.speculators_format import speculators_fields
 from .configuration import BlockConfig
 
 # Class names that engines know these drafters by.

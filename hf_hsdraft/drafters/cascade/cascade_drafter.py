@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...common.checks import is_integer
-from ...common.refusals import DraftingRefused
-from ...common.tensors import device_of
-from ...repository.care import push_saved
-from ...repository.drafter_files import (
+from ...core.checks import is_integer
+from ...core.refusals import DraftingRefused
+from ...core.tensors import device_of
+from ...hub.care import push_saved
+from ...hub.drafter_files import (
     CONFIG,
     FORMAT_VERSION,
     HUB_ARGUMENTS,
@@ -26,14 +26,14 @@ from ...repository.drafter_files import (
     find_folder,
     read_json,
 )
-from ...repository.publication import complete_folder
-from ...target.capture_hooks import no_hooks_left
-from ...target.target_limits import text_config
-from ..by_config import load_by_config
-from ..draft_options import DraftOptions, default_options
-from ..loading_arguments import Placement, take_options
-from ..protocol import DraftCall, Drafter, Session
-from ..special_tokens import ANY, AnySpecialTokens
+from ...hub.publication import complete_folder
+from ...runtime.capture_hooks import no_hooks_left
+from ...runtime.target_limits import text_config
+from ..base.by_config import load_by_config
+from ..base.draft_options import DraftOptions, default_options
+from ..base.loading_arguments import Placement, take_options
+from ..base.protocol import DraftCall, Drafter, Session
+from ..base.special_tokens import ANY, AnySpecialTokens
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
 from .state_feed import StateFeed

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 
-from ...repository.drafter_files import CONFIG, check_is_drafter, read_json
+from ...hub.drafter_files import CONFIG, check_is_drafter, read_json
 
 CASCADE = "cascade"  # the `model_type`
 HERE = "./"  # begins the names of levels that lie in folders of the cascade itself

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...trees.draft_tree import DraftTree
-from ...verifiers.foresight import Foresight
-from ..protocol import Accepted, Ask, Reader, Session
+from ...core.draft_tree import DraftTree
+from ...verify.foresight import Foresight
+from ..base.protocol import Accepted, Ask, Reader, Session
 from .held_chain import Choice, HeldChain
 from .state_feed import StateFeed
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
-from ...trees.draft_tree import DraftTree
-from ...verifiers.foresight import Race
-from ...verifiers.registry import VERIFIERS
-from ...verifiers.verdict import Nodes, draw_token
+from ...core.draft_tree import DraftTree
+from ...verify.foresight import Race
+from ...verify.registry import VERIFIERS
+from ...verify.verdict import Nodes, draw_token
 
 
 @dataclass(frozen=True)

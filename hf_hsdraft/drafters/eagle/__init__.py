@@ -1,6 +1,6 @@
 """Drafters that go on from the target's hidden states by their own ones ("EAGLE-3"), and parallel ones (P-EAGLE)."""
 
-from ..formats import Format, register_format, with_fields
+from ..base.formats import Format, register_format, with_fields
 from .eagle_formats import describe, is_eagle, is_speculators
 from .modeling_eagle import EagleDrafter
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...common.target_weights import TargetWeights
-from ...common.tuning import TUNING
+from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
-from ...verifiers.foresight import Race
+from ...verify.foresight import Race
+from ..base.target_weights import TargetWeights
 from .eagle_network import EagleNetwork
 from .eagle_texts import DraftedRows
 

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-from ...common.checks import few, printable
-from ...common.decoder_layer import LayerSizes
-from ...common.fields import Fields
-from ...repository.checkpoint import Checkpoint
-from ...repository.speculators_format import check_proposals, speculators_type, target_of
-from ..formats import fields_told
-from ..layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
-from ..vocabulary_maps import drafted_ids
+from ...core.checks import few, printable
+from ...core.fields import Fields
+from ...hub.checkpoint import Checkpoint
+from ...hub.speculators_format import check_proposals, speculators_type, target_of
+from ..base.decoder_layer import LayerSizes
+from ..base.formats import fields_told
+from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
+from ..base.vocabulary_maps import drafted_ids
 from .configuration_eagle import DRAFT_STEPS, EagleConfig
 
 KINDS = ("eagle3", "peagle")  # of speculators

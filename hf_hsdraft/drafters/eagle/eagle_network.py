@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...common.decoder_layer import Attention, FeedForward, Rope, rotary_of
-from ...common.norms import RMSNorm
-from ...common.target_weights import TargetWeights
-from ..packed_texts import Attend, DraftContext, PackedTexts
+from ...core.norms import RMSNorm
+from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ..base.packed_texts import Attend, DraftContext, PackedTexts
+from ..base.target_weights import TargetWeights
 from .configuration_eagle import EagleConfig
 
 # Of a layer's number, queries `[..., n, heads, head_dim]`, and keys and values `[..., n, kv_heads, head_dim]` to be

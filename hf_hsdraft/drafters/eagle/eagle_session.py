@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from ...common.target_weights import TargetWeights
+from ...core.draft_tree import DraftTree
 from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import Expansion, TreeLimits
-from ...verifiers.foresight import Foresight
-from ..draft_memory import DraftMemory
-from ..draft_options import DraftOptions
-from ..parallel_expansion import ParallelExpansion
-from ..protocol import Accepted, Ask, Session
+from ...verify.foresight import Foresight
+from ..base.draft_memory import DraftMemory
+from ..base.draft_options import DraftOptions
+from ..base.parallel_expansion import ParallelExpansion
+from ..base.protocol import Accepted, Ask, Session
+from ..base.target_weights import TargetWeights
 from .eagle_expansion import EagleExpansion, parallel_logits
 from .eagle_network import EagleNetwork
 from .eagle_texts import DraftedRows, EagleTexts

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...common.attention import batched_attention
-from ...common.tensors import on_device
-from ...common.tuning import TUNING
-from ..row_context import RowContext, Slots
+from ...core.attention import batched_attention
+from ...core.tensors import on_device
+from ...core.tuning import TUNING
+from ..base.row_context import RowContext, Slots
 from .eagle_network import AttendRows, EagleNetwork
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps, embeddings of the following tokens, and positions

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...common.target_weights import TargetWeights
+from ..base.target_weights import TargetWeights
 from .configuration_eagle import EagleConfig
 from .eagle_network import EagleNetwork
 

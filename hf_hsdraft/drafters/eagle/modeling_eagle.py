@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...common.checks import few, printable
-from ...common.refusals import DraftingRefused
-from ...common.target_weights import TargetWeights, borrow
-from ...repository.checkpoint import Checkpoint
-from ...target.last_state import before_norm, check_last_state
-from ...target.target_limits import decoder_layers, text_config
-from ..draft_options import default_options
-from ..draft_reads import Read, weights_of
-from ..loading_arguments import Placement, take_options
-from ..protocol import DraftCall
-from ..published_drafter import PublishedDrafter, SpeculatorsFiles
+from ...core.checks import few, printable
+from ...core.refusals import DraftingRefused
+from ...hub.checkpoint import Checkpoint
+from ...runtime.last_state import before_norm, check_last_state
+from ...runtime.target_limits import decoder_layers, text_config
+from ..base.draft_options import default_options
+from ..base.draft_reads import Read, weights_of
+from ..base.loading_arguments import Placement, take_options
+from ..base.protocol import DraftCall
+from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
+from ..base.target_weights import TargetWeights, borrow
 from .configuration_eagle import EagleConfig
 from .eagle_formats import read
 from .eagle_network import EagleNetwork, initialise

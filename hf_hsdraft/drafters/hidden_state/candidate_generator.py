@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ...common.target_weights import TargetWeights
-from ...trees.draft_tree import DraftTree
-from ...verifiers.foresight import Foresight
-from ..draft_options import DraftOptions
-from ..protocol import Accepted, Ask
+from ...core.draft_tree import DraftTree
+from ...verify.foresight import Foresight
+from ..base.draft_options import DraftOptions
+from ..base.protocol import Accepted, Ask
+from ..base.target_weights import TargetWeights
 from .draft_session import HSDraftSession
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...repository.drafter_files import FORMAT_VERSION
-from ..draft_options import MOST_NODES
-from ..travelling_config import TravellingConfig, as_dict, as_list, default_tap_layers, demand
+from ...hub.drafter_files import FORMAT_VERSION
+from ..base.draft_options import MOST_NODES
+from ..base.travelling_config import TravellingConfig, as_dict, as_list, default_tap_layers, demand
 
 INJECTORS = ("low_rank", "path", "selector")
 

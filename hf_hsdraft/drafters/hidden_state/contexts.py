@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...common.attention import shared_attention
-from ...common.tuning import TUNING
-from ..packed_texts import Attend
+from ...core.attention import shared_attention
+from ...core.tuning import TUNING
+from ..base.packed_texts import Attend
 
 
 class GrowingText:

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from ...common.target_weights import TargetWeights
-from ...common.tuning import TUNING
+from ...core.draft_tree import DraftTree, merge_trees
+from ...core.tuning import TUNING
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.draft_tree import DraftTree, merge_trees
 from ...trees.tree_builders import TreeLimits
-from ...verifiers.foresight import Foresight
-from ..draft_memory import DraftMemory
-from ..draft_options import DraftOptions
-from ..protocol import Accepted, Ask, Session
-from ..refinement import Refiner
+from ...verify.foresight import Foresight
+from ..base.draft_memory import DraftMemory
+from ..base.draft_options import DraftOptions
+from ..base.protocol import Accepted, Ask, Session
+from ..base.refinement import Refiner
+from ..base.target_weights import TargetWeights
 from .expansion import Expansion
 from .network import HSDraftNetwork
 from .reuse import Leftover, ensemble, reuse_of

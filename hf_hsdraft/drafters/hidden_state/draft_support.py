@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..protocol import DraftCall
+from ..base.protocol import DraftCall
 from .draft_session import HSDraftSession
 from .network import HSDraftNetwork
 

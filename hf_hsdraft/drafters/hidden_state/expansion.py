@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...common.target_weights import TargetWeights
-from ...common.tensors import Transform
-from ...verifiers.foresight import Race
-from ..parallel_expansion import ParallelExpansion, TokenBias
-from ..refinement import Refinement
+from ...core.tensors import Transform
+from ...verify.foresight import Race
+from ..base.parallel_expansion import ParallelExpansion, TokenBias
+from ..base.refinement import Refinement
+from ..base.target_weights import TargetWeights
 from .injectors import Injector
 from .working_weights import WorkingWeights
 

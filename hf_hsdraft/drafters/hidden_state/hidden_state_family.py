@@ -1,6 +1,6 @@
 """Registers the family of hidden-state drafters."""
 
-from ..registry import register_drafter
+from ..base.registry import register_drafter
 from .configuration_hsdraft import HSDraftConfig
 from .draft_support import register_support
 from .modeling_hsdraft import HSDrafter

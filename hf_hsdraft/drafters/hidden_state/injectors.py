@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...common.norms import RMSNorm
-from ..candidates import best_of, biased
+from ...core.norms import RMSNorm
+from ..base.candidates import best_of, biased
 from .configuration_hsdraft import HSDraftConfig
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...common.norms import RMSNorm
-from ...common.tensors import Transform, side_by_side
-from ..packed_texts import Attend, DraftContext, PackedTexts
-from ..state_network import StateNetwork
+from ...core.norms import RMSNorm
+from ...core.tensors import Transform, side_by_side
+from ..base.packed_texts import Attend, DraftContext, PackedTexts
+from ..base.state_network import StateNetwork
 from .configuration_hsdraft import HSDraftConfig
 from .injectors import INJECTORS
 from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, read, roll, rotary_frequencies

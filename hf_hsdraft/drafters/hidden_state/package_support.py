@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...common.tensors import device_of
-from ..protocol import DraftCall
+from ...core.tensors import device_of
+from ..base.protocol import DraftCall
 from .candidate_generator import HSCandidateGenerator
 from .draft_support import DraftSupport
 from .network import HSDraftNetwork

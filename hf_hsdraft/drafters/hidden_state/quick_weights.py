@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...acceleration.cpu.products import Product, are_rounded, are_weights, joined
-from ...common.norms import RMSNorm
-from ...common.tensors import is_unhooked
+from ...core.norms import RMSNorm
+from ...core.tensors import is_unhooked
+from ...cpu.products import Product, are_rounded, are_weights, joined
 from .injectors import INJECTORS, Injector
 from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep
 from .working_weights import WorkingWeights

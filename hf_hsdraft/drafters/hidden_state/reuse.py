@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...common.checks import is_number
-from ...common.options import Option
+from ...core.checks import is_number
+from ...core.options import Option
 from .injectors import Injector
 
 logger = logging.get_logger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ...common.tensors import on_device
-from ..packed_texts import DraftContext, PackedTexts
+from ...core.tensors import on_device
+from ..base.packed_texts import DraftContext, PackedTexts
 from .configuration_hsdraft import HSDraftConfig
 from .contexts import GrowingText
 from .trunk import Context, Rope, Trunk, read, roll

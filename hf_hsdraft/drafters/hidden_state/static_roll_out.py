@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...acceleration.gpu.compiled_calls import compiled
-from ...acceleration.gpu.static_text import StaticText, keep_in_place
-from ...common.package_tuning import TUNING
-from ...common.tensors import on_device
-from ..packed_texts import DraftContext
+from ...core.package_tuning import TUNING
+from ...core.tensors import on_device
+from ...gpu.compiled_calls import compiled
+from ...gpu.static_text import StaticText, keep_in_place
+from ..base.packed_texts import DraftContext
 from .configuration_hsdraft import HSDraftConfig
 from .network import HSDraftNetwork
 from .quick_weights import QuickWeights

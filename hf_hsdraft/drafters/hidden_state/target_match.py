@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...common.checks import printable
-from ...common.package_tuning import TUNING
-from ...common.tensors import device_of
-from ...target.target_limits import furthest_position, rotary_limits, text_config
+from ...core.checks import printable
+from ...core.package_tuning import TUNING
+from ...core.tensors import device_of
+from ...runtime.target_limits import furthest_position, rotary_limits, text_config
 from .network import HSDraftNetwork
 
 logger = logging.get_logger(__name__)

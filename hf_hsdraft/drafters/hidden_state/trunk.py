@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from ...common.tensors import Transform
-from ..packed_texts import Attend
+from ...core.tensors import Transform
+from ..base.packed_texts import Attend
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each [n, 1, head_dim]
 

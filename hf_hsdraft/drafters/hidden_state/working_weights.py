@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ...common.tensors import Transform, side_by_side
+from ...core.tensors import Transform, side_by_side
 from .injectors import Injector
 from .network import HSDraftNetwork
 from .trunk import Trunk

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig
 
-from ...common.checks import is_integer
-from ...common.refusals import DraftingRefused
-from ...common.tuning import TUNING
-from ...target.target_limits import text_config
-from ..draft_options import MOST_LEADING, default_options
-from ..protocol import DraftCall
-from ..special_tokens import ANY, AnySpecialTokens
-from ..weightless_drafter import WeightlessDrafter
+from ...core.checks import is_integer
+from ...core.refusals import DraftingRefused
+from ...core.tuning import TUNING
+from ...runtime.target_limits import text_config
+from ..base.draft_options import MOST_LEADING, default_options
+from ..base.protocol import DraftCall
+from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.weightless_drafter import WeightlessDrafter
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...common.tuning import TUNING
-from ...trees.draft_tree import DraftTree, from_nodes
+from ...core.draft_tree import DraftTree, from_nodes
+from ...core.tuning import TUNING
 
 
 @dataclass

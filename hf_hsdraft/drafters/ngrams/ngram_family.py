@@ -1,6 +1,6 @@
 """Registers the family of n-gram drafters."""
 
-from ..registry import register_drafter
+from ..base.registry import register_drafter
 from .cacheback import CachebackConfig, CachebackDrafter
 
 register_drafter(CachebackConfig.model_type, CachebackConfig, CachebackDrafter)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...common.tuning import TUNING
-from ...trees.draft_tree import DraftTree
-from ..protocol import Accepted, Ask, DraftCall, Session
+from ...core.draft_tree import DraftTree
+from ...core.tuning import TUNING
+from ..base.protocol import Accepted, Ask, DraftCall, Session
 from .ngram_cache import FollowerTable, NgramCache
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...common.norms import RMSNorm
-from ..state_network import StateNetwork
+from ...core.norms import RMSNorm
+from ..base.state_network import StateNetwork
 from .configuration_self import SelfDraftConfig
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...common.options import Option
-from ...common.refusals import DraftingRefused
-from ...target.layer_split import why_not_split
-from ..draft_options import default_options
-from ..draft_reads import Read, weights_of
-from ..protocol import DraftCall, Drafter
-from ..target_sizes import check_sizes
+from ...core.options import Option
+from ...core.refusals import DraftingRefused
+from ...runtime.layer_split import why_not_split
+from ..base.draft_options import default_options
+from ..base.draft_reads import Read, weights_of
+from ..base.protocol import DraftCall, Drafter
+from ..base.target_sizes import check_sizes
 from .configuration_self import SelfDraftConfig
 from .imitation_network import ImitationNetwork
 from .self_session import SelfSession

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...common.target_weights import TargetWeights
-from ...common.tensors import device_of
+from ...core.draft_tree import DraftTree
+from ...core.tensors import device_of
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.draft_tree import DraftTree
 from ...trees.tree_builders import Expansion, TreeLimits
-from ...verifiers.foresight import Race
-from ..draft_options import DraftOptions
-from ..protocol import Ask, DraftCall, Session
+from ...verify.foresight import Race
+from ..base.draft_options import DraftOptions
+from ..base.protocol import Ask, DraftCall, Session
+from ..base.target_weights import TargetWeights
 from .imitation_network import ImitationNetwork
 
 logger = logging.get_logger(__name__)

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...common.attention import batched_attention
-from ...common.decoder_layer import Attention, FeedForward, Rope, rotary_of
-from ...common.norms import RMSNorm
-from ...common.target_weights import TargetWeights
-from ...common.tensors import is_unhooked
-from ..packed_texts import DraftContext, PackedTexts
-from ..state_network import StateNetwork
+from ...core.attention import batched_attention
+from ...core.norms import RMSNorm
+from ...core.tensors import is_unhooked
+from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ..base.packed_texts import DraftContext, PackedTexts
+from ..base.state_network import StateNetwork
+from ..base.target_weights import TargetWeights
 from .configuration_specformer import SpecFormerConfig
 
 

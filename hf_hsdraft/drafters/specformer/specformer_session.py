@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...common.attention import batched_attention
-from ...common.target_weights import TargetWeights
-from ...common.tensors import on_device
+from ...core.attention import batched_attention
+from ...core.tensors import on_device
 from ...trees.tree_builders import Expansion
-from ...verifiers.foresight import Foresight
-from ..collapsed_frames import CollapsedFrames
-from ..draft_options import DraftOptions
-from ..parallel_expansion import TokenBias
-from ..parallel_session import Columns, ParallelSession
-from ..protocol import Accepted, Ask
-from ..row_context import RowContext, Slots
+from ...verify.foresight import Foresight
+from ..base.collapsed_frames import CollapsedFrames
+from ..base.draft_options import DraftOptions
+from ..base.parallel_expansion import TokenBias
+from ..base.parallel_session import Columns, ParallelSession
+from ..base.protocol import Accepted, Ask
+from ..base.row_context import RowContext, Slots
+from ..base.target_weights import TargetWeights
 from .specformer_network import SpecFormerNetwork
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ...common.target_weights import TargetWeights
+from ...drafters.base.protocol import Session
+from ...drafters.base.target_weights import TargetWeights
 from ...drafters.block.block_session import BlockSession
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
-from ...drafters.protocol import Session
 from ...trees.tree_builders import Expansion
-from ..family import Choose
-from ..noting import NotingParallelSession
-from ..predictions import Predictions, trained
-from ..timid import start_timidly
+from ..loss.predictions import Predictions, trained
+from ..loss.timid import start_timidly
+from .family import Choose
+from .noting import NotingParallelSession
 from .published import PublishedFamily
 
 logger = logging.get_logger(__name__)

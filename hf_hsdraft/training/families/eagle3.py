@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.target_weights import TargetWeights
+from ...drafters.base.protocol import Session
+from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration_eagle import EagleConfig
 from ...drafters.eagle.eagle_session import EagleSession
 from ...drafters.eagle.modeling_eagle import EagleDrafter
-from ...drafters.protocol import Session
 from ...trees.tree_builders import Expansion
-from ..family import Choose
-from ..noting import NotingSession
-from ..predictions import Predictions, trained
-from ..timid import start_timidly
+from ..loss.predictions import Predictions, trained
+from ..loss.timid import start_timidly
+from .family import Choose
+from .noting import NotingSession
 from .published import PublishedFamily
 
 

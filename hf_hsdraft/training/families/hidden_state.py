@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.target_weights import TargetWeights
-from ...drafters.draft_options import DraftOptions
+from ...core.draft_tree import DraftTree
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Ask, Session
+from ...drafters.base.target_weights import TargetWeights
 from ...drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ...drafters.hidden_state.expansion import Expansion
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ...drafters.protocol import Ask, Session
-from ...repository.model_card import trunk_in_words
-from ...trees.draft_tree import DraftTree
+from ...hub.model_card import trunk_in_words
 from ...trees.tree_builders import Expansion as TreeExpansion
-from ..growth import grown
-from ..identity import record_target
-from ..noting import NotingSession
-from ..predictions import Predictions, trained
-from ..timid import start_timidly
+from ..loss.predictions import Predictions, trained
+from ..loss.timid import start_timidly
+from .growth import grown
+from .identity import record_target
+from .noting import NotingSession
 from .travelling import TravellingFamily
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.checks import public_name
-from ...common.target_weights import TargetWeights
-from ...drafters.causal_lm.layer_subset import evenly, layers_of, with_layers
-from ...drafters.causal_lm.lm_drafter import CausalLMDrafter
-from ...drafters.causal_lm.lm_expansion import LMExpansion
-from ...drafters.causal_lm.lm_session import CausalLMSession
-from ...drafters.causal_lm.lm_texts import LMTexts
-from ...drafters.causal_lm.lm_trial import ability_of
-from ...drafters.draft_options import DraftOptions
-from ...drafters.protocol import Session
-from ...drafters.refiner_files import leave_refiner
-from ...target.misreading import same_but_rounding
-from ...target.target_limits import decoder_layers, text_config
+from ...core.checks import public_name
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Session
+from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.target_weights import TargetWeights
+from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
+from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...drafters.language_model.lm_expansion import LMExpansion
+from ...drafters.language_model.lm_session import CausalLMSession
+from ...drafters.language_model.lm_texts import LMTexts
+from ...drafters.language_model.lm_trial import ability_of
+from ...runtime.misreading import same_but_rounding
+from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion
-from ..branches import Branches
-from ..family import Choose, TrainableFamily
-from ..noting import NotingSession
+from ..loss.branches import Branches
+from .family import Choose, TrainableFamily
+from .noting import NotingSession
 from .trained_lm import LMPredictions, LMTrainingConfig, TrainedLM
 
 _OPTIONS = ("tree_size", "beam_width")  # drafting options, which decide no weights

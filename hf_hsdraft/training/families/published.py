@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ...common.checks import public_name
-from ...common.decoder_layer import LayerSizes
-from ...drafters.refiner_files import leave_refiner
-from ..family import TrainableFamily
+from ...core.checks import public_name
+from ...drafters.base.decoder_layer import LayerSizes
+from ...drafters.base.refiner_files import leave_refiner
+from .family import TrainableFamily
 
 _OPTIONS = ("tree_size", "beam_width")  # drafting options, which these configurations do not hold
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.target_weights import TargetWeights
-from ...drafters.draft_options import DraftOptions
-from ...drafters.protocol import Session
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Session
+from ...drafters.base.target_weights import TargetWeights
 from ...drafters.self_speculation.modeling_self import SelfDrafter
 from ...drafters.self_speculation.self_session import SelfSession
 from ...trees.tree_builders import Expansion
-from ..family import Choose
-from ..identity import record_name
-from ..noting import NotingSession
-from ..predictions import Predictions, trained
-from ..timid import start_timidly
+from ..loss.predictions import Predictions, trained
+from ..loss.timid import start_timidly
+from .family import Choose
+from .identity import record_name
+from .noting import NotingSession
 from .travelling import TravellingFamily
 
 

@@ -9,16 +9,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...common.target_weights import TargetWeights
-from ...drafters.collapsed_frames import CollapsedFrames
-from ...drafters.protocol import Session
+from ...drafters.base.collapsed_frames import CollapsedFrames
+from ...drafters.base.protocol import Session
+from ...drafters.base.target_weights import TargetWeights
 from ...drafters.specformer.modeling_specformer import SpecFormerDrafter
 from ...drafters.specformer.specformer_session import SpecFormerSession
 from ...trees.tree_builders import Expansion
-from ..identity import record_name
-from ..noting import NotingParallelSession
-from ..predictions import Predictions, trained
-from ..timid import start_timidly
+from ..loss.predictions import Predictions, trained
+from ..loss.timid import start_timidly
+from .identity import record_name
+from .noting import NotingParallelSession
 from .travelling import TravellingFamily
 
 

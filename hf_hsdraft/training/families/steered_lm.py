@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from ...drafters.causal_lm.lm_drafter import CausalLMDrafter
-from ...drafters.causal_lm.lm_steering import Steering, SteeringSizes
-from ...drafters.causal_lm.steered_lm import SteeredLMDrafter, SteeredLMSession, has_steering
-from ...drafters.protocol import Session
-from ...repository.checkpoint import Checkpoint
+from ...drafters.base.protocol import Session
+from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...drafters.language_model.lm_steering import Steering, SteeringSizes
+from ...drafters.language_model.steered_lm import SteeredLMDrafter, SteeredLMSession, has_steering
+from ...hub.checkpoint import Checkpoint
 from ...trees.tree_builders import Expansion
-from ..branches import Branches
+from ..loss.branches import Branches
 from .lm import LMFamily, NotingLM
 from .trained_lm import TrainedLM
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...common.plain_config import PlainConfig
-from ...common.target_weights import TargetWeights
-from ...drafters.causal_lm.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
-from ...drafters.causal_lm.lm_trial import ability_of
-from ...drafters.special_tokens import AnySpecialTokens
-from ...target.target_limits import text_config
+from ...drafters.base.plain_config import PlainConfig
+from ...drafters.base.special_tokens import AnySpecialTokens
+from ...drafters.base.target_weights import TargetWeights
+from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
+from ...drafters.language_model.lm_trial import ability_of
+from ...runtime.target_limits import text_config
 from ...trees.tree_masks import as_attention_takes_it
-from ..branches import Branches
-from ..predictions import Predictions, trained
+from ..loss.branches import Branches
+from ..loss.predictions import Predictions, trained
 
 
 @dataclass

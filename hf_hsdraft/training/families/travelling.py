@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...drafters.refiner_files import leave_refiner
-from ..family import Choose, TrainableFamily
-from ..vocabulary import with_draft_vocabulary
+from ...drafters.base.refiner_files import leave_refiner
+from ..data.vocabulary import with_draft_vocabulary
+from .family import Choose, TrainableFamily
 
 _SHORTEST_WINDOW = 128
 _FREE = ("tree_size", "beam_width", "sliding_window")  # fields on which no weights depend

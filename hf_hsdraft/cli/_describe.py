@@ -1,0 +1,237 @@
+"""`hsdraft info` and `hsdraft list`: what a drafter is, by its files; nothing is built and no code of it is run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CacheNotFound, scan_cache_dir
+
+from ..core.checks import printable
+from ..drafters.base import families  # noqa: F401  # they register themselves
+from ..drafters.base.formats import recognise
+from ..drafters.base.registry import FAMILIES
+from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ..hub.card_figures import GAP, is_chain, shown_figure
+from ..hub.care import care
+from ..hub.checkpoint import Checkpoint
+from ..hub.drafter_files import (
+    CONFIG,
+    DESCRIBED,
+    OPTIONS,
+    check_is_drafter,
+    digests,
+    fetch,
+    find_folder,
+    read_json,
+)
+from ..hub.model_card import circumstances, parameters_and_bytes, read_figures, read_recipe, trunk_in_words
+from ..hub.pretrained_drafter import stored_options
+from ..hub.speculators_format import target_of
+
+
+@dataclass(frozen=True)
+class CachedDrafter:
+    """A drafter in the Hub's cache: one commit of one repository.
+
+    Attributes:
+        name: Name of the repository.
+        commit: Commit that is cached.
+        refs: Branches and tags that point to it.
+        target: Name of the target it was made for.
+        format: Format of its files: a version of our own, or the name of another project's.
+        bytes: Size of its weights, 0 if they are not fetched yet.
+        problem: Why it cannot be loaded; empty if nothing is known.
+    """
+
+    name: str
+    commit: str
+    refs: tuple[str, ...]
+    target: str
+    format: str
+    bytes: int
+    problem: str
+
+
+def cached_drafters(cache_dir: str | None = None) -> Iterator[CachedDrafter]:
+    """Yields the drafters in the cache, by name, and no models of other types.
+
+    Of other projects' formats only those with weights: the names of the tensors tell what they are.
+    """
+    try:
+        repositories = scan_cache_dir(cache_dir).repos
+    except CacheNotFound:
+        return
+    for repository in sorted(repositories, key=lambda each: each.repo_id):
+        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
+            config = _config_in(revision.snapshot_path)
+            is_ours = str(config.get("model_type")) in FAMILIES
+            form = "" if is_ours else _format_in(repository.repo_id, revision.snapshot_path, config)
+            if not is_ours and not form:
+                continue
+            yield CachedDrafter(
+                name=repository.repo_id,
+                commit=revision.commit_hash,
+                refs=tuple(sorted(revision.refs)),
+                target=printable((config.get("target_name") if is_ours else target_of(config)[0]) or ""),
+                format=form or str(_whole(config.get("format_version", 1))),
+                bytes=_bytes(revision.snapshot_path),
+                problem=_problem(config),
+            )
+
+
+def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dict[str, str]]:
+    """Returns what is known of a drafter, as sections of lines.
+
+    Args:
+        name: Folder or Hub name.
+        with_weights: Whether to fetch the weights too, and compare them with their digests. Of other projects' formats
+            no more is fetched than tells the names of the tensors; for files that are pickled, that is all.
+        hub: What to ask the Hub with, see `find_folder`.
+
+    Raises:
+        OSError: It cannot be found.
+        ValueError: It is no drafter that this version reads.
+    """
+    with care().loading(name, bool(hub.get("local_files_only"))):
+        folder = find_folder(name, DESCRIBED, **hub)
+        family = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
+        if family and family not in FAMILIES:
+            return _of_format(Checkpoint.open(name, **hub))
+        check_is_drafter(folder, family or HSDraftConfig.model_type)
+        if with_weights and family == HSDraftConfig.model_type:
+            folder = fetch(name, family, **hub)
+    if family != HSDraftConfig.model_type:
+        return _briefly(name, family, folder)
+    config = HSDraftConfig.from_dict(read_json(folder / CONFIG))
+    options = {"num_assistant_tokens": config.num_draft_steps, "tree_size": config.tree_size}
+    options |= read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+    recipe, figures = read_recipe(folder), read_figures(folder)
+    found = {
+        "drafter": {
+            "name": name,
+            **({} if os.path.isdir(name) else {"commit": folder.name}),
+            "target": config.target_name or "not named",
+            "its revision": config.target_revision or "not recorded",
+            "its tokenizer's digest": config.target_tokenizer_hash or "not recorded",
+            "its sizes": f"hidden size {config.target_hidden_size}, {config.target_num_hidden_layers} layers, "
+            f"vocabulary {config.vocab_size:,}",
+            "weights": _weights(folder, config, with_weights),
+            "format": f"{config.format_version}",
+            "draft": f"{printable(options['num_assistant_tokens'])} deep, {printable(options['tree_size'])} nodes, "
+            f"{config.draft_vocab_size:,} tokens",
+            "reads": f"hidden states {', '.join(map(str, config.target_tap_layers))}; {config.injector} injector, "
+            f"{config.head} head",
+            "trunk": trunk_in_words(config.to_dict()),
+        },
+        "training recipe": {printable(title): printable(line, 400) for title, line in recipe["training"].items()}
+        or {"recipe": "none recorded"},
+        "figures": _measured(figures["benchmarks"]) or {"speed": GAP},
+    }
+    if figures["training"] is not None:
+        last: dict[str, Any] = next(
+            (entry for entry in reversed(figures["training"]["history"]) if "eval_tau" in entry), {}
+        )
+        found["figures"]["tau on held-out conversations"] = shown_figure(last, "eval_tau", ".2f")
+    return found
+
+
+def _measured(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The figures of each variant of each report, by what was measured; what looks the same is numbered."""
+    found: dict[str, str] = {}
+    for benchmark in benchmarks:
+        settings = benchmark["settings"]
+        drawn = f"seed {settings.get('seed')}" if settings.get("do_sample") else "greedy"
+        prompts = f"{settings['questions']} prompts of {settings.get('prompts') or 'a file that is not named'}"
+        for variant in benchmark["ours"]:
+            row = benchmark["summary"][variant]
+            title = printable(", ".join([variant, *circumstances(settings), drawn, prompts]), 400)
+            number = next(n for n in range(1, len(found) + 2) if (title if n == 1 else f"{title} ({n})") not in found)
+            if is_chain(variant) and row.get("acceptance_length") is not None:
+                figure = f"acceptance length {row['acceptance_length']:.2f}"
+            else:
+                figure = f"tau {row['tau']:.2f}, speed-up {row['speed_up']:.2f}"
+            machine = printable(f"{settings['processor']}, threads: {settings['threads']}")
+            found[title if number == 1 else f"{title} ({number})"] = f"{figure} ({machine})"
+    return found
+
+
+def _of_format(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """What is known of a drafter in a format of another project."""
+    form = recognise(checkpoint)
+    parameters = sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    return {
+        "drafter": {
+            "name": checkpoint.name,
+            "format": form.name,
+            "weights": f"{parameters / 1e6:.1f}M numbers, {checkpoint.bytes / 1e6:.1f} MB",
+            **form.describe(checkpoint),
+        }
+    }
+
+
+def _briefly(name: str, family: str, folder: Path) -> dict[str, dict[str, str]]:
+    """What is known of a drafter of another family than the hidden-state one."""
+    options, drafter, document = stored_options(folder / OPTIONS), FAMILIES[family].drafter, read_json(folder / CONFIG)
+    shown = {field: document[field] for field in getattr(drafter, "shown_fields", ()) if field in document}
+    return {
+        "drafter": {
+            "name": name,
+            "family": f"{family}, {drafter.__name__}",
+            **{field: printable(value, 400) for field, value in shown.items()},
+        },
+        "options": {printable(option): printable(value) for option, value in options.items()},
+    }
+
+
+def _weights(folder: Path, config: HSDraftConfig, check: bool) -> str:
+    try:
+        parameters, size = parameters_and_bytes(folder)
+    except OSError:
+        return "not fetched"
+    text = f"{parameters / 1e6:.1f}M parameters, {size / 1e6:.1f} MB"
+    if check and config.weights_digest is not None:
+        text += ", whole" if digests(folder) == config.weights_digest else ", DAMAGED: not as they were saved"
+    return text
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    try:
+        return read_json(folder / CONFIG)
+    except (OSError, ValueError):
+        return {}  # whatever it is, it does not say that it is a drafter
+
+
+def _format_in(name: str, folder: Path, config: dict[str, Any]) -> str:
+    """Returns the name of another project's format; empty if a folder holds no drafter of any that is known."""
+    checkpoint = Checkpoint(name, folder, config)
+    try:
+        form = recognise(checkpoint)
+    except (OSError, ValueError):
+        return ""
+    return form.name if form.listed(checkpoint) else ""
+
+
+def _problem(config: dict[str, Any]) -> str:
+    if config.get("model_type") != HSDraftConfig.model_type:
+        return ""
+    try:
+        HSDraftConfig.from_dict(config)
+    except (TypeError, ValueError) as error:
+        return printable(error, 400)
+    return ""
+
+
+def _bytes(folder: Path) -> int:
+    try:
+        return Checkpoint(str(folder), folder, {}).bytes
+    except (OSError, ValueError):
+        return 0
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0

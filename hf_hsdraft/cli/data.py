@@ -1,0 +1,102 @@
+"""`hsdraft coverage` and `hsdraft overlap`: what training chats hold, and whether they hold what is to judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ._shared import TargetOption, console
+
+app = typer.Typer()
+
+TrainOption = Annotated[
+    list[Path], typer.Option("--train", exists=True, help="Chats: JSONL, or the folder of a run; repeat.")
+]
+
+
+@app.command(short_help="Count what training chats hold, by kind.")
+def coverage(
+    train: TrainOption,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, help="Other chats or prompts: how much of them training answers hold; repeat."),
+    ] = None,
+    target: TargetOption = None,
+) -> None:
+    """Counts chats and tokens by kind, how varied the answers are, and how much of other texts they hold."""
+    from ..runtime.target_loading import load_tokenizer
+    from ..training.data.chats import read_chats
+    from ..training.data.coverage import COVERED, DEFINITION, DISTINCT, count_covered, count_kinds
+
+    chats = [chat for path in train for chat in read_chats(path)]
+    others = [chat for path in against or () for chat in read_chats(path)]
+    tokenizer = load_tokenizer(target)
+
+    def tokenize(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    table = Table("kind", title="training chats", title_justify="left")
+    for heading in ("chats", "user tokens", "answer tokens", *(f"distinct-{n}" for n in DISTINCT)):
+        table.add_column(heading, justify="right")
+    for row in count_kinds(chats, tokenize):
+        numbers = [f"{value:,}" for value in (row.chats, row.asked, row.answered)]
+        table.add_row(escape(row.kind) or "none", *numbers, *(f"{value:.3f}" for value in row.distinct))
+    console.print(table)
+    if others:
+        what = "answers" if any(chat.answers for chat in others) else "user turns"
+        table = Table("kind", title=f"{what} of the other texts", title_justify="left")
+        for heading in ("texts", "tokens", *(f"covered-{n}" for n in COVERED)):
+            table.add_column(heading, justify="right")
+        for found in count_covered(chats, others, tokenize):
+            table.add_row(
+                escape(found.kind) or "none",
+                f"{found.texts:,}",
+                f"{found.tokens:,}",
+                *(f"{v:.3f}" for v in found.covered),
+            )
+        console.print(table)
+    console.print(DEFINITION, highlight=False)
+
+
+@app.command(short_help="Find prompts that training chats hold already.")
+def overlap(
+    train: TrainOption,
+    prompts: Annotated[list[Path], typer.Option(exists=True, help="Prompts that are to judge: JSONL; repeat.")],
+    show: Annotated[int, typer.Option(min=0, help="Near-duplicates shown.")] = 10,
+) -> None:
+    """Finds prompts that training chats hold already, nearly or wholly. Exit status 1 if there are any."""
+    from ..training.data.chats import read_chats
+    from ..training.data.overlap import DEFINITION, PromptIndex
+
+    chats = [chat.asked for path in train for chat in read_chats(path)]
+    judged = [chat.asked for path in prompts for chat in read_chats(path)]
+    found = PromptIndex(judged).overlaps(chats)
+    near = sorted((index for index, each in enumerate(found) if each.near), key=lambda index: -found[index].share)
+    table: Any = Table("overlap", "prompt", "training chat")
+    for index in near[:show]:
+        chat = found[index].chat
+        assert chat is not None
+        table.add_row(f"{found[index].share:.2f}", _brief(judged[index]), _brief(chats[chat]))
+    if near and show:
+        console.print(table)
+    middle = sum(0 < each.share <= 0.5 for each in found)
+    console.print(
+        f"{len(near):,} of {len(judged):,} prompts have near-duplicates among {len(chats):,} training chats; "
+        f"{middle:,} share less, {len(judged) - len(near) - middle:,} nothing",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(DEFINITION, highlight=False)
+    if near:
+        console.print("hsdraft train --exclude-near leaves such chats out", highlight=False)
+        raise typer.Exit(1)
+
+
+def _brief(turns: tuple[str, ...]) -> str:
+    text = " ".join(turns[0].split()) if turns else ""
+    return escape(text if len(text) <= 60 else text[:57] + "...")

@@ -1,0 +1,204 @@
+"""`hsdraft estimate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from ._shared import Injector, console
+
+app = typer.Typer()
+StepsOption = Annotated[int | None, typer.Option(min=1, help="K; default: the drafter's, 6 of a new one.")]
+TauOption = Annotated[
+    float | None,
+    typer.Option(min=1.0, help="Tokens per target forward, as measured: estimates decoding instead of training."),
+]
+FamilyOption = Annotated[
+    str | None, typer.Option(help="With --tau and no --drafter: a fresh drafter of this family; hidden-state.")
+]
+NodesOption = Annotated[
+    int | None, typer.Option(min=1, help="With --tau: verified nodes besides the root; default: the drafter's.")
+]
+MiddleOption = Annotated[
+    str | None, typer.Option(help="With --tau: a smaller model; also estimates n-grams > this model > target.")
+]
+_SHARES = "0.4,0.4,0.8"
+SharesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --middle: tokens accepted of n-grams by the target, by the model, and of the model, as "
+        f"{_SHARES}, the default."
+    ),
+]
+
+
+@app.command(short_help="Say what training or drafting would take.")
+def estimate(
+    target: Annotated[str, typer.Argument(help="Hub name or folder of the target, a .gguf file or a config.json.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the training conversations.")] = 1_000_000,
+    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over them.")] = 3.0,
+    flops_per_second: Annotated[float | None, typer.Option(min=1.0, help="Of the machine, as reached.")] = None,
+    chains_per_token: Annotated[float, typer.Option(min=0.0, max=1.0, help="Chain starts per token.")] = 0.5,
+    rolled_fraction: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share followed to depth K.")] = 0.5,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens packed into a step.")] = 1024,
+    cache_taps: Annotated[bool, typer.Option(help="With the target's hidden states on disk.")] = False,
+    world_size: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
+    sharded: Annotated[bool, typer.Option(help="Target sharded over the devices (FSDP, ZeRO 3).")] = False,
+    num_draft_steps: StepsOption = None,
+    num_hidden_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the drafter.")] = None,
+    num_roll_layers: Annotated[int | None, typer.Option(min=1, help="Layers of a roll-out step.")] = None,
+    num_step_modules: Annotated[int | None, typer.Option(min=1, help="Sets of parameters by step.")] = None,
+    injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters.")] = None,
+    draft_layers: Annotated[int | None, typer.Option(min=1, help="Of self drafters: first layers that draft.")] = None,
+    tau: TauOption = None,
+    drafter: Annotated[str | None, typer.Option(help="With --tau: folder or Hub name of the drafter.")] = None,
+    family: FamilyOption = None,
+    bytes_per_second: Annotated[float, typer.Option(min=1.0, help="With --tau: of the device's memory.")] = 3.35e12,
+    nodes: NodesOption = None,
+    length: Annotated[int, typer.Option(min=1, help="With --tau: tokens that the target's cache holds.")] = 1024,
+    middle: MiddleOption = None,
+    shares: SharesOption = None,
+) -> None:
+    """Says what training a drafter for a target would take, with the arithmetic; runs nothing.
+
+    With --tau it says what memory and time decoding with a drafter would take. The defaults are those of an H100.
+    """
+    sizes = {"num_hidden_layers": num_hidden_layers, "num_roll_layers": num_roll_layers}
+    sizes |= {"num_step_modules": num_step_modules, "draft_layers": draft_layers}
+    fields: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    fields |= {} if injector is None else {"injector": injector.value}
+    given = {"--drafter": drafter, "--family": family, "--nodes": nodes, "--middle": middle, "--shares": shares}
+    _check_given(tau, fields, {name: value for name, value in given.items() if value is not None})
+    if tau is None:
+        work = {
+            "tokens": tokens, "epochs": epochs, "flops_per_second": flops_per_second, "cached": cache_taps,
+            "chains_per_token": chains_per_token, "rolled_fraction": rolled_fraction, "sharded": sharded,
+            "conversations_tokens_per_step": tokens_per_step, "world_size": world_size,
+        }  # fmt: skip
+        lines = _training(target, {**fields, "num_draft_steps": num_draft_steps or 6}, work)
+    else:
+        hierarchy = None if middle is None else (middle, _parsed(shares or _SHARES))
+        drafting = {"steps": num_draft_steps, "nodes": nodes, "tau": tau, "length": length}
+        fields |= {} if drafter is not None or num_draft_steps is None else {"num_draft_steps": num_draft_steps}
+        speeds = bytes_per_second, flops_per_second or 9.9e14
+        lines = _decoding(target, (drafter, family or "hidden-state", fields), drafting, speeds, hierarchy)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _check_given(tau: float | None, fields: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises a BadParameter for options that do not go together.
+
+    Args:
+        tau: as it was measured; `None` where training is estimated.
+        fields: sizes of a drafter that were given.
+        given: options about decoding that were given, by name.
+    """
+    if "--drafter" in given and fields:
+        told = f"{given['--drafter']} has its own sizes: leave {', '.join(fields)} out"
+        raise typer.BadParameter(told, param_hint="--drafter")
+    if tau is None and given:
+        raise typer.BadParameter("it is about decoding: expected --tau beside it", param_hint=next(iter(given)))
+    if {"--drafter", "--family"} <= given.keys():
+        raise typer.BadParameter("the drafter is of a family already: leave it out", param_hint="--family")
+    if "--shares" in given and "--middle" not in given:
+        raise typer.BadParameter("it is about a smaller model: expected --middle beside it", param_hint="--shares")
+
+
+def _parsed(shares: str) -> list[float]:
+    """Returns shares of accepted tokens.
+
+    Raises:
+        BadParameter: they are not three numbers of 0 or more and below 1.
+    """
+    from ..bench.hierarchy_estimate import check_shares
+
+    try:
+        found = [float(share) for share in shares.split(",")]
+    except ValueError:
+        told = f"{shares!r} is invalid: expected three numbers of 0 or more and below 1, as {_SHARES}"
+        raise typer.BadParameter(told, param_hint="--shares") from None
+    try:
+        check_shares(found)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shares") from None
+    return found
+
+
+def _training(target: str, fields: dict[str, Any], work: Mapping[str, Any]) -> list[str]:
+    """Returns what is told about training a fresh drafter.
+
+    Args:
+        target: Hub name or folder.
+        fields: of the drafter's configuration.
+        work: further arguments of `training.estimate.estimate`.
+    """
+    from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+    from ..runtime.target_loading import load_config
+    from ..training.evaluate.estimate import estimate as run
+    from ..training.evaluate.estimate import explain
+
+    config = load_config(target)
+    return explain(run(config, HSDraftConfig.for_target_config(config, **fields), **work))
+
+
+def _decoding(
+    target: str,
+    drafter: tuple[str | None, str, dict[str, Any]],
+    drafting: Mapping[str, Any],
+    speeds: tuple[float, float],
+    hierarchy: tuple[str, list[float]] | None,
+) -> list[str]:
+    """Returns what is told about decoding with a drafter.
+
+    Args:
+        target: Hub name or folder.
+        drafter: its Hub name or folder, or `None` for a fresh one; the family and the fields of that.
+        drafting: `tau`, and `length` of the text in tokens; `steps` and `nodes`, `None` for the drafter's own.
+        speeds: bytes and operations per second of the device.
+        hierarchy: name of a middle model and the shares of `estimated_levels`; `None` leaves hierarchies out.
+    """
+    from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
+    from ..bench.hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
+    from ..runtime.target_loading import load_config
+
+    config, device, length = load_config(target), Device(*speeds), drafting["length"]
+    made = _drafter(config, *drafter)
+    options = made.generation_config
+    depth = min(drafting["steps"] or options.num_assistant_tokens, made.num_draft_steps)
+    plan = Drafting(depth, options.beam_width, drafting["nodes"] or options.tree_size, drafting["tau"], length)
+    found = estimate_decoding(config, made, plan, device)
+    lines = list(found.lines)
+    if hierarchy is not None:
+        middle, shares = hierarchy
+        of_middle = load_config(middle)
+        try:
+            check_vocabularies(config, of_middle)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--middle") from None
+        levels = estimated_levels(config, of_middle, shares, device, length)
+        lines += ["", *estimate_cascade(levels, found.figures["speed-up, at most"]), SAME_TOKENS]
+    return lines
+
+
+def _drafter(config: Any, name: str | None, family: str, fields: dict[str, Any]) -> Any:
+    """The drafter that was named, or a fresh one without storage.
+
+    Raises:
+        ValueError: the drafter was made for another target, or there is no such family.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..generate.by_name import load_drafter
+    from ..training.families.trainable import trainable
+
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+        if name is None:
+            return trainable(family, fields).untrained(target, fields)
+    drafter = load_drafter(name)
+    drafter.check(target)
+    return drafter

@@ -1,0 +1,54 @@
+"""`hsdraft`: demo, bench and train from the command line. A new command is a new file beside this one."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .. import cli as commands
+from .._version import __version__
+from ..transformers_version import needs_newer
+
+app = typer.Typer(
+    help="Hidden-state speculative decoding for transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for found in pkgutil.iter_modules(commands.__path__):
+    if not found.name.startswith("_") and found.name != "main":
+        app.add_typer(importlib.import_module(f"{commands.__name__}.{found.name}").app)
+
+
+@app.callback(invoke_without_command=True)
+def common(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Hidden-state speculative decoding for transformers."""
+    if version:
+        Console().print(__version__, highlight=False)
+    if version or "--help" in sys.argv:  # which loads nothing
+        return
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of loading; the commands show progress of their own
+
+
+def main() -> None:
+    """The command; what a user got wrong is said in a line, not in a traceback."""
+    try:
+        if (why := needs_newer()) is not None:
+            raise ImportError(why)
+        app()
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

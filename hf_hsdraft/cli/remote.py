@@ -1,0 +1,153 @@
+"""`hsdraft verify-server` and `hsdraft fleet`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+
+app = typer.Typer()
+_TOKEN = "HSDRAFT_TOKEN"
+
+
+@app.command("verify-server", short_help="Verify the drafts of many devices.")
+def verify_server(
+    target: TargetOption = None,
+    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8800,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"File with the bearer token that devices send; or the variable {_TOKEN}.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="Certificate chain, PEM: connections are encrypted.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Key of the certificate, PEM.")] = None,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Greatest number of texts at a time.")] = 64,
+    max_mebibytes: Annotated[
+        int, typer.Option(min=1, help="Greatest memory for keys, values and hidden states of all texts.")
+    ] = 2048,
+    max_length: Annotated[int, typer.Option(min=16, max=2**20, help="Greatest number of tokens of a text.")] = 4096,
+    max_nodes: Annotated[int, typer.Option(min=1, max=4095, help="Greatest number of nodes of a draft tree.")] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")] = 32,
+    max_columns: Annotated[
+        int, typer.Option(min=2, help="Greatest product of the texts in a forward and the nodes of the largest tree.")
+    ] = 256,
+    wait_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="How long a batch waits for texts whose devices draft; default: by how soon they come back."
+        ),
+    ] = None,
+    idle_seconds: Annotated[float, typer.Option(min=1.0, help="Seconds until a silent connection is closed.")] = 120.0,
+    keep_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that a text is kept for a lost device.")] = 30.0,
+    packed: Annotated[bool, typer.Option("--packed", help="Pack the weights; faster on x86 CPUs.")] = False,
+) -> None:
+    """Holds the target and verifies drafts for many devices at once; they connect with hf_hsdraft.connect(url)."""
+    from ..remote.connecting import check_packages
+
+    check_packages()
+    import asyncio
+
+    from ..remote.sessions import ServerLimits
+    from ..remote.verify_server import VerifyServer, server_tls
+    from ..remote.workers import without_workers
+    from ..runtime.target_loading import DEFAULT_TARGET, load_target
+    from ..serve.listening import bound_socket
+
+    if (certificate is None) != (key is None):
+        raise typer.BadParameter("a certificate and its key go together", param_hint="--certificate")
+    limits = ServerLimits(
+        max_sessions=max_sessions,
+        max_bytes=max_mebibytes << 20,
+        max_connections=4 * max_sessions,
+        idle_seconds=idle_seconds,
+        keep_seconds=keep_seconds,
+        max_length=max_length,
+        max_nodes=max_nodes,
+        max_batch=max_batch,
+        max_columns=max_columns,
+        wait_seconds=None if wait_ms is None else wait_ms / 1000,
+    )
+    token = _token(token_file)
+    listener = bound_socket(host, port)
+    tls = None if certificate is None or key is None else server_tls(str(certificate), str(key))
+    with without_workers():  # the target runs on a thread of its own
+        model, tokenizer = load_target(target, dtype.torch, device)
+        server = VerifyServer(model, tokenizer, target or DEFAULT_TARGET, limits, token, packed)
+    scheme = "http" if tls is None else "https"
+    address = f"{scheme}://{host}:{listener.getsockname()[1]}"
+    console.print(
+        f"{target or DEFAULT_TARGET} verifies at {address}, its state at {address}/status"
+        + (" (with the token)" if token else ""),
+        highlight=False,
+    )
+    if host not in ("localhost", "127.0.0.1", "::1") and (tls is None or not token):
+        console.print("anybody who reaches this address can use it or read along: give a certificate and a token")
+    try:
+        asyncio.run(server.run(listener, tls))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+
+
+def _token(file: Path | None) -> str:
+    """The bearer token, by a file or by the environment: command lines are seen by other users.
+
+    Raises:
+        ValueError: the file is empty, or the token cannot stand in a header.
+    """
+    source = f"the variable {_TOKEN}" if file is None else str(file)
+    token = (os.environ.get(_TOKEN, "") if file is None else file.read_text(encoding="utf-8")).strip()
+    if file is not None and not token:
+        raise ValueError(f"{source} is empty: expected a token")
+    if not all(33 <= ord(letter) <= 126 for letter in token):
+        raise ValueError(f"{source} holds spaces or letters beyond ASCII: expected a token that a header can hold")
+    return token
+
+
+@app.command(short_help="Say what a fleet of devices needs.")
+def fleet(
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="JSON that hf_hsdraft.bench.remote_sessions wrote; its measured values replace --fixed-ms, "
+            "--column-ms, --token-bytes and --max-batch.",
+        ),
+    ] = None,
+    fixed_ms: Annotated[float, typer.Option(min=0.001, help="Time of a forward, however little it reads.")] = 20.0,
+    column_ms: Annotated[
+        float, typer.Option(min=0.0, help="Time that each node of each text adds to a forward.")
+    ] = 0.05,
+    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of the keys and values of a token.")] = 131072,
+    gibibytes: Annotated[float, typer.Option(min=0.0, max=2.0**20, help="Memory for keys and values.")] = 40.0,
+    max_batch: Annotated[int, typer.Option(min=1, help="Greatest number of texts in a forward.")] = 32,
+    tau: Annotated[float, typer.Option(min=1.0, help="Tokens that a round emits.")] = 2.5,
+    nodes: Annotated[float, typer.Option(min=0.0, help="Drafted nodes of a round.")] = 8.0,
+    draft_ms: Annotated[float, typer.Option(min=0.0, help="Time in which a device drafts.")] = 5.0,
+    round_trip_ms: Annotated[float, typer.Option(min=0.0, help="Time of the way to the server and back.")] = 40.0,
+    sent: Annotated[float, typer.Option(min=0.0, help="Bytes that a device sends in a round.")] = 80.0,
+    received: Annotated[float, typer.Option(min=0.0, help="Bytes that it receives in a round.")] = 60.0,
+    mbit_per_second: Annotated[float, typer.Option(min=0.001, help="Speed of a device's link.")] = 20.0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a text, prompt included.")] = 1024,
+    least: Annotated[float, typer.Option(min=0.001, help="Tokens/s that each device should get.")] = 10.0,
+) -> None:
+    """Says how many devices a server serves, by a model of queues; runs nothing.
+
+    The defaults are made up: measure your own by `python -m hf_hsdraft.bench.remote_sessions`, and give them by --from.
+    """
+    from ..remote.fleet import DeviceLoad, ServerCosts
+    from ..remote.fleet_report import costs_of, print_fleet
+
+    server = ServerCosts(fixed_ms / 1e3, column_ms / 1e3, token_bytes, int(gibibytes * 2**30), max_batch)
+    if measured is not None:
+        server = costs_of(measured, server)
+    load = DeviceLoad(
+        tau, nodes + 1, draft_ms / 1e3, sent, received, round_trip_ms / 1e3, mbit_per_second * 125_000, length
+    )
+    print_fleet(server, load, least, console)

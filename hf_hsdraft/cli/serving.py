@@ -1,0 +1,207 @@
+"""`hsdraft serve`, `hsdraft chat` and `hsdraft ui`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from ._shared import (
+    DeviceOption,
+    DrafterOption,
+    Dtype,
+    DtypeOption,
+    TargetOption,
+    VerificationOption,
+    checked_device,
+    console,
+    drafter_of,
+    load_plain_or_pair,
+)
+
+app = typer.Typer()
+
+
+class Engine(StrEnum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+@app.command(short_help="Serve a target and a drafter as OpenAI's API.", context_settings={"allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8000,
+    plain: Annotated[bool, typer.Option("--plain", help="Without a drafter, to compare.")] = False,
+    verification: VerificationOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: Annotated[str, typer.Option(help="Device to run on.")] = "cpu",  # vLLM's interpreter may find others
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no line for each request.")] = False,
+    engine: Annotated[Engine, typer.Option(help="What decodes; vllm starts vLLM's own server.")] = Engine.transformers,
+    vllm_python: Annotated[
+        str | None, typer.Option("--vllm-python", help="Interpreter with vLLM, for --engine vllm.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a chain, for --engine vllm. Default: the drafter's; 5 of n-grams.")
+    ] = None,
+) -> None:
+    """Serves a target with a drafter as OpenAI's API: chat completions, completions and responses, also streamed.
+
+    With --engine vllm, options after -- go to vLLM, --drafter ngrams drafts by n-grams of the text, and --device is cpu
+    or cuda.
+    """
+    if engine is Engine.vllm:
+        if verification is not None:
+            raise typer.BadParameter("vLLM verifies by its own rule: leave it out", param_hint="--verification")
+        further = [*context.args, *(["--disable-uvicorn-access-log"] if quiet else [])]
+        _serve_by_vllm(target, drafter, host, port, plain, dtype, device, vllm_python, num_speculative_tokens, further)
+    checked_device(device)
+    if num_speculative_tokens is not None:
+        raise typer.BadParameter("only --engine vllm takes it: leave it out", param_hint="--num-speculative-tokens")
+    if context.args:
+        raise typer.BadParameter(f"{' '.join(context.args)}: only --engine vllm takes further options", param_hint="--")
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ImportError("`hsdraft serve` needs fastapi, uvicorn and openai: pip install -e '.[serve]' in a checkout")
+    from transformers.utils import logging
+
+    from ..generate.attachment import attach
+    from ..remote.workers import without_workers
+    from ..runtime.target_loading import DEFAULT_TARGET
+    from ..serve.listening import bound_socket
+    from ..serve.server import Server, build_app
+
+    listener = bound_socket(host, port)
+    name = target or DEFAULT_TARGET
+    with without_workers():  # a thread of the server decodes
+        model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
+    attachment = None if loaded is None else attach(model, loaded)
+    server = Server(build_app(model, tokenizer, name, attachment), "warning" if quiet else "info")
+    logging.set_verbosity_error()  # transformers warns of each request that one was received
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    console.print(f"{name} at {address}/v1, what drafting does at {address}/drafting", highlight=False, soft_wrap=True)
+    server.run(sockets=[listener])
+
+
+def _serve_by_vllm(
+    target: str | None,
+    drafter: str | None,
+    host: str,
+    port: int,
+    plain: bool,
+    dtype: Dtype,
+    device: str,
+    python: str | None,
+    num_speculative_tokens: int | None,
+    further: list[str],
+) -> NoReturn:
+    """Becomes vLLM's server, so that signals and the exit status are vLLM's."""
+    from ..hub.checkpoint import Checkpoint
+    from ..hub.drafter_files import weight_files
+    from ..runtime.target_loading import DEFAULT_TARGET, target_folder
+    from ..serve.vllm_checks import check_environment, check_parallel, check_target
+    from ..serve.vllm_engine import server_command
+    from ..vllm_plugin.speculation import NGRAMS, is_hidden_state, speculation_of
+
+    if plain and (drafter is not None or num_speculative_tokens is not None):
+        raise typer.BadParameter("--plain decodes without a drafter: leave one of the two out", param_hint="--plain")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(
+            f"{device}: vLLM chooses its devices itself: expected cpu or cuda, and name one of several GPUs by "
+            "CUDA_VISIBLE_DEVICES",
+            param_hint="--device",
+        )
+    on_cpu = device == "cpu"
+    name = None if plain else drafter_of(target, drafter)
+    speculation = None if name is None else speculation_of(name, num_speculative_tokens, on_cpu=on_cpu)
+    config = {} if name in (None, NGRAMS) else Checkpoint.open(name).config
+    if config and os.path.isdir(str(name)):
+        weight_files(Path(str(name)))  # an error here comes minutes before vLLM's
+    check_parallel(config, further)
+    check_environment(python, with_plugin=name == NGRAMS or is_hidden_state(config))
+    folder = target_folder(target, dtype.torch)
+    check_target(folder, config)
+    command = server_command(
+        str(python),
+        folder,
+        speculation,
+        served_name=target or DEFAULT_TARGET,
+        dtype=dtype.value,
+        host=host,
+        port=port,
+        on_cpu=on_cpu,
+        further=further,
+    )
+    console.print(shlex.join(command), highlight=False, soft_wrap=True)
+    os.execvp(command[0], command)
+
+
+@app.command(short_help="Chat in the terminal, drafted tokens coloured.")
+def chat(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="For sampling.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without a drafter.")] = False,
+    verification: VerificationOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """A chat in the terminal: drafted tokens coloured, tau and tokens/s after each answer."""
+    import torch
+
+    from ..serve.chat import TerminalChat, warm_up
+    from ..serve.conversation import Conversation
+
+    model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, plain, verification)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    conversation = Conversation(model, tokenizer, loaded, system, max_new_tokens=max_new_tokens, **sampling)
+    with console.status("trying what decoding costs on this machine"):
+        warm_up(model, tokenizer, loaded)
+    if seed is not None:
+        torch.manual_seed(seed)
+    TerminalChat(conversation, console).run(echo=not sys.stdin.isatty())
+
+
+@app.command(short_help="Chat in the browser, drafts in colour.")
+def ui(
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    host: Annotated[str, typer.Option(help="Name or address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 7860,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=2048, help="Of an answer; the page can change it.")] = 256,
+    verification: VerificationOption = None,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Chat in the browser, with drafts in colour and draft trees."""
+    if find_spec("gradio") is None:
+        raise ImportError("`hsdraft ui` needs gradio: pip install -e '.[ui]' in a checkout")
+    from ..remote.workers import without_workers
+    from ..runtime.target_loading import DEFAULT_TARGET
+    from ..serve.listening import bound_socket
+    from ..serve.page import ChatPage, Talks, serve_page
+    from ..serve.talk import Settings
+
+    listener = bound_socket(host, port)
+    with without_workers():  # a thread of the page decodes
+        model, tokenizer, loaded = load_plain_or_pair(target, drafter, dtype, device, False, verification)
+    talks = Talks(model, tokenizer, loaded, system)
+    with console.status("trying what decoding costs on this machine"):
+        talks.warm_up()
+    names = f"{target or DEFAULT_TARGET} with {Path(drafter_of(target, drafter)).name}"
+    page = ChatPage(talks, f"{names}, {dtype.value} on {device}", Settings(max_new_tokens=max_new_tokens))
+    console.print(f"the page is at http://{host}:{listener.getsockname()[1]}, Ctrl-C ends it", highlight=False)
+    serve_page(page, talks, listener)

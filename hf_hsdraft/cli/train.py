@@ -1,0 +1,255 @@
+"""`hsdraft train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ._shared import Dtype, Injector, TargetOption, checked_device, console
+
+app = typer.Typer()
+
+
+class Family(StrEnum):
+    hidden_state = "hidden-state"
+    block = "block"
+    eagle3 = "eagle3"
+    self_speculation = "self"
+    specformer = "specformer"
+    steered_lm = "steered-lm"
+    lm = "lm"
+
+
+class MarkovHead(StrEnum):
+    vanilla = "vanilla"
+    gated = "gated"
+    rnn = "rnn"
+
+
+class Head(StrEnum):
+    target = "target"
+    trained = "trained"
+
+
+@app.command(
+    short_help="Train a drafter on the target's own answers.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Any field of transformers.TrainingArguments is an option too (--max-steps, --learning-rate, --bf16, "
+    "--num-train-epochs, "
+    "--eval-steps, --report-to, --push-to-hub, --gradient-accumulation-steps, ...), as are --objective, --data-policy, "
+    "--max-minutes, --ce-share, --ctc-labels, --rejected-drafts, --depth-weighting, "
+    "--depth-decay, --depth-weights, --regression-weight, --regression-steps, --cosine-weight, "
+    "--chains-per-conversation, "
+    "--rolled-fraction, --eval-new-tokens and --early-stopping-patience. --max-minutes bounds the time from the first "
+    "training step to the saved drafter: steps, evaluations and pictures, but not loading, prompts, answers and taps. "
+    "Run the same command again to resume.",
+)
+def train(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
+    target: TargetOption = None,
+    family: Annotated[Family, typer.Option(help="Family of the drafter.")] = Family.hidden_state,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL: `turns` to answer, or `messages`; repeat."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Prompts from a data set of the Hub or a folder.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="Its split.")] = "train",
+    dataset_column: Annotated[str | None, typer.Option(help="Text, turns or chat messages; default: found.")] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts at most; without files and data set, prompts the target invents (2000)."),
+    ] = None,
+    kinds: Annotated[
+        str, typer.Option(help="Of invented prompts, with shares, as code,summary=2; default: all kinds evenly.")
+    ] = "",
+    opening: Annotated[
+        list[str] | None, typer.Option(help="How invented prompts begin, for a domain, instead of kinds; repeat.")
+    ] = None,
+    invented_turns: Annotated[int, typer.Option(min=0, help="Further user turns the target makes up.")] = 0,
+    answers_from: Annotated[str | None, typer.Option(help="OpenAI-compatible server that runs the target.")] = None,
+    server_model: Annotated[str | None, typer.Option(help="The target's name there.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="Of answers, drawn from evenly; repeat. Default: 0 0 0.7 1.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    max_length: Annotated[int, typer.Option(min=8, help="Tokens of a conversation.")] = 1024,
+    answer_batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 64,
+    greedy_only: Annotated[bool, typer.Option(help="Learn from greedy answers only.")] = False,
+    exclude_near: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Prompts that will judge: leave near-duplicates out; repeat."),
+    ] = None,
+    skip_bad_lines: Annotated[bool, typer.Option(help="Report unusable lines of --prompts and go on.")] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Template file, for a target without one.")
+    ] = None,
+    cache_taps: Annotated[
+        bool, typer.Option(help="Keep the target's hidden states on disk; faster from the second epoch on.")
+    ] = False,
+    eval_conversations: Annotated[int, typer.Option(min=1, help="Conversations held out.")] = 48,
+    eval_prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts that measure tau.")] = 16,
+    taps: Annotated[str | None, typer.Option(help="Tapped layers, as 3,16,28; default: low, middle, high.")] = None,
+    draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="Default: a quarter of the vocabulary.")] = None,
+    num_draft_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="K, depth of a draft; default 6, of block, specformer, steered-lm 8, eagle3 7, lm and self 5."
+        ),
+    ] = None,
+    tree_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Nodes per round, at least K; default 24, of self and both lm 16; decides no weights."
+        ),
+    ] = None,
+    num_hidden_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers; default 1, of block drafters 3, of lm a fifth of the target's.")
+    ] = None,
+    num_roll_layers: Annotated[
+        int | None, typer.Option(min=1, help="Of hidden-state drafters: layers of a roll-out step; default: all.")
+    ] = None,
+    num_step_modules: Annotated[
+        int | None, typer.Option(min=1, help="Of hidden-state drafters: sets of parameters by step; default: 1.")
+    ] = None,
+    injector: Annotated[Injector | None, typer.Option(help="Of hidden-state drafters; default: path.")] = None,
+    head: Annotated[Head | None, typer.Option(help="Of hidden-state and specformer drafters; default: target.")] = None,
+    markov_rank: Annotated[
+        int | None, typer.Option(min=0, help="Of block drafters' bias by the token before; default 256, 0 for none.")
+    ] = None,
+    markov_head: Annotated[MarkovHead | None, typer.Option(help="Formula of that bias; default: vanilla.")] = None,
+    reads_tokens: Annotated[
+        bool | None, typer.Option(help="Whether specformer drafters read the last accepted token; default: they do.")
+    ] = None,
+    draft_layers: Annotated[
+        int | None, typer.Option(min=1, help="Of self drafters: first layers that draft; default: a quarter.")
+    ] = None,
+    init_from: Annotated[str | None, typer.Option(help="Drafter to start from.")] = None,
+    lora: Annotated[
+        int | None, typer.Option(min=1, help="Train LoRA updates of this rank on --init-from instead of all weights.")
+    ] = None,
+    target_name: Annotated[str | None, typer.Option(help="Name of the target to store; default: --target.")] = None,
+    publish_data: Annotated[
+        str | None, typer.Option(help="Send the chats that the target answers to this data set of the Hub: user/name.")
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Dtype of the target; the drafter is trained in float32.")
+    ] = Dtype.float32,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Default: this process's GPU, or the CPU; auto spreads the target over all.",
+            callback=lambda device: device if device in (None, "auto") else checked_device(device),
+        ),
+    ] = None,
+) -> None:
+    """Trains a drafter on the target's own answers; keeps the best one by measured tau."""
+    from ..runtime.target_loading import DEFAULT_TARGET, load_target
+    from ..training.data.plan import TrainingPlan
+    from ..training.loop.arguments import parse_arguments
+    from ..training.loop.checks import check_no_other_run
+    from ..training.loop.prepared import prepared
+    from ..training.loop.progress import Reporter
+    from ..training.loop.run import train as run
+
+    if lora is not None and init_from is None:
+        raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
+    arguments = parse_arguments(context.args)
+    sizes = {
+        "target_tap_layers": None if taps is None else _layers(taps),
+        "num_draft_steps": num_draft_steps,
+        "tree_size": tree_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_roll_layers": num_roll_layers,
+        "num_step_modules": num_step_modules,
+        "draft_vocab_size": draft_vocab_size,
+        "injector": injector and injector.value,
+        "head": head and head.value,
+        "markov_rank": markov_rank,
+        "markov_head_type": markov_head and markov_head.value,
+        "reads_tokens": reads_tokens,
+        "draft_layers": draft_layers,
+    }
+    overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    overrides["target_name"] = target_name or target or DEFAULT_TARGET
+    plan = TrainingPlan(
+        out=str(out),
+        prompts=[str(path) for path in prompts or ()],
+        dataset=dataset,
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        dataset_column=dataset_column,
+        num_prompts=num_prompts,
+        kinds=_shares(kinds),
+        openings=opening or [],
+        invented_turns=invented_turns,
+        answers_from=answers_from,
+        server_model=server_model,
+        **({} if not temperature else {"temperatures": temperature}),
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        greedy_only=greedy_only,
+        answer_batch_size=answer_batch_size,
+        exclude_near=[str(path) for path in exclude_near or ()],
+        skip_bad_lines=skip_bad_lines,
+        cache_taps=cache_taps,
+        eval_conversations=eval_conversations,
+        eval_prompts=eval_prompts,
+        init_from=init_from,
+        lora=lora,
+        publish_data=publish_data,
+        family=family.value,
+        drafter=overrides,
+    )
+    place = device or _own_device()
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes begin together, when they load the target
+        prepared(plan, arguments, "cpu" if place.startswith("cpu") else "cuda")  # what is wrong is said before that
+        check_no_other_run(out)
+    _say(f"loading {target or DEFAULT_TARGET}")
+    model, tokenizer = load_target(target, dtype.torch, place)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    try:
+        run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None))
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command goes on from what is in {out}")
+        sys.exit(130)
+    if os.environ.get("RANK", "0") == "0":
+        console.print(f"drafter saved in {out}")
+
+
+def _say(line: str) -> None:
+    """Prints a line whole, and at once."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.file.flush()
+
+
+def _own_device() -> str:
+    """The GPU that `accelerate launch` gave this process, the first one without it, or the CPU."""
+    import torch
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+
+
+def _shares(text: str) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, share = part.partition("=")
+        try:
+            shares[name] = float(share or 1)
+        except ValueError:
+            raise typer.BadParameter(f"expected names and shares such as code,summary=2, found {text!r}") from None
+    return shares
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected layer numbers such as 3,16,28, found {text!r}") from None

@@ -1,0 +1,148 @@
+"""On CPUs, sdpa reads each key once for all the heads that share it, under a tree's mask too.
+
+transformers repeats keys and values for every group wherever several tokens are read under a mask: on most accelerators
+the fast kernels want it so. On a CPU they do not, and the copies grow with the context. There the kernel takes the
+queries of a head in blocks of rows, and goes over all keys for each block; so the heads that share keys become rows of
+one head where that makes fewer blocks of many keys, for a single token, and in batches. That changes nothing but the
+rounding of sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..core.package_tuning import TUNING
+
+_grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
+
+_BLOCK, _FEW = 32, 192  # the kernel takes so many rows of queries at once, of fewer rows than this
+
+# What layers and callers pass that does not change what sdpa computes where a mask says all. Layers that pass anything
+# else are left to transformers: a later version may look at it.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "sliding_window",
+        "use_cache",
+    )
+)
+_KNOWN = _WITHOUT_EFFECT | {"scaling"}
+_OFF = ("dropout", "output_attentions")  # known where they are not asked for
+
+
+@contextlib.contextmanager
+def grouped_attention(device: torch.device) -> Iterator[None]:
+    """Layers that run on a CPU inside, in this thread, do not repeat keys and values; compiled ones still do.
+
+    Nothing is put before transformers' sdpa until the first forward of a target on a CPU.
+
+    Args:
+        device: of the target.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    _install()
+    token = _grouped.set(True)
+    try:
+        yield
+    finally:
+        _grouped.reset(token)
+
+
+def _install() -> None:
+    """Stands before transformers' sdpa; without effect outside of `grouped_attention`. Idempotent.
+
+    An sdpa that somebody registered in its place is left alone.
+    """
+    original = innermost = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    while hasattr(innermost, "__wrapped__"):  # copies of this module stand before each other
+        if getattr(innermost, "_hsdraft", None) is _grouped:
+            return
+        innermost = innermost.__wrapped__
+    if innermost is not sdpa_attention.sdpa_attention_forward:
+        return
+
+    @functools.wraps(original)
+    def sdpa_attention_forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # First, as a context variable would break a compiled graph in every layer.
+        ours = not torch.compiler.is_compiling() and _grouped.get() and query.device.type == "cpu" and not args
+        if ours and all(map(_is_known, kwargs, kwargs.values())) and _is_tree(query, key, attention_mask):
+            return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+    sdpa_attention_forward._hsdraft = _grouped  # type: ignore[attr-defined]
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+def _is_known(name: str, value: Any) -> bool:
+    """Whether a keyword says nothing that `_attend` would leave out."""
+    return value is None or name in _KNOWN or (name in _OFF and not value)
+
+
+def _is_tree(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether the shapes are those of a draft's forward: texts of their own each, and a mask that says all."""
+    batch, heads, n, _ = query.shape
+    if key.shape[0] != batch:
+        return False
+    return n == 1 if mask is None else mask.dim() == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == n
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    """What `n` tokens `[B, heads, n, size]` take from keys and values `[B, key heads, length, size]`.
+
+    Args:
+        mask: `[B or 1, heads or 1, n, length]`, of booleans or added to the scores; `None` where a single token sees
+            all.
+
+    Returns:
+        `[B, n, heads, value size]`, as transformers has it.
+    """
+    batch, heads, n, size = query.shape
+    groups = heads // key.shape[1]
+    of_all_heads = mask is None or mask.shape[1] == 1
+    worth_it = n == 1 or batch > 1 or key.shape[2] >= TUNING.many_keys
+    if groups > 1 and of_all_heads and worth_it and _are_fewer_together(batch * key.shape[1], groups, n):
+        query = query.reshape(batch, -1, groups * n, size)
+        mask = None if mask is None else mask.repeat(1, 1, groups, 1)
+    shared = query.shape[1] != key.shape[1]
+    mixed = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=shared)
+    return mixed.reshape(batch, heads, n, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _are_fewer_together(key_heads: int, groups: int, n: int) -> bool:
+    """Whether a thread gets fewer blocks of queries if the `groups` that share a key head are one."""
+    threads = torch.get_num_threads()
+    together, apart = key_heads * -(-groups * n // _BLOCK), key_heads * groups * -(-n // _BLOCK)
+    return groups * n < _FEW and -(-together // threads) < -(-apart // threads)

@@ -1,0 +1,117 @@
+"""When the weights of a target are packed, and how long the copies stay.
+
+Packing takes as long as some forwards, so a short call cannot gain by packing for itself. The copies therefore stay
+when a call ends, for as long as the target lives. A later call takes them if every weight is still what was copied;
+comparing takes less than half a plain forward.
+
+Whether more forwards will come is not known beforehand. So the target's weights are packed once the forwards without
+packed weights, those of earlier calls included, have lost as much time as packing takes. Then packing costs at most as
+much again as was lost without it (the rule of "ski rental").
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.package_tuning import TUNING
+from .packed_weights import PackedWeights, linears_to_pack
+
+
+@dataclass
+class _Stock:
+    """What calls of a target leave to later ones.
+
+    Attributes:
+        copies: packed weights, if there are any.
+        lost: plain forwards that could have been saved by packing, since the weights were last seen to change.
+    """
+
+    copies: PackedWeights | None = None
+    lost: float = 0.0
+
+
+_stocks: weakref.WeakKeyDictionary[Any, _Stock] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+class Packing:
+    """The packed weights of one call.
+
+    Args:
+        target: whose weights they are.
+        asked_for: `True` packs before the first round, whatever the size; `None` when it pays, up to 2 GiB in the
+            process; `False` never.
+        slower: whether packed weights are known to slow this kind of call down.
+    """
+
+    def __init__(self, target: Any, asked_for: bool | None, slower: Callable[[], bool]) -> None:
+        self._target, self._asked_for, self._slower = target, asked_for, slower
+        self.weights: PackedWeights | None = None
+        self._settled = asked_for is False  # nothing changes any more in this call
+
+    def begin(self, room: int) -> bool:
+        """Takes what earlier calls have packed, or packs if that was asked for; returns whether this call packs.
+
+        Args:
+            room: number of tokens that the call may emit.
+        """
+        if self._settled:
+            return False
+        if self._asked_for:
+            return self._pack()
+        with _lock:
+            stock = _stocks.get(self._target)
+            if stock is None or stock.copies is None:
+                return False
+            if room < TUNING.packing_least_room or self._slower():
+                self._settled = True
+                return False
+            if stock.copies.serve(self._target, None):
+                self.weights, self._settled = stock.copies, True
+                return not stock.copies.made  # a call that ended too soon has left them to this one
+            elif linears_to_pack(self._target, None):  # else they are for calls that ask for them
+                stock.copies, stock.lost = None, 0.0
+        return False
+
+    def after_round(self) -> bool:
+        """Counts a forward; returns whether the next one packs."""
+        if self._settled:
+            return False
+        with _lock:
+            stock = _stocks.setdefault(self._target, _Stock())
+            stock.lost += TUNING.packing_saves
+            if stock.lost < TUNING.packing_forwards:
+                return False
+            self._settled = True
+            return not self._slower() and self._pack()
+
+    def _pack(self) -> bool:
+        self._settled = True
+        if not linears_to_pack(self._target, self._asked_for):
+            return False
+        with _lock:
+            stock = _stocks.setdefault(self._target, _Stock())
+            if stock.copies is not None and stock.copies.serve(self._target, self._asked_for):
+                self.weights = stock.copies
+                return False
+            # Where more is asked for than the default has packed, what is there is shared; no limit counts it.
+            shared = stock.copies if self._asked_for else None
+            stock.copies, stock.lost = None, 0.0
+            self.weights = PackedWeights.of(self._target, self._asked_for)
+            if self.weights is None and _drop_others(self._target):
+                self.weights = PackedWeights.of(self._target, self._asked_for)
+            stock.copies = self.weights
+            del shared  # until here, for what is still right of it
+            return self.weights is not None
+
+
+def _drop_others(target: Any) -> bool:
+    """Leaves the copies of other targets to the calls that use them; returns whether there were any."""
+    others = [stock for other, stock in _stocks.items() if other is not target and stock.copies is not None]
+    for stock in others:
+        stock.copies, stock.lost = None, 0.0
+    return bool(others)

@@ -1,0 +1,139 @@
+"""Products and norms as decoding runs them: joined, and laid out for the processor once.
+
+At the size of a drafter every operation costs more to start than to run, and on a CPU the weights have left its caches
+by the time the target has run. So what can be one product is one here, of few bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..core.norms import RMSNorm
+from ..core.package_tuning import TUNING
+from ..core.tensors import Transform, is_unhooked, side_by_side
+from .packed_weights import PackedWeight, has_kernel
+from .private_operators import can_multiply_in_8_bits, product_in_8_bits
+
+_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("hsdraft_8_bits", default=True)
+
+
+def are_rounded() -> bool:
+    """Whether products are made of rounded weights here and now."""
+    return _rounding.get()
+
+
+@contextlib.contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Within, drafts are made with the weights as they are, for comparisons with training."""
+    token = _rounding.set(False)
+    try:
+        yield
+    finally:
+        _rounding.reset(token)
+
+
+class Product:
+    """x W^T + b, by a weight that stays as it is.
+
+    What a few rows cost on a CPU is fetching the weight. So in half precision they are multiplied by 8-bit weights,
+    each output's scaled by its greatest: close enough for drafts. More rows, and a few in other types, take a packed
+    copy, and those of a prompt the weight itself.
+
+    Args:
+        weight: `[out, in]`; bias: `[out]`.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
+        self._small = _in_8_bits(self._weight)
+        self._few = TUNING.rows_in_8_bits if weight.numel() < TUNING.large_weight else TUNING.large_rows_in_8_bits
+        small = self._weight.numel() * self._weight.element_size() <= TUNING.product_bytes
+        self._packed = PackedWeight(self._weight) if _rounding.get() and small and has_kernel(self._weight) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = _rows(x)
+        if self._small is not None and 0 < rows <= (self._few if self._packed else TUNING.rows_in_8_bits):
+            y = _times_8_bits(x, *self._small)
+            return y if self._bias is None else y + self._bias
+        if self._packed is not None and 0 < rows <= TUNING.product_rows and self._is_plain(x):
+            return self._packed(x, self._bias)
+        return F.linear(x, self._weight, self._bias)
+
+    def _is_plain(self, x: torch.Tensor) -> bool:
+        """Whether nobody compiles this, differentiates it, or chooses types on the way."""
+        differentiated = torch.is_grad_enabled() and x.requires_grad
+        if torch.compiler.is_compiling() or differentiated or torch.is_autocast_enabled("cpu"):
+            return False
+        return x.dtype == self._weight.dtype
+
+    def of(self, outputs: torch.Tensor) -> Transform:
+        """Some of the outputs, `[n]`, int64, without their bias; for any rows, as they are few where this is asked."""
+        if self._small is None:
+            weight = self._weight.index_select(0, outputs)
+            return lambda x: F.linear(x, weight)
+        weight, scales = (part.index_select(0, outputs) for part in self._small)
+        return lambda x: _times_8_bits(x, weight, scales)
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _times_8_bits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return product_in_8_bits(x.reshape(_rows(x), -1).contiguous(), weight, scales).view(*x.shape[:-1], -1)
+
+
+def _in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`[out, in]` as integers, and what to multiply each output with `[out]`, where a kernel makes that quicker.
+
+    There is one for bfloat16 and vectors of these widths; it does not check that the inputs fill whole vectors.
+    """
+    quick = weight.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if not (quick and _rounding.get()) or sys.platform == "win32":
+        return None
+    if weight.dtype != torch.bfloat16 or weight.shape[1] % 64 or not can_multiply_in_8_bits():
+        return None
+    least = torch.finfo(torch.bfloat16).tiny
+    scales = (weight.abs().amax(dim=1).float() / 127).clamp(min=least).to(torch.bfloat16)
+    small = torch.empty_like(weight, dtype=torch.int8)
+    for first in range(0, len(weight), TUNING.rows_rounded):  # in float32, a whole head would be large
+        rows = slice(first, first + TUNING.rows_rounded)
+        small[rows] = (weight[rows].float() / scales[rows, None].float()).round_()
+    return small, scales
+
+
+class Norm:
+    """The root-mean-square norm of a module, without the module."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self._shape, self._weight, self._eps = tuple(norm.weight.shape), norm.weight.detach(), norm.eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self._shape, self._weight.to(x.dtype), self._eps)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a product or a norm is its weight and no more: no adapter, nothing that makes or fetches the weight."""
+    return type(module) in (nn.Linear, RMSNorm) and is_unhooked(module)
+
+
+def are_weights(modules: Sequence[nn.Module]) -> bool:
+    """Whether these are weights and no more, not even biases."""
+    return all(is_plain(module) and getattr(module, "bias", None) is None for module in modules)
+
+
+def joined(*modules: nn.Module) -> Transform:
+    """What the modules make of the same input, side by side; of a norm, what it makes alone."""
+    if len(modules) > 1:
+        return Product(torch.cat([each.weight for each in modules])) if are_weights(modules) else side_by_side(*modules)  # type: ignore[misc]
+    [module] = modules
+    if not is_plain(module):
+        return module
+    return Norm(module) if isinstance(module, RMSNorm) else Product(module.weight, module.bias)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What drafters of all families share."""

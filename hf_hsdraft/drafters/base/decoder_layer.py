@@ -1,0 +1,173 @@
+"""A pre-norm decoder layer of Llama and Qwen3, as published drafters are made of: parameters by their usual names.
+
+What a layer attends to is the caller's: these modules make queries, keys and values, and take what was mixed of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ...core.norms import RMSNorm
+
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a decoder layer, and what kind of layer it is.
+
+    Attributes:
+        hidden_size: width of the states.
+        intermediate_size: inner width of the feed-forward block.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of heads of keys and values.
+        head_dim: width of a head.
+        rms_norm_eps: epsilon of the norms.
+        attention_bias: whether the products for queries, keys and values have a bias.
+        output_bias: whether the product after attention has one.
+        qk_norm: whether each head's queries and keys are normed, as in Qwen3.
+        hidden_act: activation of the feed-forward block, by transformers' name.
+        gemma: whether attention is that of Gemma 4: values are normed, and scores are not scaled. Its layers norm the
+            outputs of their parts too.
+        keys_are_values: whether values are made by the product for keys.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    hidden_act: str = "silu"
+    gemma: bool = False
+    keys_are_values: bool = False
+
+
+class Attention(nn.Module):
+    """The products of attention.
+
+    Args:
+        sizes: of the layer.
+        input_size: width of what queries, keys and values are made of; that of the states by default.
+    """
+
+    def __init__(self, sizes: LayerSizes, input_size: int | None = None) -> None:
+        super().__init__()
+        inputs, bias = input_size or sizes.hidden_size, sizes.attention_bias
+        self.head_dim, self._gemma, self._eps = sizes.head_dim, sizes.gemma, sizes.rms_norm_eps
+        query_size, key_size = (
+            heads * sizes.head_dim for heads in (sizes.num_attention_heads, sizes.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(inputs, query_size, bias=bias)
+        self.k_proj = nn.Linear(inputs, key_size, bias=bias)
+        self.v_proj = None if sizes.keys_are_values else nn.Linear(inputs, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, sizes.hidden_size, bias=sizes.output_bias)
+        self.q_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
+        self.k_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
+
+    def queries(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Returns the rotated queries `[..., n, heads, head_dim]` of inputs `[..., n, input_size]`."""
+        queries = self._turned(self.q_proj(x), self.q_norm, rope)
+        return queries * self.head_dim**0.5 if self._gemma else queries  # attention divides by that
+
+    def keys(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Returns the rotated keys `[..., n, kv_heads, head_dim]` of inputs `[..., n, input_size]`."""
+        return self._turned(self.k_proj(x), self.k_norm, rope)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the values `[..., n, kv_heads, head_dim]` of inputs `[..., n, input_size]`."""
+        values = (self.k_proj if self.v_proj is None else self.v_proj)(x).unflatten(-1, (-1, self.head_dim))
+        return F.rms_norm(values, (self.head_dim,), eps=self._eps) if self._gemma else values
+
+    def _turned(self, x: torch.Tensor, norm: nn.Module | None, rope: Rope) -> torch.Tensor:
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return rotate(heads if norm is None else norm(heads), rope)
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward block.
+
+    Args:
+        sizes: of the layer.
+    """
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+        self.act = ACT2FN[sizes.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Rotary:
+    """Rotary embeddings of any kind that transformers has, in float32 whatever the dtype of a drafter.
+
+    It is no module, so that a cast of the drafter does not round its frequencies.
+
+    Args:
+        config: configuration whose `rope_parameters`, `head_dim` and `max_position_embeddings` say how to rotate.
+    """
+
+    def __init__(self, config: Any) -> None:
+        with torch.device("cpu"):  # a drafter may be built on the meta device first
+            self._embedding = LlamaRotaryEmbedding(config)
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> Rope:
+        """Returns cosines and sines `[..., head_dim]` of positions `[...]`, int64."""
+        if self._embedding.inv_freq.device != positions.device:
+            self._embedding.to(positions.device)
+        like = torch.empty(0, dtype=dtype, device=positions.device)
+        cos, sin = self._embedding(like, positions.reshape(1, -1))
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+
+
+def rotary_of(fields: dict[str, Any], sizes: LayerSizes) -> Rotary:
+    """Returns the rotary embeddings of a drafter, by fields of its configuration.
+
+    Args:
+        fields: `rope_parameters`, or `rope_theta` and `rope_scaling` as older files have them, and
+            `max_position_embeddings`. What is missing has transformers' defaults; `rope_theta` is 10,000 then.
+        sizes: of the layers.
+
+    Raises:
+        ValueError: transformers does not know such an embedding, or cannot make it of what is said.
+    """
+    names = ("rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings")
+    known = {name: fields[name] for name in names if fields.get(name) is not None}
+    given = copy.deepcopy(known)  # transformers fills the tables in
+    try:
+        config = LlamaConfig(
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_attention_heads,
+            num_key_value_heads=sizes.num_key_value_heads,
+            head_dim=sizes.head_dim,
+            **known,
+        )
+        return Rotary(config)
+    except Exception as error:  # transformers raises what it likes for a wrong value
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"rope={given!r} is invalid ({told}): expected rope_parameters as transformers has them"
+        ) from error
+
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotates heads `[..., n, heads, head_dim]`; the two halves of a head are turned together."""
+    cos, sin = (part[..., None, :] for part in rope)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin

@@ -1,0 +1,304 @@
+"""Drafting options: what a drafter's `generation_config` and a call's say, checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ...core.checks import few, is_integer, is_number, printable, short
+from ...core.options import Option
+from ...core.tuning import TUNING
+from ...pace.round_costs import Costs
+from ...trees.builder_registry import DRAWING, TREE_BUILDERS, WHOLE
+from ...verify.registry import VERIFIERS, is_lossy, lossy_options
+from ...verify.verdict import Verifier
+
+logger = logging.get_logger(__name__)
+
+# A target's own files may say so too, and they are not the caller.
+NOT_TAKEN = (
+    "the target's generation configuration, or the call, asks for {name}={value}, an option of lossy verification, "
+    "which may change the text. It is not used. To use it, set drafter.generation_config.{name}"
+)
+_ALIKE, _NEAR = 0.85, 0.4  # of two names; see `difflib.SequenceMatcher.ratio`
+
+MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
+MOST_LEADING = 16  # greatest number of tokens by which n-grams are found
+TREE_SIZINGS = ("cost", "fixed")
+_COMMON = {
+    "num_assistant_tokens", "tree_size", "beam_width", "assistant_confidence_threshold", "tree_builder",
+    "verification", "ngram_length", "ngram_continuation", "tree_sizing", "node_cost", "depth_cost", "packed_weights",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Drafting options of one call, read from `drafter.generation_config`.
+
+    Attributes:
+        depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
+        tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
+        threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
+        tree_builder: `"beam"` takes the best nodes and `"p_best"` the best whole paths; `"gumbel"` and
+            `"stochastic_beam"` draw their nodes.
+        verification: a name of `VERIFIERS`: `"walk"` or `"rejection"`, which are exact, or a lossy rule.
+        temperature: of the draws of a sampled tree.
+        ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
+        ngram_continuation: greatest number of n-gram nodes that go on from the most probable drafted path.
+        tree_sizing: `"cost"` drafts and verifies what pays, up to the sizes above; `"fixed"` always does all.
+        costs: what that goes by; `None` to measure them.
+        packed_weights: of the target, on CPUs; `None` once drafting has saved the time for it.
+        own: by name, the options that the drafter's family and the rules of verification have for themselves.
+    """
+
+    depth: int
+    tree_size: int
+    beam_width: int
+    threshold: float
+    tree_builder: str = "beam"
+    verification: str = "walk"
+    temperature: float = 1.0
+    ngram_length: int = 0
+    ngram_continuation: int = 0
+    tree_sizing: str = "fixed"
+    costs: Costs | None = None
+    packed_weights: bool | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether nodes are drawn, by the distributions that a rule of verification may ask for."""
+        return self.tree_builder in DRAWING
+
+    @property
+    def draw_temperature(self) -> float:
+        """The temperature of the distributions that nodes are drawn from; 1 where none are drawn."""
+        return self.temperature if self.drawn else 1.0
+
+    def shared_by(self, rows: int) -> DraftOptions:
+        """The options of each row of a batch: the rows share two thirds of `tree_size`, at least two nodes each.
+
+        A batch fills the machine by itself, so a node costs more than it does alone; small trees need no depth either.
+        """
+        if rows == 1:
+            return self
+        size = max(int(TUNING.batch_share * self.tree_size / rows), TUNING.batch_least_nodes)
+        return replace(self, tree_size=size, depth=min(self.depth, (size + 1) // 2))
+
+    def as_chain(self) -> DraftOptions:
+        """The same options for a target that reads one path at a time."""
+        builder = "stochastic_beam" if self.tree_builder == "gumbel" else self.tree_builder  # both draw one path
+        size = max(self.depth, 1) + self.ngram_continuation
+        return replace(self, beam_width=1, tree_size=size, tree_builder=builder)
+
+    @classmethod
+    def of(cls, drafter: Any, call: GenerationConfig | None = None) -> DraftOptions:
+        """Reads and checks the options.
+
+        Args:
+            drafter: a `Drafter`.
+            call: generation configuration of the call. What it sets goes before what the drafter says; transformers has
+                filled in its own defaults by then, and those count as not set. It has also taken over what the
+                target's own file says, which cannot be told from what the caller says. So a lossy rule and the options
+                of lossy rules are not taken from here.
+
+        Raises:
+            ValueError: an option is misspelt or out of range; the message names it and what would be right.
+        """
+        config, own = drafter.generation_config, _own_options(drafter)
+        defaults = drafter.default_generation_config()
+        _check_names(config, option_names(drafter), type(drafter).__name__)
+        library, of_lossy = GenerationConfig._get_default_generation_params(), lossy_options()
+
+        def option(name: str) -> Any:
+            given, set_here = getattr(call, name, None), getattr(config, name, None)
+            if set_here is None:
+                set_here = own[name].default if name in own else getattr(defaults, name)
+            if given is None or given == library.get(name) or given == set_here:
+                return set_here
+            if name in of_lossy or (name == "verification" and is_lossy(given)):
+                logger.warning_once(NOT_TAKEN.format(name=name, value=short(given)))
+                return set_here
+            return given
+
+        _check_sizes(option, drafter)
+        _check_rules(option, drafter)
+        builder = option("tree_builder")
+        if builder == "gumbel" and option("beam_width") == 1:  # draws trees only; both draw one path alike
+            builder = "stochastic_beam"
+        sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
+        options = cls(
+            depth=option("num_assistant_tokens"),
+            tree_size=option("tree_size"),
+            beam_width=option("beam_width"),
+            threshold=option("assistant_confidence_threshold"),
+            tree_builder=builder,
+            verification=option("verification"),
+            temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
+            # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
+            ngram_length=option("ngram_length") if builder not in DRAWING else 0,
+            ngram_continuation=option("ngram_continuation") if builder not in DRAWING else 0,
+            tree_sizing=option("tree_sizing") if builder not in WHOLE else "fixed",  # sizes by cost keep the best nodes
+            costs=_given_costs(option("node_cost"), option("depth_cost")),
+            packed_weights=option("packed_weights"),
+            own={name: each.checked(option(name)) for name, each in own.items()},
+        )
+        drafter.check_together(options)
+        return options
+
+
+def _check_sizes(option: Callable[[str], Any], drafter: Any) -> None:
+    """Raises a ValueError for a number that is out of range."""
+    most_depth, least_length = drafter.num_draft_steps, drafter.least_ngram_length
+    sizes = dict.fromkeys(("tree_size", "beam_width"), MOST_NODES)
+    for name, most in {"num_assistant_tokens": most_depth, **sizes}.items():
+        value = option(name)
+        if not is_integer(value) or not 1 <= value <= most:
+            wanted = "1 or more" if name in sizes else f"from 1 to {most}, the greatest depth of this drafter"
+            wanted = f"at most {most:,}" if name in sizes and is_integer(value) and value > most else wanted
+            raise ValueError(f"{name}={value!r} is invalid: expected an integer {wanted}")
+    length, threshold = map(option, ("ngram_length", "assistant_confidence_threshold"))
+    if not is_integer(length) or not least_length <= length <= MOST_LEADING:
+        least = "0 (no n-grams)" if least_length == 0 else f"{least_length}, the least of a {type(drafter).__name__},"
+        raise ValueError(f"ngram_length={length!r} is invalid: expected an integer from {least} to {MOST_LEADING}")
+    continuation = option("ngram_continuation")
+    if not is_integer(continuation) or not 0 <= continuation <= TUNING.ngram_depth:
+        raise ValueError(
+            f"ngram_continuation={continuation!r} is invalid: expected an integer from 0 (none) to {TUNING.ngram_depth}"
+        )
+    if continuation and not length:
+        raise ValueError(
+            f"ngram_continuation={continuation} is invalid with ngram_length=0: without n-grams nothing goes on; set "
+            "ngram_length to 1 or more, or ngram_continuation to 0"
+        )
+    if not is_number(threshold) or not 0.0 <= threshold < 1.0:
+        raise ValueError(f"assistant_confidence_threshold={threshold!r} is invalid: expected a probability below 1")
+
+
+def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
+    """Raises a ValueError for a rule that is not known, or does not go with another one."""
+    rules = {"tree_sizing": TREE_SIZINGS, "tree_builder": tuple(TREE_BUILDERS), "verification": tuple(VERIFIERS)}
+    for name, allowed in rules.items():
+        if option(name) not in allowed:
+            known = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in allowed)
+            raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {known}")
+    builder, verification, packed = map(option, ("tree_builder", "verification", "packed_weights"))
+    if VERIFIERS[verification].drawn_nodes and builder not in DRAWING:
+        raise ValueError(
+            f"verification={verification!r} is invalid with tree_builder={builder!r}: its ratio holds for drawn nodes "
+            "only, the best nodes or paths would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
+        )
+    if builder != "beam" and not drafter.takes_tree_builders:
+        raise ValueError(
+            f"tree_builder={builder!r} is invalid for a {type(drafter).__name__}, which grows its trees by itself: "
+            "expected tree_builder='beam', and with it verification='walk'"
+        )
+    if packed is not None and not isinstance(packed, bool):
+        raise ValueError(
+            f"packed_weights={packed!r} is invalid: expected True, False, or None for packing where it pays"
+        )
+
+
+def default_options(
+    num_assistant_tokens: int, tree_size: int, beam_width: int, own: Sequence[Option] = ()
+) -> GenerationConfig:
+    """The drafting options there are, as they stand where nobody says otherwise.
+
+    Args:
+        own: options of the family, see `Drafter.own_options`.
+    """
+    return GenerationConfig(
+        num_assistant_tokens=num_assistant_tokens,
+        tree_size=tree_size,
+        beam_width=beam_width,
+        assistant_confidence_threshold=0.0,
+        tree_builder="beam",
+        verification="walk",
+        ngram_length=4,
+        ngram_continuation=0,
+        tree_sizing="cost",
+        node_cost=None,
+        depth_cost=None,
+        packed_weights=None,
+        **{option.name: option.default for option in (*_options_of_rules(), *own)},
+    )
+
+
+def _options_of_rules() -> list[Option]:
+    return [option for rule in VERIFIERS.values() for option in rule.own_options]
+
+
+def _own_options(drafter: Any) -> dict[str, Option]:
+    """Returns the options that a drafter's family and the rules of verification have for themselves, by name."""
+    options = [*_options_of_rules(), *drafter.own_options]
+    own = {option.name: option for option in options}
+    taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON | vars(Verifier).keys()))
+    taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share one
+    if taken:
+        raise ValueError(f"{', '.join(taken)} means something else already: an option needs a name of its own")
+    return own
+
+
+def option_names(drafter: Any = None) -> set[str]:
+    """Returns the names of a drafter's options; without a drafter, of those that all drafters have."""
+    if drafter is None:
+        return _COMMON | {option.name for option in _options_of_rules()}
+    given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
+    return _COMMON | _own_options(drafter).keys() | given
+
+
+def nearest_option(name: str, options: Collection[str]) -> str:
+    """Returns the option whose name is nearest to another name; empty if none is near."""
+    return next(iter(difflib.get_close_matches(name, sorted(options), n=1, cutoff=_NEAR)), "")
+
+
+def is_misspelt(name: str, option: str) -> bool:
+    """Whether a name is so near to that of an option that it is a typing error."""
+    return name != option and difflib.SequenceMatcher(None, option, name).ratio() >= _ALIKE
+
+
+def _check_names(config: GenerationConfig, options: set[str], kind: str) -> None:
+    """Tells fields of a drafter's generation configuration that are no options.
+
+    A name that is nearly an option's is a typing error. Others are left alone: libraries set fields of their own, and
+    transformers copies all those of a model's generation configuration.
+
+    Args:
+        config: of the drafter.
+        options: names of the drafter's options.
+        kind: class of the drafter.
+
+    Raises:
+        ValueError: a name is misspelt.
+    """
+    known = options | vars(GenerationConfig()).keys() | {"transformers_version"}
+    unknown = sorted(name for name in vars(config) if name not in known and not name.startswith("_"))
+    told = []
+    for name in unknown:
+        near = nearest_option(name, options)
+        if is_misspelt(name, near):
+            raise ValueError(
+                f"{printable(name)} on drafter.generation_config is no drafting option: {near} is one; correct the "
+                f"name, or remove it by `del drafter.generation_config.{printable(name)}`"
+            )
+        told.append(f"{name} (the nearest option is {near})" if near else name)
+    if told:
+        logger.warning_once(f"fields of drafter.generation_config that mean nothing to a {kind}: {few(told)}")
+
+
+def _given_costs(node: Any, depth: Any) -> Costs | None:
+    """The costs that a user gives; `None` if they are to be measured."""
+    if node is None and depth is None:
+        return None
+    for name, value in (("node_cost", node), ("depth_cost", depth)):
+        if not is_number(value) or not 0.0 <= value <= 1.0:
+            raise ValueError(
+                f"{name}={value!r} is invalid: expected 0 to 1, in forwards of one token; give both node_cost and "
+                "depth_cost, or neither to have them measured"
+            )
+    return Costs(tree=0.0, node=node, draft=depth, depth=depth)

@@ -1,0 +1,129 @@
+"""Fields that describe the layers of a published drafter, which every format calls by the names of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.checks import short
+from ...core.fields import REQUIRED, Fields
+from .decoder_layer import LayerSizes
+
+# The greatest values that make sense. Beyond them lie typing errors, and files that want to exhaust a machine.
+LAYER_LIMITS = {
+    "hidden_size": 2**17, "intermediate_size": 2**20, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+}  # fmt: skip
+MOST_LAYERS = 64
+# Sizes that not every format means, and that are no sizes of anything if they are negative.
+_SOMETIMES_READ = (
+    "num_hidden_layers", "num_target_layers", "sliding_window", "max_window_layers", "draft_vocab_size",
+    "target_hidden_size",
+)  # fmt: skip
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm: bool) -> LayerSizes:
+    """Reads the sizes of the layers.
+
+    Args:
+        fields: what describes the layers.
+        attention_bias, output_bias, qk_norm: as in `LayerSizes`; formats differ in how they say these.
+
+    Raises:
+        ValueError: a field is missing or wrong.
+    """
+    fields.expect("mlp_bias", False)
+    for name in _SOMETIMES_READ:
+        fields.integer(name, None, least=0)
+
+    def size(name: str, default: Any = REQUIRED) -> int:
+        return fields.integer(name, default, most=LAYER_LIMITS[name])
+
+    width, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = size("head_dim", width // heads)
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"head_dim={head_dim} is invalid in {fields.place} (hidden_size={width}, num_attention_heads={heads}): "
+            "expected an even number of 2 or more, for rotary embeddings"
+        )
+    return LayerSizes(
+        hidden_size=width,
+        intermediate_size=size("intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=size("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, most=1.0),
+        attention_bias=attention_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        hidden_act=fields.choice("hidden_act", _ACTIVATIONS, "silu"),
+    )
+
+
+def read_rope(fields: Fields, kind: str = "", whole_heads: bool = False) -> dict[str, Any]:
+    """Reads how the layers rotate, as `rotary_of` takes it.
+
+    Args:
+        fields: what describes the layers.
+        kind: the kind of layers whose rotation is taken, where `rope_parameters` tells kinds apart.
+        whole_heads: whether the layers rotate whole heads, whatever is said of a part: files that begin as a copy of
+            the target's configuration say what the target does.
+
+    Raises:
+        ValueError: a value is wrong, or a part of each head is not rotated.
+    """
+    rope = {name: value for name in ("rope_theta",) if (value := fields.number(name, None)) is not None}
+    if (longest := fields.integer("max_position_embeddings", None)) is not None:
+        rope["max_position_embeddings"] = longest
+    if not whole_heads:
+        fields.expect("partial_rotary_factor", 1, 1.0)
+    scaling = fields.table("rope_scaling", None)
+    if scaling is not None:
+        rope["rope_scaling"] = _rotation(scaling, whole_heads)
+    parameters = fields.table("rope_parameters", None)
+    if parameters is not None:
+        parameters = (parameters.table(kind, None) if kind else None) or parameters
+        rope["rope_parameters"] = _rotation(parameters, whole_heads)
+    return rope
+
+
+def _rotation(table: Fields, whole_heads: bool) -> dict[str, Any]:
+    """Reads one kind of rotation. Rotation by several axes ("mrope") is the plain one for text, whose axes agree."""
+    named = {name: table.values[name] for name in ("rope_type", "type") if name in table}
+    if any(not isinstance(each, str) for each in named.values()):
+        raise ValueError(f"rope_type={short(named)} in {table.place} is invalid: expected a name, such as 'yarn'")
+    found = {name: value for name, value in table.values.items() if not name.startswith("mrope_")}
+    found |= {name: "default" if each == "mrope" else each for name, each in named.items()}
+    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+        table.number(name, None)
+    if whole_heads and set(named.values()) <= {"default", "mrope"}:
+        found.pop("partial_rotary_factor", None)
+    elif "proportional" in named.values():  # turns whole heads, some of their parts by nothing
+        table.number("partial_rotary_factor", None, most=1.0)
+    else:
+        table.expect("partial_rotary_factor", 1, 1.0)
+    return found
+
+
+def read_windows(fields: Fields, kinds: Any, count: int) -> tuple[int | None, ...]:
+    """Reads the sliding window of each layer, as it stands; `None` for layers that see everything.
+
+    Args:
+        fields: what describes the layers.
+        kinds: the kind of each layer, as `layer_types` has them.
+        count: number of layers.
+
+    Raises:
+        ValueError: kinds are missing or unknown, or there is no `sliding_window` for those that slide.
+    """
+    if not _are_kinds(kinds, count):
+        wanted = f"{count} of {' and '.join(_KINDS)}"
+        raise ValueError(f"layer_types={short(kinds)} in {fields.place} is invalid: expected {wanted}")
+    window = fields.integer("sliding_window") if "sliding_attention" in kinds else None
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _are_kinds(kinds: Any, count: int) -> bool:
+    return isinstance(kinds, Sequence) and len(kinds) == count and all(kind in _KINDS for kind in kinds)

@@ -1,0 +1,135 @@
+"""Arguments of loading a drafter, the same for all families: dtype and device of its weights, and drafting options."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.checks import printable
+from ...hub.drafter_files import OPTIONS
+from ...hub.pretrained_drafter import stored_options
+from .draft_options import is_misspelt, nearest_option, option_names
+
+PLACEMENT = ("dtype", "device_map", "attn_implementation")  # arguments that every family takes, beside options
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a drafter's weights go.
+
+    Attributes:
+        dtype: of the weights; `None` for that of the files.
+        device: of the weights; `None` for the CPU. A call moves a drafter that it names to its target anyway.
+    """
+
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+    @classmethod
+    def taken_from(cls, given: MutableMapping[str, Any]) -> Placement:
+        """Takes dtype (by its former name too), device and attention out of the arguments of a call to load.
+
+        Raises:
+            ValueError: one of them is invalid for a drafter.
+        """
+        dtypes = {name: dtype_of(given[name]) for name in ("dtype", "torch_dtype") if given.get(name) is not None}
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(f"dtype={given['dtype']!r} contradicts torch_dtype={given['torch_dtype']!r}: pass one")
+        for name in ("dtype", "torch_dtype"):
+            given.pop(name, None)
+        attention = given.pop("attn_implementation", None)
+        if attention not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation={attention!r} is invalid: this drafter computes attention by itself; leave it "
+                "out, or pass 'sdpa' or 'eager', which change nothing"
+            )
+        return cls(next(iter(dtypes.values()), None), _device_of(given.pop("device_map", None)))
+
+    def place(self, drafter: Any) -> Any:
+        """Moves a drafter to the device, and returns it; one without weights is anywhere."""
+        return drafter.to(self.device) if self.device is not None and isinstance(drafter, nn.Module) else drafter
+
+
+def _device_of(device_map: Any) -> torch.device | None:
+    """The one device of a map."""
+    if isinstance(device_map, Mapping) and len(set(device_map.values())) == 1:
+        [device_map] = set(device_map.values())
+    if device_map is None or device_map == "auto":  # it is small: it follows its target
+        return None
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device_map={device_map!r} is invalid: expected one device, such as 'cuda:0', as a drafter is not divided"
+        ) from error
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns the dtype that is asked for; `None` for that of the files.
+
+    Args:
+        dtype: a dtype or its name; `None` or `"auto"` for that of the files.
+
+    Raises:
+        ValueError: it is no dtype of floating-point numbers.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is invalid: expected one such as torch.bfloat16, or 'auto'")
+    return found
+
+
+def take_options(drafter: Any, folder: Path, given: Mapping[str, Any], file: str = OPTIONS) -> None:
+    """Gives a drafter the drafting options of its folder, and those of a call to load it.
+
+    What other projects write into that file is not about drafting here, and is left alone.
+
+    Args:
+        drafter: the drafter; its weights may be on the meta device.
+        folder: of its files.
+        given: options of the call, which go before those of the folder.
+        file: name of the file that holds options.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option of the call is out of range.
+    """
+    give_options(drafter, stored_options(folder / file), given)
+
+
+def give_options(drafter: Any, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Gives a drafter options that were saved, of which those of other projects are left alone, and those of a call.
+
+    Args:
+        drafter: the drafter.
+        stored: options that were saved.
+        given: options of the call, which go before those.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option of the call is out of range.
+    """
+    names = option_names(drafter)
+    refuse_unknown(type(drafter).__name__, given, names)
+    for name, value in {**stored, **given}.items():
+        if name in names:
+            setattr(drafter.generation_config, name, value)
+    if given:
+        drafter.check_options()
+
+
+def refuse_unknown(kind: str, given: Collection[str], names: Collection[str]) -> None:
+    """Raises a TypeError if one of some arguments is no drafting option of a kind of drafter."""
+    for name in sorted(set(given) - set(names)):
+        near = nearest_option(name, names)
+        hint = f"expected {', '.join(PLACEMENT)}, or one of {', '.join(sorted(names))}"
+        if is_misspelt(name, near):
+            hint = f"the nearest option is {near}"
+        raise TypeError(f"{kind} has no drafting option {printable(name)}: {hint}")

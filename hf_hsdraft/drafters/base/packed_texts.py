@@ -1,0 +1,143 @@
+"""Texts side by side in one row, and chains that start in them: keys, values, and which of them a row sees.
+
+It serves the training of drafters that roll chains forward, and the batches of a trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from ...core.attention import attention_of_chains, shared_attention
+from .sight import SEEN_BY_ALL, Sight
+
+# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
+# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
+Attend = Callable[..., torch.Tensor]
+KeyValues = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class DraftContext:
+    """Keys and values of the accepted positions, one pair a layer, each `[kv_heads, P, head_dim]`.
+
+    `document_ids` `[P]` says which sequence of a batch a position belongs to; `None` if there is only one.
+    `position_ids` `[P]` are kept for trunks with a sliding window.
+    """
+
+    layers: list[KeyValues] = field(default_factory=list)
+    document_ids: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[1] if self.layers else 0
+
+    def within(self, window: int | None) -> DraftContext:
+        """What later positions of each sequence can still see, through a window of so many positions.
+
+        The window counts the position that looks, so the next one sees one less of those before.
+        """
+        if window is None or self.document_ids is None or self.position_ids is None:
+            return self
+        documents = self.document_ids
+        last = self.position_ids.new_full((int(documents.max()) + 1,), -1)
+        last = last.scatter_reduce(0, documents, self.position_ids, "amax")
+        kept = (last[documents] - self.position_ids < window - 1).nonzero().flatten()
+        if len(kept) == self.length:
+            return self
+        layers = [(keys[:, kept], values[:, kept]) for keys, values in self.layers]
+        return DraftContext(layers, documents[kept], self.position_ids[kept])
+
+
+class PackedTexts:
+    """Texts side by side in one row, and chains that start in them. Made for one forward.
+
+    What is attended to can be computed again: checkpoints of layers give the same.
+
+    Args:
+        past: what earlier forwards read; not changed.
+        position_ids, document_ids: `[T]`, of the pairs.
+        starts: `[S]`, the pairs at which chains start; `None` for the last one only.
+        window: positions that are attended to, the own one included; `None` for all.
+        steps: K.
+    """
+
+    def __init__(
+        self,
+        past: DraftContext,
+        position_ids: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        window: int | None,
+        steps: int,
+    ) -> None:
+        known = None if document_ids is None else past.document_ids
+        held = position_ids.new_full((past.length,), SEEN_BY_ALL) if known is None else known
+        own = torch.zeros_like(position_ids) if document_ids is None else document_ids
+        texts = torch.cat([held, own])
+        places = position_ids if past.position_ids is None else torch.cat([past.position_ids, position_ids])
+        # A context that does not know its positions is near with all of them.
+        self._near = window is not None and len(places) == len(texts) and len(texts) + steps > window
+        rows = torch.arange(past.length, len(texts), device=position_ids.device)
+        self._sight = Sight(rows, own, texts, position_ids, places, window if self._near else None)
+        self._past, self._documents = past, None if document_ids is None else texts
+        self._places = None if window is None else places
+        self.starts = rows[-1:] - past.length if starts is None else starts
+        self._chains = self._sight.of(self.starts)
+        self._layers: dict[int, KeyValues] = {}
+        self._own: dict[tuple[int, int], KeyValues] = {}  # by layer and step: those of the chains themselves
+
+    @property
+    def context(self) -> DraftContext:
+        """What has been read until now."""
+        layers = [self._layers[index] for index in range(len(self._layers))]
+        return DraftContext(layers, self._documents, self._places)
+
+    def reading(self) -> Attend:
+        return self._read
+
+    def _read(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Any
+    ) -> torch.Tensor:
+        if self._past.layers:
+            old_keys, old_values = self._past.layers[layer]
+            keys, values = torch.cat([old_keys, keys], dim=1), torch.cat([old_values, values], dim=1)
+        self._layers[layer] = keys, values
+        sight = self._sight if rows is None else self._chains
+        if not sight.is_large:
+            return shared_attention(queries, keys, values, self._mask if rows is None else sight.mask())
+        order, parts = [], []
+        for block, columns, mask in sight.blocks():  # no score is made of texts with one another
+            part = keys.index_select(1, columns), values.index_select(1, columns)
+            parts.append(shared_attention(queries.index_select(0, block), *part, mask))
+            order.append(block)
+        return torch.cat(parts).index_select(0, torch.cat(order).argsort())
+
+    @cached_property
+    def _mask(self) -> torch.Tensor:  # several layers need it
+        return self._sight.mask()
+
+    def rolling(self, step: int, chains: int) -> Attend:
+        if self._near or step == 1:  # without a window all steps see the same
+            self._rolled = self._chains.of(slice(0, chains)).ahead(step).mask()
+        return partial(self._roll, step, self._rolled)
+
+    def _roll(
+        self,
+        step: int,
+        mask: torch.Tensor,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Any,
+    ) -> torch.Tensor:
+        self._own[layer, step] = keys, values
+        own = [self._own[layer, each] for each in range(1, step + 1)]
+        own_keys, own_values = (torch.stack(side, dim=2) for side in zip(*own, strict=True))
+        return attention_of_chains(queries, *self._layers[layer], mask, own_keys, own_values)

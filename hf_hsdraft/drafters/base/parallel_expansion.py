@@ -1,0 +1,197 @@
+"""Children of the nodes of a tree whose depths were drafted at once, before any token of the tree was known.
+
+A drafter of this kind has the logits of all depths before a tree is built. What the tokens of a path change about them
+is a bias of low rank. So a node costs a few products of small size, whatever the size of the drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ...core.tensors import Transform
+from ...core.tuning import TUNING
+from ...trees.tree_builders import Expansion
+from ...verify.foresight import Race
+from .candidates import biased
+from .refinement import Refinement
+
+
+class TokenBias:
+    """What the tokens of a path say about the token that follows it, as a logit bias of low rank.
+
+    The *code* of a node is its bias before the last product. Nodes have states, which a tree builder only gathers.
+    Letters in the shapes: B texts, n nodes of each, S size of a state, r rank, V' draft vocabulary, C columns.
+    """
+
+    def advance(self, level: int, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """Returns the states `[B, n, S]` of nodes whose children are at depth `level`.
+
+        Args:
+            level: depth of the children, 1 or more.
+            tokens: `[B, n]`, int64, tokens of the nodes.
+            states: `[B, n, S]`, states of their parents; `None` at level 1, where the node is the root.
+        """
+        raise NotImplementedError
+
+    def code(self, level: int, states: torch.Tensor) -> torch.Tensor | None:
+        """Returns the code `[B, n, r]` of nodes in `states` `[B, n, S]`; `None` if there is no bias at this level."""
+        raise NotImplementedError
+
+    def up(self, code: torch.Tensor) -> torch.Tensor:
+        """Returns the bias `[B, n, V']` of nodes by their codes `[B, n, r]`."""
+        raise NotImplementedError
+
+    def among(self, columns: torch.Tensor) -> Transform | None:
+        """Returns `up` for some columns of each text only; `None` where it cannot be had for less than all columns.
+
+        Args:
+            columns: `[B, C]`, int64, columns of the draft vocabulary.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of the vocabulary that a beam looks at.
+
+    Attributes:
+        columns: `[B, C]`, int64; `None` for all columns.
+        up: the bias of codes for those columns.
+        logits: `[B, depth, C]`, their logits.
+        race: the race among them.
+        reach: `[B, depth, C]`, where the bias changes their logits; `None` for everywhere.
+        refined_up: the last product of the refinement for those columns.
+    """
+
+    columns: torch.Tensor | None
+    up: Transform | None
+    logits: torch.Tensor
+    race: Race | None
+    reach: torch.Tensor | None
+    refined_up: Transform | None
+
+
+@dataclass(frozen=True)
+class ParallelExpansion(Expansion):
+    """The children of the drafts of a batch; a tree builder calls it level by level.
+
+    Attributes:
+        logits: `[B, depth, V']`, logits of each depth before anything is known of its path.
+        bias: what the path says about them; `None` where it says nothing. Nodes have no states then.
+        temperature: of the distributions given.
+        race: where the target's draws are foreseen. Probabilities are those of winning the race then.
+        reach: `[B, depth, V']`, bool, the tokens of each depth whose logits the bias changes; `None` for all tokens.
+        refinement: what refines the logits by the tokens of the path; `None` for nothing.
+    """
+
+    logits: torch.Tensor
+    bias: TokenBias | None = None
+    temperature: float = 1.0
+    race: Race | None = None
+    reach: torch.Tensor | None = None
+    refinement: Refinement | None = None
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        return self.logits.shape[1]
+
+    @property
+    def has_states(self) -> bool:  # type: ignore[override]
+        return self.bias is not None or self.refinement is not None
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, states = self._known(self._whole, level, tokens, states)
+        return self._log_probs(level, logits, self.race), states
+
+    def best(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None, scores: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the `count` most probable children of all nodes, see `Expansion`.
+
+        Of large vocabularies only the part that is likely at any depth is looked at.
+        """
+        columns, race = self._part.columns, self._part.race
+        logits, states = self._known(self._part, level, tokens, states)
+        if race is not None and columns is None and race.vocab_ids.dim() > 1:  # of each row its own part
+            columns = self._columns
+            logits = logits.gather(-1, columns[:, None].expand(-1, logits.shape[1], -1))
+        totals = self._log_probs(level, logits, race) + scores[..., None]
+        values, places = totals.flatten(1).topk(min(count, totals[0].numel()))
+        parents, found = places // totals.shape[-1], places % totals.shape[-1]
+        return values, found if columns is None else columns.gather(1, found), parents, states
+
+    def _known(
+        self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits of the children of some nodes, which are told their paths, and the states of the nodes.
+
+        With a refinement the states of its model stand before those of the bias.
+        """
+        if self.refinement is None:
+            return self._drafted(part, level, tokens, states)
+        size, own, model_states = self.refinement.state_size, None, None
+        if states is not None:
+            model_states, own = states[..., :size], states[..., size:]
+        logits, own = self._drafted(part, level, tokens, own)
+        model_states = self.refinement.advance(tokens, model_states)
+        assert part.refined_up is not None
+        logits = self.refinement(level, logits, model_states, part.refined_up)
+        return logits, model_states if own is None else torch.cat([model_states, own], dim=-1)
+
+    def _drafted(
+        self, part: _Part, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same by the drafter alone."""
+        logits = part.logits[:, level - 1 : level]
+        if self.bias is None:
+            return logits, None
+        states = self.bias.advance(level, tokens, states)
+        code = self.bias.code(level, states)
+        if code is not None:
+            assert part.up is not None
+            reach = None if part.reach is None else part.reach[:, level - 1 : level]
+            logits = biased(logits, part.up(code), reach)
+        return logits, states
+
+    def _log_probs(self, level: int, logits: torch.Tensor, race: Race | None) -> torch.Tensor:
+        if race is not None:
+            return race(level, logits)
+        logits = logits if self.temperature == 1.0 else logits.float() / self.temperature
+        return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+    @cached_property
+    def _whole(self) -> _Part:
+        """All of the vocabulary."""
+        up = None if self.bias is None else self.bias.up
+        refined_up = None if self.refinement is None else self.refinement.model.up
+        return _Part(None, up, self.logits, self.race, self.reach, refined_up)
+
+    @cached_property
+    def _part(self) -> _Part:
+        """The part of the vocabulary that is likely at any depth before the path's tokens are known.
+
+        The tokens of a path seldom lift a token from further below. Most of the work of a level is left out so. Where
+        the bias cannot be had for some columns only, all are looked at, but the race is run among the likely ones.
+        """
+        bias, race = self.bias, self.race
+        if self.logits.shape[-1] < 2 * TUNING.likely_columns:
+            return self._whole
+        up = None if bias is None else bias.among(self._columns)
+        if bias is not None and up is None:
+            return replace(self._whole, race=None if race is None else race.among(self._columns))
+        columns = self._columns[:, None].expand(-1, self.depth, -1)
+        race = None if race is None else race.among(self._columns)
+        reach = None if self.reach is None else self.reach.gather(-1, columns)
+        refined_up = None if self.refinement is None else self.refinement.among(self._columns)
+        return _Part(self._columns, up, self.logits.gather(-1, columns), race, reach, refined_up)
+
+    @cached_property
+    def _columns(self) -> torch.Tensor:
+        """`[B, C]`, the likely columns of each row."""
+        most = min(TUNING.likely_columns, self.logits.shape[-1])
+        return self.logits.amax(dim=1).topk(most, sorted=False).indices

@@ -1,0 +1,335 @@
+"""The seam of drafting: what a call asks of a drafter, and what it tells it.
+
+A family is one file or folder with a `Drafter` (weights and options, never the state of a call) and a `Session` (what
+the drafting of one call remembers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ...core.draft_tree import DraftTree
+from ...core.options import Option
+from ...core.tensors import Transform
+from ...verify.foresight import Foresight
+from ...verify.registry import VERIFIERS
+from ...verify.verdict import Verifier
+from .draft_options import DraftOptions
+from .draft_reads import Read
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A draft that is wanted, of one text.
+
+    Attributes:
+        row: index of the text in the batch.
+        root: the last accepted token, which the target has not read yet.
+        depth: greatest depth of a node that is of use; 0 where nothing should be drafted.
+        size: greatest number of nodes beside the root.
+        sharing: number of texts that share the sizes of the options, see `DraftOptions.shared_by`.
+        chain: whether only one path may be drafted.
+        reach: greatest depth that the target can verify. `num_assistant_tokens` limits `depth` too, but not the n-grams
+            in front of a drafter, which may go so deep.
+        ahead: number of tokens by which the text is longer than the shortest one that still grows.
+        decides: whether the batch waits for this text. The pace looks at these texts only.
+    """
+
+    row: int
+    root: int
+    depth: int
+    size: int
+    sharing: int = 1
+    chain: bool = False
+    reach: int = 0
+    ahead: int = 0
+    decides: bool = True
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What the target has accepted of one text since the last news, n positions read.
+
+    With x_i the tokens of the text, h_i is the tapped hidden state at position i, which the target has produced when
+    it read x_i; its logits are for x_{i+1}.
+
+    Attributes:
+        row: index of the text in the batch.
+        tokens: emitted tokens; the last is the bonus token, the next root.
+        taps: `[n, taps * D]`, h_i of the positions read.
+        positions: `[n]`, int64, these positions i, padding not counted.
+        following: `[n]`, int64, the tokens x_{i+1}; with `embeds` the last one only.
+        earlier: of a prompt's news, the last tokens before `tokens` as far as they are known.
+        num_drafted: number of emitted tokens that the draft held.
+        num_relaxed: number of these that a lossy rule accepted in place of the target's own tokens.
+        embeds: `[n - 1, D]`, embeddings of the tokens x_{i+1} but the last, for prompts that were given so.
+    """
+
+    row: int
+    tokens: list[int]
+    taps: torch.Tensor
+    positions: torch.Tensor
+    following: torch.Tensor
+    earlier: Sequence[int] = ()
+    num_drafted: int = 0
+    num_relaxed: int = 0
+    embeds: torch.Tensor | None = None
+
+    def next_embeds(self, embed: Transform) -> torch.Tensor:
+        """Returns embeddings `[n, D]` of the tokens x_{i+1}, by `embed`, which makes those of tokens."""
+        if self.embeds is None:
+            return embed(self.following)
+        last = embed(self.following[-1:])
+        return torch.cat([self.embeds.to(last.device, last.dtype), last])
+
+    @classmethod
+    def of_tokens(cls, row: int, tokens: Sequence[int]) -> Accepted:
+        """Returns news without hidden states, for sessions that read tokens alone."""
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(row, list(tokens), torch.empty(0, 0), none, none)
+
+
+@dataclass(frozen=True)
+class DraftCall:
+    """The call that a session is made for.
+
+    Attributes:
+        target: the model that verifies.
+        rows: number of texts.
+        options: drafting options of the call.
+        foresight: what is known of the draws to come; `None` where nothing is drawn.
+        slots: number of slots of the target's cache, where that does not grow.
+        compile_config: by which forwards over trees are compiled; `None` if they are not.
+        stack: closes when the call ends.
+        first_layers: returns the first n layers of the target, which read drafts ahead in its own cache, see
+            `TargetRuntime.first_layers`.
+    """
+
+    target: Any
+    rows: int
+    options: DraftOptions
+    foresight: Foresight | None = None
+    slots: int | None = None
+    compile_config: Any = None
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    first_layers: Callable[[int, bool], Any] = lambda count, reuse: None
+
+
+class Session:
+    """What one call's drafting remembers; it ends with the call.
+
+    Attributes:
+        free: whether a draft takes no time worth counting. Free sessions draft first and always; others as deep as
+            the pace says.
+        takes_ngrams: whether n-grams of the texts may stand in front, where the option `ngram_length` asks for them.
+        kind: what else the time of a draft depends on than the session's class, the target, the options and the depth;
+            hashable.
+    """
+
+    free = False
+    takes_ngrams = True
+    kind: tuple[Any, ...] = ()
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        """A tree for each ask, in their order; the root alone where there is nothing to say."""
+        raise NotImplementedError
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        """Takes what was accepted; the first news are those of the prompts."""
+
+    def suppose(self, news: Sequence[Accepted]) -> None:
+        """Goes on from tokens that may be taken back: another model has chosen them, the target has not seen them.
+
+        They stand after what was observed, and hold until the next news of the same text, supposed or observed. The
+        session of a drafter that `supposes` can do it. One that reads hidden states, as that of [`HSDrafter`], is told
+        those of the supposed tokens too, and has to be told before every draft.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot take back what it was told")
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """From here on only these texts go on; the others have ended. May be called again with fewer texts."""
+
+    def memory(self, length: int) -> Any:
+        """What a later call may go on from that continues the same single text of `length` tokens; `None` for nothing.
+
+        It is kept on the cache of the target.
+        """
+        return None
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Goes on from a memory, if it is of the text whose first `cached` tokens are in the target's cache.
+
+        Another drafter may have left it.
+        """
+
+    def end(self) -> None:
+        """The call has ended well."""
+
+
+class Reader:
+    """A language model that reads texts with drafts after them, so that it can verify the drafts of another drafter.
+
+    Attributes:
+        vocab_size: number of tokens that it knows.
+        kind: what the time of its forwards depends on; hashable.
+    """
+
+    vocab_size: int
+    kind: tuple[Any, ...] = ()
+
+    def room(self) -> int:
+        """Returns the greatest number of tokens that a text may have."""
+        raise NotImplementedError
+
+    def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """Returns logits `[n, V]` after the last n tokens of some texts, in one forward if the model can.
+
+        What was read before of the same beginning of a text is not read again; what differs from it is taken back.
+
+        Args:
+            texts: all tokens of each text, drafted ones included.
+            counts: for each text the number n, at least 1.
+        """
+        raise NotImplementedError
+
+    def states(self, row: int, text: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Returns hidden states `[taps * D]` at the first tokens of a text, as far as they have been read."""
+        raise NotImplementedError
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """From here on only these texts go on."""
+
+
+class Drafter:
+    """Weights, configuration and drafting options. One drafter may serve several calls at once.
+
+    What is learnt of a drafter is kept by the object: two drafters are never taken for one, however alike. So every
+    class of drafters hashes by identity, a dataclass too.
+
+    Attributes:
+        taps: indices of the target's hidden states that the drafter reads, ascending; () for none.
+        num_draft_steps: greatest `num_assistant_tokens`.
+        takes_tree_builders: whether its sessions can grow trees by any `tree_builder`, also by those that draw nodes.
+        least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
+        supposes: whether its sessions can take back what they were told, see `Session.suppose`. [`HSDrafter`] can
+            unless it has a narrow window.
+        settled_options: names of `own_options` that keep their defaults in a session that takes tokens back: they need
+            drafts of a text that stays.
+        why_not_refined: why its drafts cannot be refined by a tiny model of the target's text; empty if they can.
+        own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
+        saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
+        why_not_exported: why there are no others.
+        generation_config: the drafting options.
+    """
+
+    taps: Sequence[int] = ()
+    num_draft_steps: int
+    takes_tree_builders: bool = False
+    least_ngram_length: int = 0
+    supposes: bool = False
+    why_not_refined: str = "its depths are not drafted at once"
+    own_options: Sequence[Option] = ()
+    settled_options: Sequence[str] = ()
+    saved_as: Sequence[str] = ()
+    why_not_exported: str = "no other program is known to read it"
+    generation_config: GenerationConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("__hash__") is None:  # a dataclass, or a class with `__eq__`, would have none
+            cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options where nobody says otherwise."""
+        raise NotImplementedError
+
+    def check_options(self) -> None:
+        """Raises a ValueError for a drafting option that is wrong."""
+        DraftOptions.of(self)
+
+    def check_together(self, options: DraftOptions) -> None:
+        """Raises a ValueError for options that are right one by one, but exclude each other in this family."""
+
+    def taps_of(self, target: Any) -> Sequence[int]:
+        """Returns the hidden states that it reads of a target: its `taps`, unless they depend on the target.
+
+        It is asked after `check`.
+        """
+        return self.taps
+
+    def check(self, target: Any) -> None:
+        """Raises a DraftingRefused that names the field if this drafter was made for another target."""
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        """May warn of a target that this drafter fits badly, before a call.
+
+        Args:
+            tokenizer: the target's, if the call has it.
+            all_processes: whether all processes have to run the same forwards.
+        """
+
+    def session(self, call: DraftCall) -> Session:
+        """What drafts in one call."""
+        raise NotImplementedError
+
+    @property
+    def verifying_model(self) -> Any:
+        """The language model by which it can verify the drafts of another drafter; `None` if it has none."""
+        return None
+
+    def reader(self, rows: int, most_pending: int, taps: Sequence[int] = ()) -> Reader:
+        """Returns what reads texts by `verifying_model`.
+
+        Args:
+            rows: number of texts.
+            most_pending: greatest number of tokens of a text that may be taken back.
+            taps: indices of the model's hidden states that the drafter below reads.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no model that verifies")
+
+    def numbers_kept(self, length: int) -> int:
+        """Returns how many numbers its model keeps of a text of so many tokens, keys and values; 0 if not counted."""
+        return 0
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        """What a draft of one text multiplies by; () where that takes no time worth counting.
+
+        Args:
+            depth: depth of the draft.
+            width: number of nodes that are expanded at each depth.
+        """
+        return ()
+
+    def export(self, form: str, folder: str | os.PathLike[str], target_name: str = "") -> None:
+        """Writes the drafter in a format of another project, for programs that read it.
+
+        Args:
+            form: name of the format.
+            folder: created if missing.
+            target_name: name of the target to write; the one that the drafter knows by default.
+
+        Raises:
+            ValueError: the drafter cannot be written so; the message says why.
+        """
+        if form not in self.saved_as:
+            raise ValueError(
+                f"a {type(self).__name__} cannot be written in the format {form!r}: {self.why_not_exported}"
+            )
+        named = {"target_name": target_name} if target_name else {}
+        self.save_pretrained(folder, **named)  # type: ignore[attr-defined]
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        """The rule that accepts its drafts.
+
+        Raises:
+            ValueError: the rule has learned something that does not lie beside the drafter's weights.
+        """
+        rule = VERIFIERS[options.verification].with_options(options.own)
+        return rule.learned(getattr(self, "loaded_from", None))

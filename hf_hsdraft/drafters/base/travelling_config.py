@@ -1,0 +1,284 @@
+"""Configuration of a drafter that travels with its code: what its target must be, and the files it is stored in."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+from ...core.checks import LONGEST_NAME, is_code_file, is_integer, is_number, public_name, short
+from ...hub.drafter_files import FORMAT_VERSION
+from ...runtime.text_configs import decoder_layers
+from .special_tokens import AnySpecialTokens
+
+logger = logging.get_logger(__name__)
+
+HEADS = ("target", "trained")
+
+_MOST_TAPS, _LONGEST_REFERENCE, _MOST_CODE_FILES = 64, 512, 1024
+
+# What transformers may hand over; all else in a file is left out.
+_OF_TRANSFORMERS = {
+    "architectures", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "experts_implementation", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id",
+    "return_dict", "torch_dtype", "transformers_version",
+}  # fmt: skip
+_MEANINGLESS = {"model_type", "use_cache", "is_encoder_decoder", "_commit_hash", "tie_word_embeddings"}
+# By these a file would make transformers load, replace or run something else than the drafter beside it.
+_FORBIDDEN = {"distributed_config", "fusion_config", "kernel_config", "quantization_config", "transformers_weights"}
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class TravellingConfig(PreTrainedConfig):
+    """What such configurations share. A family's own names its fields and sets them, and calls this one last.
+
+    Every field is checked when a configuration is built, so a drafter that loads is one that fits together.
+
+    Args:
+        kwargs: What transformers has beside the family's fields.
+
+    Attributes:
+        limits: The greatest value of each integer field. Beyond it lie typing errors, and files that want to exhaust a
+            machine.
+
+    Raises:
+        ValueError: A field is out of range or contradicts another; the message names field, value and remedy.
+    """
+
+    limits: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.check()
+        super().__init__(**_with_auto_model(_allowed(kwargs)))
+
+    @classmethod
+    def for_target(cls, target: Any, **overrides: Any) -> Any:
+        """Derives the configuration of a drafter from a loaded target.
+
+        Args:
+            target: A model of transformers that generates text; of an encoder-decoder, the decoder is meant.
+            overrides: Fields to set otherwise, by the names of the constructor.
+
+        Raises:
+            ValueError: An override is invalid.
+        """
+        name = public_name(getattr(target, "name_or_path", ""))
+        return cls.for_target_config(target.config, **{"target_name": name, **overrides})
+
+    @classmethod
+    def for_target_config(cls, target_config: Any, **overrides: Any) -> Any:
+        """As [`for_target`], from the target's configuration alone."""
+        config = target_config.get_text_config(decoder=True)
+        rope = getattr(config, "rope_parameters", None) or {}
+        heads = own_integer(config, "num_attention_heads") or 1
+        key_value_heads = own_integer(config, "num_key_value_heads") or heads
+        fields: dict[str, Any] = {
+            "vocab_size": config.vocab_size,
+            "target_hidden_size": config.hidden_size,
+            "target_num_hidden_layers": decoder_layers(config),
+            "num_attention_heads": heads,
+            "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
+            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+            "intermediate_size": own_integer(config, "intermediate_size"),
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
+            "rope_theta": rope.get("rope_theta") or 10000.0,
+            "draft_vocab_size": max(1, config.vocab_size // 4),
+            # A pipeline takes an assistant without tokenizers of its own only if these are the target's.
+            **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
+        }
+        own = set(inspect.signature(cls.__init__).parameters) | _OF_TRANSFORMERS
+        unknown = sorted(overrides.keys() - own)
+        if unknown:
+            raise ValueError(f"a drafter's configuration has no {', '.join(unknown)}")
+        if overrides.get("draft_vocab_ids") is not None and "draft_vocab_size" not in overrides:
+            fields["draft_vocab_size"] = len(overrides["draft_vocab_ids"])
+        return cls(**{name: value for name, value in fields.items() if name in own} | overrides)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
+        """Registers nothing: the code of a configuration always travels with a drafter that is saved."""
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
+        return self if decoder or encoder else AnySpecialTokens(self)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As every configuration; a file that does not name its format is of the first one."""
+        return super().from_dict({"format_version": 1, **config_dict}, **kwargs)
+
+    def check(self) -> None:
+        """Raises a ValueError that names the first field that is wrong, its value, and what would be right."""
+        self._check_format()
+        for name in self.limits:
+            self._check_integer(name)
+        self._check_positive("rms_norm_eps", "initializer_range")
+        self._check_choice("head", HEADS)
+        self.check_attention()
+        self._check_taps()
+        self._check_vocabulary()
+        self._check_target()
+        self._check_files()
+        if self.head == "target" and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is invalid with head='target': the target's output rows need "
+                f"target_hidden_size={self.target_hidden_size}; set them equal or choose head='trained'"
+            )
+        wanted = f"a tree of depth num_draft_steps={self.num_draft_steps} needs at least as many nodes"
+        demand(self.tree_size >= self.num_draft_steps, "tree_size", self.tree_size, wanted)
+
+    def check_attention(self) -> None:
+        """Raises a ValueError about what attention of the drafter's own goes by."""
+        self._check_positive("rope_theta")
+        window, steps = self.sliding_window, self.num_draft_steps
+        wanted = f"expected None, or an integer above num_draft_steps={steps}"
+        demand(window is None or (is_integer(window) and steps < window < 2**31), "sliding_window", window, wanted)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+        demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            demand(is_number(value) and 0.0 < value < 1e12, name, value, "expected a positive number")
+
+    def _check_taps(self) -> None:
+        taps, layers = self.target_tap_layers, self.target_num_hidden_layers
+        in_range = len(taps) <= _MOST_TAPS and all(is_integer(tap) and 0 <= tap <= layers for tap in taps)
+        wanted = f"ascending indices between 0 (embeddings) and target_num_hidden_layers={layers}, each once"
+        valid = bool(taps) and in_range and sorted(set(taps)) == taps
+        demand(valid, "target_tap_layers", taps, f"expected {wanted}")
+
+    def _check_vocabulary(self) -> None:
+        size = self.draft_vocab_size
+        wanted = f"the target has only vocab_size={self.vocab_size} tokens"
+        demand(size <= self.vocab_size, "draft_vocab_size", size, wanted)
+        ids = self.draft_vocab_ids
+        if ids is None:
+            return
+        if len(ids) != size:
+            raise ValueError(f"draft_vocab_ids holds {len(ids)} ids but draft_vocab_size={size}: they must agree")
+        ascending = all(map(is_integer, ids)) and all(low < high for low, high in itertools.pairwise(ids))
+        if not ascending or ids[0] < 0 or ids[-1] >= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_ids is invalid: expected ascending, distinct token ids from 0 to {self.vocab_size - 1}"
+            )
+
+    def _check_format(self) -> None:
+        self._check_integer("format_version")
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"this drafter has format_version={self.format_version}, this version of hf_hsdraft reads up to "
+                f"{FORMAT_VERSION}: upgrade hf_hsdraft, or load it with AutoModel and trust_remote_code=True, which "
+                "brings the code it was saved with"
+            )
+
+    def _check_target(self) -> None:
+        for name in ("target_name", "target_revision", "target_tokenizer_hash"):
+            value = getattr(self, name)
+            valid = isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
+            demand(valid, name, value, f"expected one line of at most {LONGEST_NAME} characters")
+        reference, fields = getattr(self, "target_reference", None), {"input_ids", "start", "agreed", "drafted"}
+        if reference is None:
+            return
+        valid = isinstance(reference, dict) and reference.keys() == fields
+        if valid:
+            ids, start, *counts = (reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
+            valid = isinstance(ids, list) and 3 <= len(ids) <= _LONGEST_REFERENCE
+            valid = valid and all(is_integer(token) and 0 <= token < self.vocab_size for token in ids)
+            valid = valid and is_integer(start) and 2 <= start < len(ids)
+            valid = valid and all(is_integer(count) and 0 <= count <= len(ids) - start for count in counts)
+        wanted = "expected input_ids, start, agreed and drafted as `hsdraft train` writes them"
+        demand(valid, "target_reference", reference, wanted)
+
+    def _check_files(self) -> None:
+        digests, names = self.weights_digest, self.code_files
+        valid = digests is None or (
+            isinstance(digests, dict)
+            and all(isinstance(name, str) and re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in digests)
+            and all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests.values())
+        )
+        demand(valid, "weights_digest", digests, "expected SHA-256 digests by names of files of weights")
+        valid = names is None or (len(names) <= _MOST_CODE_FILES and all(map(is_code_file, names)))
+        wanted = f"expected at most {_MOST_CODE_FILES} names such as modeling_hsdraft.py, without folders"
+        demand(valid, "code_files", names, wanted)
+
+    def _check_integer(self, name: str) -> None:
+        value, most = getattr(self, name), self.limits[name]
+        wanted = "1 or more" if not is_integer(value) or value < 1 else f"at most {most:,}"
+        demand(is_integer(value) and 1 <= value <= most, name, value, f"expected an integer of {wanted}")
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        demand(isinstance(value, str) and value in allowed, name, value, f"expected one of {', '.join(allowed)}")
+
+
+def demand(valid: bool, name: str, value: Any, wanted: str) -> None:
+    """Raises a ValueError about a field unless it is `valid`."""
+    if not valid:
+        raise ValueError(f"{name}={short(value)} is invalid: {wanted}")
+
+
+def _with_auto_model(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same fields, with the class of transformers that a pipeline loads a drafter by among the architectures."""
+    names = kwargs.get("architectures")
+    if isinstance(names, list) and names and "AutoModel" not in names:
+        return {**kwargs, "architectures": [*names, "AutoModel"]}
+    return kwargs
+
+
+def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of fields that are not the drafter's own, those that may be given to transformers."""
+    if forbidden := sorted(name for name in _FORBIDDEN if kwargs.get(name) is not None):
+        raise ValueError(
+            f"a drafter's configuration must not hold {', '.join(forbidden)}: remove it, it has no use here"
+        )
+    for name in ("dtype", "torch_dtype"):
+        value = kwargs.get(name)
+        valid = value is None or str(value).removeprefix("torch.") in _DTYPES
+        demand(valid, name, value, f"expected one of {', '.join(_DTYPES)}")
+    for name in ("attn_implementation", "experts_implementation"):
+        value = kwargs.get(name)  # not the name of a repository
+        valid = value is None or (isinstance(value, str) and value.replace("_", "").isalnum())
+        demand(valid, name, value, "a drafter brings no kernels")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = kwargs.get(name)
+        tokens = value if isinstance(value, list) else [0 if value is None else value]
+        valid = len(tokens) <= LONGEST_NAME and all(is_integer(token) and 0 <= token < 2**31 for token in tokens)
+        demand(valid, name, value, "expected a token id or a few")
+    unknown = sorted(kwargs.keys() - _OF_TRANSFORMERS - _MEANINGLESS - _FORBIDDEN)
+    if unknown:
+        logger.warning(f"fields of a drafter's configuration that mean nothing to it are left out: {short(unknown)}")
+    allowed = {name: value for name, value in kwargs.items() if name in _OF_TRANSFORMERS}
+    if not isinstance(allowed.get("auto_map", {}), dict):
+        del allowed["auto_map"]
+    return allowed
+
+
+def as_list(value: Any) -> Any:
+    """A list that checks can look into, whatever a file holds instead of one; `None` stays."""
+    if value is None:
+        return None
+    return list(value) if isinstance(value, list | tuple | range) else [value]
+
+
+def as_dict(value: Any) -> Any:
+    """A copy of a mapping as a dict; anything else as it is, for checks to refuse."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def own_integer(config: Any, name: str) -> int | None:
+    """A field where it is one number for all layers."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
+def default_tap_layers(num_hidden_layers: int) -> list[int]:
+    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
+    wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
+    return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})

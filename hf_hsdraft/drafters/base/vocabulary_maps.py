@@ -1,0 +1,37 @@
+"""The maps between a draft vocabulary and the target's, as published drafters hold them: `d2t` and `t2d`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.checks import printable
+from ...hub.checkpoint import Checkpoint
+
+
+def drafted_ids(checkpoint: Checkpoint, vocab_size: int) -> torch.Tensor:
+    """Returns `[V']`, int64: the token id behind each row of the head, which is the row's number plus `d2t`.
+
+    Args:
+        checkpoint: files with `d2t` `[V']`, and maybe with `t2d` `[vocab_size]`, which marks the drafted tokens.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: a map is of no integers, an id is twice there or beyond the vocabulary, or the maps contradict each
+            other.
+    """
+    name, maps = printable(checkpoint.name), dict(checkpoint.tensors(("d2t", "t2d")))
+    for title, tensor in maps.items():
+        if tensor.is_floating_point() or (title == "d2t" and tensor.dtype == torch.bool):
+            wanted = "integers" if title == "d2t" else "bool or integers"
+            raise ValueError(f"{title} of {name} has dtype {tensor.dtype}: expected {wanted}")
+    ids = torch.arange(len(maps["d2t"])) + maps["d2t"].long()
+    least, most, again = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
+    if least < 0 or most >= vocab_size or again:
+        raise ValueError(
+            f"d2t of {name} leads to tokens {least} to {most}, {again} of them twice: expected 0 to {vocab_size - 1}, "
+            "each once, as the number of its row plus d2t"
+        )
+    marked = maps.get("t2d")
+    if marked is not None and not torch.equal(ids.sort().values, marked.nonzero().flatten()):
+        raise ValueError(f"d2t and t2d of {name} name different tokens: expected each drafted token once, in both")
+    return ids

@@ -1,0 +1,107 @@
+"""Models made of some of a model's layers: to prune it, and to draft by a part of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ...core.checks import is_integer
+from ...core.tensors import hooks_of
+from ...runtime.capture_hooks import without_hooks
+from ...runtime.decoder_list import decoder_list
+from ...runtime.target_limits import decoder_layers, text_config
+
+
+def layers_of(model: Any) -> tuple[str, nn.ModuleList]:
+    """Returns the list of a model's layers, and the name of that list; see `decoder_list`.
+
+    Raises:
+        ValueError: it cannot be found, or the layers do not stand by themselves.
+    """
+    if getattr(text_config(model), "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"{type(model).__name__} cannot do without some layers: later ones share the keys and values of others"
+        )
+    return decoder_list(model)
+
+
+def checked_layers(model: Any, kept: Sequence[int]) -> list[int]:
+    """Returns numbers of layers that are to be kept, from 0 on.
+
+    Raises:
+        ValueError: they are not ascending numbers of layers that the model has, each once.
+    """
+    count = decoder_layers(text_config(model))
+    numbers = list(kept)
+    if not numbers or not are_layers(numbers, count):
+        raise ValueError(f"layers {numbers} are invalid: expected ascending numbers from 0 to {count - 1}, each once")
+    return numbers
+
+
+def are_layers(numbers: Sequence[Any], count: int) -> bool:
+    """Whether numbers are ascending ones of layers, from 0 to `count - 1`, each once."""
+    right = all(is_integer(number) and 0 <= number < count for number in numbers)
+    return right and list(numbers) == sorted(set(numbers))
+
+
+def evenly(num_layers: int, num_kept: int, name: str = "num_layers") -> list[int]:
+    """Returns the numbers of layers spread evenly over a model, the first and the last among them.
+
+    Args:
+        num_layers: number of layers that there are.
+        num_kept: number of layers wanted; of a single one, the first is returned.
+        name: of that number, for the message.
+
+    Raises:
+        ValueError: there are fewer layers.
+    """
+    if not 1 <= num_kept <= num_layers:
+        raise ValueError(f"{name}={num_kept} is invalid: expected 1 to {num_layers}, as many as the model has")
+    return [round(place * (num_layers - 1) / max(num_kept - 1, 1)) for place in range(num_kept)]
+
+
+def with_layers(model: Any, kept: Sequence[int]) -> Any:
+    """Returns a model of some of a model's layers. It shares the weights, and nothing else.
+
+    Its configuration says how many layers it has, and its layers count the slots of its cache anew.
+
+    Args:
+        model: a model of transformers that generates text; not changed.
+        kept: ascending numbers of layers, from 0 on.
+
+    Raises:
+        ValueError: there are no such layers, or the model's layers do not stand by themselves.
+    """
+    numbers = checked_layers(model, kept)
+    name, layers = layers_of(model)
+    count = len(layers)
+    copied = sharing_weights(model)
+    parent, _, own_name = name.rpartition(".")
+    chosen = [copied.get_submodule(f"{name}.{number}") for number in numbers]
+    setattr(copied.get_submodule(parent), own_name, nn.ModuleList(chosen))
+    for number, layer in enumerate(chosen):
+        for part in layer.modules():
+            if is_integer(getattr(part, "layer_idx", None)):
+                part.layer_idx = number
+    _shorten(text_config(copied), numbers, count)
+    return copied
+
+
+def sharing_weights(model: Any) -> Any:
+    """Returns a model of the same parameters and buffers, whose modules can be changed; no hooks come along."""
+    offloaded = [hook.weights_map for hook in hooks_of(model) if getattr(hook, "weights_map", None) is not None]
+    shared = {id(held): held for held in (*model.parameters(), *model.buffers(), *offloaded)}
+    copied = copy.deepcopy(model, shared)
+    without_hooks(copied)
+    return copied
+
+
+def _shorten(config: Any, kept: Sequence[int], count: int) -> None:
+    """Makes a configuration one of fewer layers: lists with an entry for each layer lose those of the others."""
+    for name, value in list(vars(config).items()):
+        if "layer" in name and isinstance(value, list | tuple) and len(value) == count:
+            setattr(config, name, [value[number] for number in kept])
+    config.num_hidden_layers = len(kept)

@@ -1,0 +1,196 @@
+"""A small language model as users know it as a drafter: made of a model, loaded, saved, and handed to `generate()`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ...core.checks import printable
+from ...core.refusals import DraftingRefused
+from ...core.tensors import device_of
+from ...hub.care import care, push_saved
+from ...hub.checkpoint import Checkpoint
+from ...hub.drafter_files import HUB_ARGUMENTS
+from ...runtime.target_limits import decoder_layers, text_config
+from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
+from ..base.draft_reads import Read, weights_of
+from ..base.loading_arguments import take_options
+from ..base.protocol import DraftCall, Drafter, Reader
+from ..base.special_tokens import ANY, AnySpecialTokens
+from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
+from .lm_reader import LMReader
+from .lm_session import CausalLMSession
+from .lm_trial import ability_of
+from .lm_vocabulary import shared_tokens, what_differs
+
+
+@dataclass(frozen=True)
+class CausalLMDrafterConfig:
+    """What transformers asks an assistant's configuration for."""
+
+    vocab_size: Any = ANY  # only ids that both vocabularies have are drafted, so it fits that of any target
+    is_encoder_decoder: bool = False
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        """Returns a configuration that a pipeline finds equal to any target's."""
+        return AnySpecialTokens(self)
+
+
+class CausalLMDrafter(nn.Module, Drafter):
+    """Drafting by a smaller language model with the target's tokenizer ("Fast Inference from Transformers via
+    Speculative Decoding"), as trees ("SpecInfer").
+
+        out = model.generate(**inputs, assistant_model=CausalLMDrafter(small_model))
+
+    The same model as a plain object, `assistant_model=small_model`, is transformers' own assisted decoding.
+
+    Args:
+        model: a causal language model; it is used as it is. It may serve as a target too.
+        tokenizer: the model's tokenizer. Where a call knows the target's, both are compared.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+
+    num_draft_steps = 32
+    takes_tree_builders = True
+    supposes = True
+    why_not_exported = (
+        "its folder is that of the language model itself, which other programs take as their draft model as it is"
+    )
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model={type(model).__name__} is invalid: expected a causal language model; "
+                "CausalLMDrafter.from_pretrained(name) loads one"
+            )
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.config = CausalLMDrafterConfig()
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CausalLMDrafter:
+        """Loads a language model as a drafter; no code of its repository is run.
+
+        Args:
+            pretrained_model_name_or_path: Folder or Hub name of the model.
+            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; all others
+                as `AutoModelForCausalLM.from_pretrained` takes them, such as `dtype`.
+
+        Raises:
+            OSError: There is no such folder or repository, or it holds no model.
+            ValueError: It is no causal language model of transformers, or an option is wrong.
+        """
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        with care().loading(name, bool(hub.get("local_files_only"))):
+            checkpoint = Checkpoint.open(name, subfolder, **hub)
+            reason = why_no_causal_lm(checkpoint)
+            if reason:
+                raise ValueError(f"{printable(name)} holds no causal language model: {reason}")
+            return cls.of_checkpoint(checkpoint, **kwargs)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> CausalLMDrafter:
+        """Loads a checkpoint that is known to hold a language model; see `from_pretrained`."""
+        known = option_names() | {option.name for option in cls.own_options}
+        for name in kwargs.keys() - known:  # all else is for transformers, which knows no drafting options
+            near = nearest_option(name, known)
+            if is_misspelt(name, near):
+                raise TypeError(f"{cls.__name__} has no drafting option {printable(name)}: the nearest is {near}")
+        own = {name: kwargs.pop(name) for name in known & kwargs.keys()}
+        drafter = cls(empty_model(checkpoint, **kwargs), load_tokenizer(checkpoint))
+        take_options(drafter, checkpoint.also(DRAFTING_OPTIONS), own, DRAFTING_OPTIONS)
+        drafter.check_options()
+        drafter.model = load_model(checkpoint, **kwargs)
+        return drafter
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes the model as it saves itself, with its tokenizer, and the drafting options in a file of their own.
+
+        The folder is one of the language model: `AutoModelForCausalLM` loads it too.
+
+        Args:
+            save_directory: Created if missing.
+            kwargs: As the model's own `save_pretrained` takes them.
+
+        Raises:
+            ValueError: A drafting option is wrong.
+        """
+        self.check_options()
+        self.model.save_pretrained(save_directory, **kwargs)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(save_directory)
+        self.generation_config.save_pretrained(save_directory, config_file_name=DRAFTING_OPTIONS)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub, in one commit; see `push_saved` for arguments and errors."""
+        return push_saved(self, repo_id, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options of a model that was saved without any."""
+        return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4, own=self.own_options)
+
+    def check(self, target: Any) -> None:
+        if self.model.training:
+            raise DraftingRefused(
+                "this model is in training mode, where dropout changes its drafts and takes the call's random numbers: "
+                "call drafter.eval()"
+            )
+        reason = ability_of(self.model).reason
+        if reason:
+            raise DraftingRefused(f"this model cannot draft: {reason}")
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        """Compares both tokenizers, where both are at hand.
+
+        Raises:
+            DraftingRefused: their ids stand for different tokens: what is drafted would mean something else.
+        """
+        if self.tokenizer is None or tokenizer is None:
+            return
+        reason = what_differs(self.tokenizer, tokenizer)
+        if reason:
+            raise DraftingRefused(
+                f"this drafter's tokenizer is not the target's: {reason}. Use a drafter with the target's tokenizer."
+            )
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        table, head = (part.weight for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings()))
+        untied = 0 if head is table else table.numel()
+        body = weights_of(self.model) - head.numel() - untied
+        looked_up = () if not untied else (Read("embedding", untied, 0, 1),)  # in memory; a few rows of it are read
+        return Read("layers", body, depth, width), Read("head", head.numel(), depth, width), *looked_up
+
+    def numbers_kept(self, length: int) -> int:
+        config = text_config(self.model)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * decoder_layers(config) * heads * head_dim * length)
+
+    def session(self, call: DraftCall) -> CausalLMSession:
+        return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
+
+    @property
+    def verifying_model(self) -> Any:
+        return self.model
+
+    def reader(self, rows: int, most_pending: int, taps: Sequence[int] = ()) -> Reader:
+        return LMReader(self.model, rows, ability_of(self.model).kinds, most_pending, taps)

@@ -1,0 +1,134 @@
+"""The folder of a language model that is to draft: whether it is one, and what is loaded of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...core.checks import few, printable
+from ...hub.checkpoint import Checkpoint
+from ...hub.pretrained_drafter import stored_options
+
+# Beside the generation_config.json of the language model itself, which is left to it.
+DRAFTING_OPTIONS = "drafting_config.json"
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of them is there
+_OF_TOKENIZERS = (*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+
+# What only drafters have that go with a certain target, whatever architecture they name: fields, and names of tensors.
+_FIELDS_OF_DRAFTERS = (
+    "speculators_model_type", "draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids",
+    "target_hidden_size", "num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config",
+    "markov_rank", "projector_type",
+)  # fmt: skip
+_TENSORS_OF_DRAFTERS = (
+    "fc.", "d2t", "t2d", "midlayer.", "mask_hidden", "hidden_norm.", "candidate_selector.", "markov_head.",
+)  # fmt: skip
+
+
+def why_no_causal_lm(checkpoint: Checkpoint) -> str:
+    """Returns why a checkpoint is no causal language model; an empty string if it is one."""
+    reason = why_not_by_config(checkpoint.config)
+    if reason:
+        return reason
+    return _told_marks([name for name in sorted(checkpoint.shapes) if name.startswith(_TENSORS_OF_DRAFTERS)])
+
+
+def why_not_by_config(config: Mapping[str, Any]) -> str:
+    """As `why_no_causal_lm`, as far as its config.json tells."""
+    model_type, named = config.get("model_type"), config.get("architectures")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    architectures = [known] if isinstance(known, str) else list(known or ())
+    if not isinstance(named, list) or not any(name in architectures for name in named):
+        return f"architectures={printable(named)} with model_type={printable(model_type)} names none of transformers"
+    marks = [name for name in _FIELDS_OF_DRAFTERS if config.get(name) is not None]
+    if config.get("block_size") is not None and config.get("mask_token_id") is not None:
+        marks += ["block_size", "mask_token_id"]
+    return _told_marks(marks)
+
+
+def _told_marks(marks: Sequence[str]) -> str:
+    return f"it has {few(marks)}, as drafters have that read a target's hidden states" if marks else ""
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns what is known of a language model as a drafter."""
+    config = checkpoint.config
+    options = stored_options(checkpoint.also(DRAFTING_OPTIONS) / DRAFTING_OPTIONS)
+    told = {"architecture": printable(config["architectures"]), "reads": "the text alone, no hidden states"}
+    sizes = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "vocab_size", "dtype", "torch_dtype")
+    told |= {name: printable(config[name]) for name in sizes if config.get(name) is not None}
+    return told | {printable(name): printable(value) for name, value in options.items() if value is not None}
+
+
+def empty_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    """Makes the model of a checkpoint without weights, on the meta device, and compares what the files hold with it.
+
+    Args:
+        kwargs: as `AutoModelForCausalLM.from_pretrained` takes them.
+
+    Raises:
+        ValueError: an argument asks for code of the repository, or for weights that differ from the files; or tensors
+            have other shapes than config.json says.
+    """
+    for name in ("trust_remote_code", "ignore_mismatched_sizes"):
+        if kwargs.get(name):
+            raise ValueError(f"{name}=True is invalid for a drafter: expected a model of transformers as it was saved")
+    config = kwargs.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    # Where weights are converted or packed, the files hold others than the model.
+    packed = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    if not packed and not get_model_conversion_mapping(model, kwargs.get("key_mapping"), add_legacy=False):
+        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        found = {name: shape for name, shape in checkpoint.shapes.items() if name in wanted}
+        wrong = [
+            f"{name} {list(shape)} instead of {list(wanted[name])}"
+            for name, shape in sorted(found.items())
+            if shape != wanted[name]
+        ]
+        if wrong:
+            raise _mismatch(checkpoint, model, f"of other shapes: {few(wrong)}")
+    return model
+
+
+def load_model(checkpoint: Checkpoint, **kwargs: Any) -> Any:
+    """Loads the model of a checkpoint, without code of it.
+
+    Args:
+        kwargs: as `AutoModelForCausalLM.from_pretrained` takes them, and `empty_model` allows them.
+
+    Raises:
+        ValueError: weights are missing or unknown, so that part of the model would be random or left out.
+    """
+    for name in ("trust_remote_code", "ignore_mismatched_sizes"):
+        kwargs.pop(name, None)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        checkpoint.with_weights(), trust_remote_code=False, output_loading_info=True, **kwargs
+    )
+    wrong = {"missing": found["missing_keys"], "unknown": found["unexpected_keys"]}
+    if told := "; ".join(f"{kind}: {few(sorted(names))}" for kind, names in wrong.items() if names):
+        raise _mismatch(checkpoint, model, told)
+    return model.eval()
+
+
+def _mismatch(checkpoint: Checkpoint, model: Any, told: str) -> ValueError:
+    return ValueError(
+        f"the weights of {printable(checkpoint.name)} do not match its config.json ({told}): expected all weights of a "
+        f"{type(model).__name__} and no others"
+    )
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Loads the tokenizer of a checkpoint; `None` if it has none."""
+    folder = checkpoint.also(*_OF_TOKENIZERS)
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return None
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,0 +1,57 @@
+"""What a language model can do as a drafter, as far as its class, its configuration and its cache tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+
+from ...core.cache_name import takes_cache
+from ...runtime.cache_slots import CacheSlots
+from ...runtime.target_limits import cache_layers, furthest_position, text_config, why_no_trees, why_refused
+from ...trees.tree_masks import AttentionKind, attention_kinds
+
+
+def kind_of(model: Any) -> tuple[Any, ...]:
+    """Returns what the time of a model's forwards depends on: its type and size, its dtype and its device."""
+    weights = sum(weight.numel() for weight in model.parameters())
+    return text_config(model).model_type, weights, model.dtype, model.device
+
+
+def empty_cache(model: Any) -> DynamicCache:
+    """Returns the cache that a model's forwards write into."""
+    return DynamicCache(config=text_config(model))
+
+
+def why_it_cannot_draft(model: Any) -> str:
+    """Returns why a model cannot draft at all; an empty string if it can."""
+    name = type(model).__name__
+    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+        return f"{name} has no output layer: expected a causal language model"
+    if model.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder: a drafter has only the text to read"
+    cache = empty_cache(model)
+    if getattr(model, "_is_stateful", False) or CacheSlots(cache).recurrent:
+        return f"{name} has recurrent layers: they cannot take back the tokens that the target rejects"
+    if not takes_cache(model):
+        return f"{name} keeps no keys and values: it would read the whole text for every drafted token"
+    reason = why_refused(model, cache)
+    return f"{name}: {reason}" if reason else ""
+
+
+def kinds_for_trees(model: Any) -> list[AttentionKind]:
+    """Returns the kinds of attention that need masks of their own.
+
+    Raises:
+        ValueError: the model reads no trees; the message says why.
+    """
+    cache = empty_cache(model)
+    reason = why_no_trees(model, cache)
+    if reason:
+        raise ValueError(reason)
+    return attention_kinds(text_config(model), [True] * len(cache_layers(cache)))
+
+
+def most_tokens(model: Any) -> int:
+    """Returns the number of tokens that a model has positions for."""
+    return furthest_position(model)

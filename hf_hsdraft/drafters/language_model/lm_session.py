@@ -1,0 +1,198 @@
+"""The session of a language model that drafts: what it has read of the texts of a call, and what it drafts next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.draft_tree import DraftTree
+from ...core.tensors import device_of
+from ...trees.builder_registry import TREE_BUILDERS
+from ...trees.tree_builders import TreeLimits
+from ...trees.tree_masks import AttentionKind
+from ..base.draft_options import DraftOptions
+from ..base.protocol import Accepted, Ask, DraftCall, Session
+from .lm_expansion import LMExpansion
+from .lm_limits import kind_of
+from .lm_texts import LMTexts, groups_of_rows, shared_length
+
+
+@dataclass(frozen=True)
+class LMMemory:
+    """What a language model has read of one text; it lies on the target's cache.
+
+    Attributes:
+        tokens: the text, as far as it was read.
+        texts: the text in the model's cache. Whoever goes on from it takes a copy.
+    """
+
+    tokens: tuple[int, ...] = ()
+    texts: LMTexts | None = None
+
+    def __reduce__(self) -> Any:
+        """A cache that is stored forgets what the drafter had read."""
+        return LMMemory, ()
+
+    def __deepcopy__(self, memo: Any) -> LMMemory:
+        return self  # nothing in it is ever changed
+
+
+@dataclass
+class _Text:
+    """A text of the call.
+
+    Attributes:
+        tokens: all that is known of it, the root included.
+        lost: whether it holds a token that the model does not know. Nothing is drafted for it from there on.
+        supposed: tokens after these that may be taken back; the last one is the root then.
+        read: tokens that are in the model's cache.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    lost: bool = False
+    supposed: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+
+    @property
+    def known(self) -> list[int]:
+        """The text with what is supposed of it."""
+        return self.tokens + self.supposed if self.supposed else self.tokens
+
+
+class CausalLMSession(Session):
+    """Drafts trees, or chains, token by token with a language model.
+
+    Args:
+        model: the language model; not changed.
+        call: that it drafts for.
+        vocab_size: number of tokens that both model and target know.
+        kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
+    """
+
+    def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
+        self._model, self._options, self._vocab_size = model, call.options, vocab_size
+        self.kind = kind_of(model)
+        fits = call.foresight is not None and vocab_size <= call.foresight.vocab_size
+        self._foresight = call.foresight if fits and not call.options.drawn else None
+        self._texts = [_Text() for _ in range(call.rows)]
+        self._kinds = kinds
+        self._groups = [self._begin(group) for group in groups_of_rows(call.rows, kinds)]
+        self._resumed: LMMemory | None = None
+
+    def _begin(self, rows: Sequence[int]) -> LMTexts:
+        """Returns some texts of the call, of which nothing has been read."""
+        return LMTexts(self._model, rows, self._kinds, self._most_drafted)
+
+    @property
+    def _most_drafted(self) -> int:
+        """The greatest number of drafted tokens of a text that the model reads."""
+        return max(self._options.depth * self._options.beam_width, self._options.tree_size)
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
+        wanted = {ask.row: ask for ask in asks if ask.depth > 0 and self._knows(ask)}
+        for texts in self._groups:
+            self._take_back(texts)
+            depths = self._depths(texts, wanted)
+            if depths:
+                trees.update(self._of_group(texts, depths, next(iter(wanted.values()))))
+        return list(trees.values())
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            text = self._texts[each.row]
+            new = [*each.earlier, *each.tokens]
+            text.tokens += new
+            text.supposed = []
+            text.lost |= not all(0 <= token < self._vocab_size for token in new)
+        memory, self._resumed = self._resumed, None
+        if memory is not None and tuple(self._texts[0].tokens[: len(memory.tokens)]) == memory.tokens:
+            assert memory.texts is not None
+            self._groups = [memory.texts.copied()]
+            self._texts[0].read = list(memory.tokens)
+
+    def suppose(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            self._texts[each.row].supposed = list(each.tokens)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for texts in self._groups:
+            texts.keep(rows)
+        self._groups = [texts for texts in self._groups if texts.rows]
+
+    def memory(self, length: int) -> LMMemory | None:
+        if len(self._texts) > 1 or not self._groups or self._texts[0].lost:
+            return None
+        [texts], [text] = self._groups, self._texts
+        return LMMemory(tuple(text.read), texts)
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Goes on from a memory, once the text is known to begin as the one that was read."""
+        texts = memory.texts if isinstance(memory, LMMemory) else None
+        alike = [type(texts)] == [type(group) for group in self._groups]  # what was read otherwise is another text
+        if alike and texts is not None and texts.fits(self._model, self._most_drafted):
+            self._resumed = memory
+
+    def _knows(self, ask: Ask) -> bool:
+        text = self._texts[ask.row]
+        if text.lost or not text.tokens or text.known[-1] != ask.root:
+            return False
+        return all(0 <= token < self._vocab_size for token in text.supposed)
+
+    def _take_back(self, texts: LMTexts) -> None:
+        """Drops what was read of tokens that were supposed and did not come. The root is always read anew."""
+        lengths = []
+        for row in texts.rows:
+            text = self._texts[row]
+            lengths.append(max(min(shared_length(text.read, text.known), len(text.known) - 1), 0))
+            del text.read[lengths[-1] :]
+        if lengths != texts.kept:
+            texts.cut(lengths)
+
+    def _depths(self, texts: LMTexts, wanted: dict[int, Ask]) -> dict[int, int]:
+        """How deep to draft for each text of a group: as far as it is wanted and the model has positions."""
+        depths = {}
+        for place, row in enumerate(texts.rows):
+            if row in wanted:
+                unread = len(self._texts[row].known) - texts.kept[place]
+                depth = min(wanted[row].depth, self._options.depth, texts.room(place) - unread + 1)
+                if depth > 0:
+                    depths[row] = depth
+        return depths
+
+    def _of_group(self, texts: LMTexts, depths: dict[int, int], ask: Ask) -> dict[int, DraftTree]:
+        """The trees of some texts of a group. All texts of it are in each forward; the others add nothing to it."""
+        options = self._options
+        if (ask.chain or not self._kinds) and options.beam_width > 1:
+            options = options.as_chain()
+        options = options.shared_by(ask.sharing)
+        tokens = [
+            self._texts[row].known[kept:] if row in depths else []
+            for row, kept in zip(texts.rows, texts.kept, strict=True)
+        ]
+        depth = max(depths.values())
+        limits = TreeLimits(
+            options.tree_size, options.beam_width, options.threshold, [depths.get(row, depth) for row in texts.rows]
+        )
+        roots = torch.tensor([self._texts[row].known[-1] for row in texts.rows], device=device_of(self._model))
+        first = texts.read(tokens)
+        for row in depths:
+            self._texts[row].read = list(self._texts[row].known)
+        try:
+            expansion = self._expansion(texts, first, depth, options)
+            vocab_ids = torch.arange(self._vocab_size, device=first.device)
+            trees = TREE_BUILDERS[options.tree_builder](expansion, roots.to(first.device), vocab_ids, limits)
+        finally:
+            texts.forget()
+        return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
+
+    def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
+        temperature = options.draw_temperature
+        race = None
+        if self._foresight is not None:
+            vocab_ids = torch.arange(self._vocab_size, device=first.device)
+            race = self._foresight.race(texts.rows, depth, vocab_ids)
+        return LMExpansion(texts, first, depth, self._vocab_size, temperature, race)

@@ -1,0 +1,46 @@
+"""Whether a drafter writes the tokens that its target means: both vocabularies, compared."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ...core.checks import few, printable
+from ...runtime.text_configs import text_config
+
+_NAMED = 3  # differences that a message names
+
+
+def what_differs(own: Any, targets: Any) -> str:
+    """Returns how two tokenizers differ; an empty string if every id that both have stands for the same token.
+
+    One of them may have further tokens: their ids are unknown to the other one.
+
+    Args:
+        own: the drafter's tokenizer.
+        targets: the target's.
+    """
+    known = _compared.setdefault(own, weakref.WeakKeyDictionary())
+    if targets not in known:
+        known[targets] = _difference(own.get_vocab(), targets.get_vocab())
+    return known[targets]
+
+
+def shared_tokens(model: Any, target: Any) -> int:
+    """Returns the number of tokens that a language model and its target both know: the first ids."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    return min(text_config(model).vocab_size, text_config(target).vocab_size, rows)
+
+
+def _difference(own: dict[str, int], targets: dict[str, int]) -> str:
+    by_id = {index: token for token, index in targets.items()}
+    other = {index: token for token, index in own.items() if by_id.get(index, token) != token}
+    if not other:
+        return ""
+    told = [
+        f"{index} is {printable(other[index])!r}, the target's {printable(by_id[index])!r}" for index in sorted(other)
+    ]
+    return f"{len(other):,} of {len(own):,} token ids stand for other tokens: {few(told, _NAMED)}"
+
+
+_compared: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, str]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,367 @@
+"""A drafter for all calls of a model, so that tools which call `generate()` themselves draft too.
+
+    attach(model, drafter, **loading) -> Attachment   # a drafter, or its Hub name or folder
+    detach(model) -> None
+    attached(model) -> Attachment | None
+    with attach(model, drafter) as attachment: ...
+    attachment.drafter, attachment.detach(), attachment.reset()
+    attachment.statistics  # a copy: AttachmentStatistics(calls, new_tokens, tau, seconds, stepped_aside, ...)
+    attachment.last        # DraftStatistics of the drafted call that ended last, or None
+
+Where a call asks for nothing else, `generate()` decodes by `GenerationMixin._sample`. This method is wrapped: for a
+model with an attachment it drafts, and for every other model it is what it was. So nothing changes about the model,
+neither its class nor its attributes, and `generate()` checks and prepares a call exactly as it does without a drafter.
+Calls that decode otherwise (beams, another assistant, `custom_generate`) never come here.
+
+Attachments are kept beside the models, by identity. A copy or a pickle of a model has no attachment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
+from transformers.utils import logging
+
+from ..core.refusals import DraftingRefused
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Drafter
+from ..engine.call_checks import check_drafter, told_of_class
+from ..engine.call_output import DraftStatistics
+from ..engine.decoding import speculative_decoding
+from ..runtime.capture_hooks import no_hooks_left
+from ..runtime.fingerprint import fingerprint
+from .by_name import follow, load_for
+
+logger = logging.get_logger(__name__)
+
+_CUSTOM = "custom_generate is given"
+_BATCHING = (
+    "continuous batching (generate_batch, init_continuous_batching, `transformers serve --continuous-batching`) "
+    "decodes by itself and never drafts"
+)
+
+
+@dataclass
+class AttachmentStatistics:
+    """What the calls of a model did since a drafter was attached, or since `Attachment.reset`.
+
+    Attributes:
+        calls: number of drafted calls that have ended well.
+        new_tokens: tokens that they emitted, of all rows.
+        target_forwards: their forwards of the target, the prompts' included.
+        row_forwards: the same, each counted for every row that was still growing.
+        accepted_tokens: tokens among the emitted ones that were drafted.
+        drafted_nodes: drafted tokens that the target verified.
+        seconds: wall-clock time that these calls took to decode, in all.
+        exact: whether all of their texts have the target's own distribution; see [`DraftStatistics`].
+        relaxed_tokens: tokens that a lossy rule accepted in place of the target's own.
+        stepped_aside: number of calls that were decoded without drafts, by reason.
+    """
+
+    calls: int = 0
+    new_tokens: int = 0
+    target_forwards: int = 0
+    row_forwards: int = 0
+    accepted_tokens: int = 0
+    drafted_nodes: int = 0
+    seconds: float = 0.0
+    exact: bool = True
+    relaxed_tokens: int = 0
+    stepped_aside: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tau(self) -> float:
+        """Tokens that the drafted calls emitted per target forward and row; plain decoding has exactly 1."""
+        return self.new_tokens / max(self.row_forwards, 1)
+
+
+class Attachment:
+    """A drafter that drafts in all calls of one model; made by [`attach`].
+
+    As a context manager it ends with the block. An attachment that the model had before is back then.
+
+    Args:
+        model: whose calls are drafted for.
+        drafter: what proposes.
+        owned: whether nobody else holds the drafter. Then it follows the model to another device and dtype.
+
+    Attributes:
+        drafter: what proposes. Its options may be changed between calls.
+        last: statistics of the drafted call that ended last; `None` before the first one.
+    """
+
+    def __init__(self, model: Any, drafter: Drafter, owned: bool = False) -> None:
+        self.drafter = drafter
+        self.last: DraftStatistics | None = None
+        self._model, self._owned = weakref.ref(model), owned
+        self._statistics, self._lock = AttachmentStatistics(), threading.Lock()
+        self._failed: dict[int, str] = {}  # why a call ended in the middle of its text, by what the model was made of
+        self._before, self._in_block = _attachments.get(model), False
+        if self._before is not None and not self._before._in_block:
+            self._before._before = None  # it was replaced for good
+
+    @property
+    def statistics(self) -> AttachmentStatistics:
+        """What the calls did so far; a copy, which does not change any more."""
+        with self._lock:
+            return replace(self._statistics, stepped_aside=dict(self._statistics.stepped_aside))
+
+    def reset(self) -> None:
+        """Lets the statistics begin anew."""
+        with self._lock:
+            self._statistics, self.last = AttachmentStatistics(), None
+
+    def detach(self) -> None:
+        """Ends the attachment, if the model still has it."""
+        model = self._model()
+        if model is not None and _attachments.get(model) is self:
+            del _attachments[model]
+
+    def __enter__(self) -> Attachment:
+        self._in_block = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        model = self._model()
+        if model is not None and _attachments.get(model) is self:
+            self.detach()
+            if self._before is not None:
+                _attachments[model] = self._before
+
+    def step_aside(self, reason: str) -> None:
+        """Counts a call that is decoded without drafts, and logs the reason when it is a new one."""
+        with self._lock:
+            counts = self._statistics.stepped_aside
+            counts[reason] = counts.get(reason, 0) + 1
+            first = counts[reason] == 1
+        if first:
+            logger.warning(f"a call of generate() is decoded without the attached drafter: {reason}")
+
+    def decode(self, plainly: Callable[..., Any], target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """Decodes a call with drafts, or plainly if it is refused.
+
+        Args:
+            plainly: what decodes without drafts.
+            target: the model.
+            input_ids, kwargs: what `generate()` hands to its decoding method.
+        """
+        statistics, began = DraftStatistics(), time.perf_counter()
+        refusals: list[DraftingRefused] = []
+        try:
+            self._check(target, **kwargs)
+            with no_hooks_left(target):
+                output = speculative_decoding(
+                    target, self.drafter, input_ids, statistics=statistics, refused=refusals.append, **kwargs
+                )
+        except DraftingRefused as refusal:
+            if statistics.target_forwards:  # the text has begun: this is a fault of the target
+                self._failed[fingerprint(target)] = str(refusal)
+                raise
+            self.step_aside(refusal.of_attached())
+            return plainly(target, input_ids, **kwargs)
+        if refusals:
+            self.step_aside(refusals[0].of_attached())
+        else:
+            self._count(statistics, time.perf_counter() - began)
+        return output
+
+    def _check(self, target: Any, generation_config: Any, **_: Any) -> None:
+        """Raises a DraftingRefused for what only plain decoding can do, and lets an own drafter follow the model."""
+        if self._failed and (why := self._failed.get(fingerprint(target))):
+            raise DraftingRefused(f"an earlier call ended in the middle of its text: {why}")
+        if generation_config.is_assistant:
+            raise DraftingRefused("the model is the assistant of another one in this call")
+        if target.training:
+            _check_training(target)
+        try:
+            DraftOptions.of(self.drafter, generation_config)
+        except ValueError as error:
+            DraftOptions.of(self.drafter)  # its own options are wrong: that is an error
+            raise DraftingRefused(f"the call sets a drafting option: {error}") from error
+        if self._owned:
+            follow(self.drafter, target)
+
+    def _count(self, done: DraftStatistics, seconds: float) -> None:
+        with self._lock:
+            total = self._statistics
+            total.calls += 1
+            total.new_tokens += done.new_tokens
+            total.target_forwards += done.target_forwards
+            total.row_forwards += done.row_forwards
+            total.accepted_tokens += sum(done.accepted_lengths)
+            total.drafted_nodes += sum(done.drafted_nodes)
+            total.seconds += seconds
+            total.exact = total.exact and done.exact
+            total.relaxed_tokens += done.relaxed_tokens
+            self.last = done
+
+
+_attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(model: Any, drafter: Drafter | str | os.PathLike[str], **loading: Any) -> Attachment:
+    """Lets all calls of `model.generate()` draft from now on; their text stays the same.
+
+    A call is decoded without the drafter, as if nothing were attached, where it asks for beams, another assistant,
+    prompt lookup or `custom_generate`, and where drafting is refused, for instance because of its cache. So is
+    continuous batching. The reason is logged once and counted in `Attachment.statistics`.
+
+    Args:
+        model: a model of transformers with `generate()`, also inside a PEFT model, `torch.compile` or a data-parallel
+            wrapper. An attachment that it already has is replaced.
+        drafter: a drafter, or the Hub name or folder of one. A drafter that is loaded here follows the model to another
+            device and dtype.
+        loading: with a name, further arguments of `AutoDrafter.from_pretrained`, such as `revision` or `subfolder`.
+
+    Returns:
+        the attachment: for `with`, statistics and `detach`.
+
+    Raises:
+        TypeError: this is no model with `generate()`, or no drafter.
+        OSError: there is no such folder or repository, or it holds no drafter.
+        ValueError: the drafter was made for another target, one of its options is wrong, or the model decodes in a way
+            of its own.
+    """
+    target = _decoding_model(model)
+    _check_decoding(target)
+    named = isinstance(drafter, str | os.PathLike)
+    if isinstance(drafter, str | os.PathLike):
+        drafter = load_for(target, drafter, **loading)
+    elif loading:
+        raise TypeError(f"attach() takes {', '.join(sorted(loading))} only with the name of a drafter")
+    if isinstance(drafter, type):
+        raise TypeError(told_of_class(drafter))
+    if not isinstance(drafter, Drafter):
+        raise TypeError(
+            f"{type(drafter).__name__} is no drafter: expected one of hf_hsdraft, or its Hub name or folder"
+        )
+    check_drafter(drafter, target)
+    DraftOptions.of(drafter)
+    attachment = Attachment(target, drafter, owned=named)
+    _attachments[target] = attachment
+    if getattr(target, "_cached_continuous_batching_manager", None) is not None:
+        attachment.step_aside(_BATCHING)
+    return attachment
+
+
+def detach(model: Any) -> None:
+    """Ends the attachment of a model. Nothing happens if it has none."""
+    _attachments.pop(_decoding_model(model), None)
+
+
+def attached(model: Any) -> Attachment | None:
+    """Returns the attachment of a model; `None` if it has none."""
+    return _attachments.get(_decoding_model(model))
+
+
+def allow_attachments() -> None:
+    """Makes `attach` work. Idempotent; calls of models without an attachment pass straight through."""
+    if getattr(GenerationMixin._sample, "_hsdraft_attachments", None) is _attachments:
+        return
+    GenerationMixin._sample = _hooked_sampling(GenerationMixin._sample)
+    for name, reason in (
+        ("_validate_generation_mode", _reason_of_mode),
+        ("_extract_generation_mode_kwargs", _reason_of_callable),
+        ("load_custom_generate", lambda *_, **__: _CUSTOM),
+        ("init_continuous_batching", lambda *_, **__: _BATCHING),
+    ):
+        setattr(GenerationMixin, name, _counting(getattr(GenerationMixin, name), reason))
+
+
+def _hooked_sampling(original: Any) -> Any:
+    @functools.wraps(original)
+    def _sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        attachment = _attachments.get(self)
+        if attachment is None or args:  # `generate()` gives names to the other arguments
+            return original(self, input_ids, *args, **kwargs)
+        return attachment.decode(original, self, input_ids, **kwargs)
+
+    _sample._hsdraft_attachments = _attachments  # type: ignore[attr-defined]
+    return _sample
+
+
+def _counting(original: Any, reason_of: Callable[..., str]) -> Any:
+    """A method of `generate()` that also counts calls which will not come to `_sample`, by the reason that is found."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        attachment = _attachments.get(self)
+        reason = reason_of(*args, **kwargs) if attachment is not None else ""
+        if attachment is not None and reason:
+            attachment.step_aside(reason)
+        return result
+
+    return method
+
+
+def _reason_of_mode(generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> str:
+    """Why a call of this mode does not come to `_sample`; empty if it does, or if `custom_generate` is counted."""
+    if generation_mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE):
+        return f"the call decodes by {generation_mode.value.replace('_', ' ')}"
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        return ""
+    if generation_mode_kwargs.get("assistant_model") is not None:
+        return "the call has an assistant_model of its own"
+    fields = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
+    return f"the call sets {next((name for name in fields if getattr(generation_config, name, None)), 'an assistant')}"
+
+
+def _reason_of_callable(custom_generate: Any, *_: Any, **__: Any) -> str:
+    return _CUSTOM if callable(custom_generate) else ""
+
+
+def _decoding_model(model: Any) -> Any:
+    """The model whose `generate()` runs in the end, out of the wrappers that hand the call on."""
+    while isinstance(model, torch.nn.Module) and not isinstance(model, GenerationMixin):
+        names = ("base_model", "model", "_orig_mod", "module")  # of PEFT, `torch.compile` and data-parallel wrappers
+        inner = next((model._modules[name] for name in names if name in model._modules), None)
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def _check_decoding(target: Any) -> None:
+    """Raises an error for a model of which no call could ever be drafted for."""
+    name = type(target).__name__
+    if not isinstance(target, GenerationMixin):
+        raise TypeError(
+            f"{name} has no generate() of transformers: expected a model such as AutoModelForCausalLM loads"
+        )
+    if type(target)._sample is not GenerationMixin._sample or any(map(_samples_itself, _own_methods(type(target)))):
+        raise ValueError(f"{name} cannot be drafted for: it decodes in a way of its own, which a draft does not follow")
+
+
+def _own_methods(kind: type) -> Iterator[Any]:
+    """The functions that a model's classes define beside those of transformers' `generate()`."""
+    for base in kind.__mro__:
+        if base is not GenerationMixin:
+            yield from filter(inspect.isfunction, vars(base).values())
+
+
+def _samples_itself(method: Any) -> bool:
+    """Whether a method calls `_sample` by itself, for other texts than those that `generate()` prepares."""
+    return "_sample" in inspect.unwrap(method).__code__.co_names
+
+
+def _check_training(target: Any) -> None:
+    """Raises a DraftingRefused where a model in training mode draws numbers in its forwards, or keeps no cache."""
+    if getattr(target, "is_activation_checkpointing", False):
+        raise DraftingRefused("the model trains with gradient checkpointing, which keeps no cache")
+    for module in target.modules():
+        dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
+        named = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
+        if module.training and (dropout or any(value > 0 for value in named)):
+            raise DraftingRefused("the model is in training mode with dropout, so that no forward repeats another")

@@ -1,0 +1,84 @@
+"""Keys and values of a single text in tensors that never change their size or place, as compiled forwards need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.attention import shared_attention
+
+
+class StaticText:
+    """A context of a trunk for one forward, over rooms that outlive it. Nothing of it is read back from the device.
+
+    Args:
+        keys, values: of each layer, `[kv_heads, room, head_dim]`; written to.
+        window: positions that are attended to, the own one included; `None` for all.
+        columns: pairs that are read, more than are real.
+        place: `[2]`, int64, on the device: how many positions have been read, and how many columns are real.
+
+    Attributes:
+        starts: `[1]`, the last real column.
+    """
+
+    def __init__(
+        self,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        window: int | None,
+        columns: int,
+        place: torch.Tensor,
+    ) -> None:
+        self._keys, self._values, self._window = keys, values, window
+        held, count = place.split(1)
+        self._places = held + torch.arange(columns, device=place.device)
+        self.starts, self._last = count - 1, held + count - 1
+
+    def reading(self) -> Any:
+        return partial(self._attend, self._places)
+
+    def rolling(self, step: int, chains: int) -> Any:
+        return partial(self._attend, self._last + step)
+
+    def _attend(
+        self,
+        places: torch.Tensor,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Keeps keys and values at `places` `[n]`; the queries are of these, or of some `rows` of them."""
+        held_keys, held_values = self._keys[layer], self._values[layer]
+        held_keys.index_copy_(1, places, keys.to(held_keys.dtype))  # autocast may have made them others
+        held_values.index_copy_(1, places, values.to(held_values.dtype))
+        at = (places if rows is None else places[rows])[:, None]
+        columns = torch.arange(held_keys.shape[1], device=places.device)
+        seen = columns <= at
+        if self._window is not None:
+            seen = seen & (columns > at - self._window)
+        return shared_attention(queries, held_keys, held_values, seen)
+
+
+def keep_in_place(*parts: Any) -> None:
+    """Tells the compiler that all tensors of some structures stay where they are: a recorded graph reads them there."""
+    for tensor in _tensors(parts):
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    """All tensors that a plain structure is made of, those that its functions have bound among them."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, tuple | list):
+        for each in part:
+            yield from _tensors(each)
+    elif callable(part) and getattr(part, "__closure__", None):
+        yield from _tensors([cell.cell_contents for cell in part.__closure__])
+    elif hasattr(part, "__dict__") and not isinstance(part, type | nn.Module):
+        yield from _tensors(list(vars(part).values()))

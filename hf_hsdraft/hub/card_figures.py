@@ -1,0 +1,161 @@
+"""The figures of a card: speed, acceptance of chains, and what training measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..verify.registry import is_lossy
+from .markdown import cell, code, table
+
+GAP = "not measured"
+
+
+_SPEED = (
+    "tau: tokens emitted per target forward, bonus included (plain decoding: 1). speed-up: tokens/s over plain "
+    "`generate()`, same settings and process, alternating. identical: texts equal to those of plain `generate()`."
+)
+_CHAINS = (
+    "A chain of k drafts k tokens a round, each after the one before: no tree, no n-grams, no reuse. Acceptance "
+    "length: tokens emitted per verifying forward, the bonus token included and the prompt's forward not: 1 + accepted "
+    "drafted tokens / rounds. No chain is longer than the drafter drafts."
+)
+
+
+def is_chain(variant: str) -> bool:
+    """Whether a variant of `hsdraft bench` drafts chains of a fixed length and nothing else."""
+    return _chain_length(variant) > 0
+
+
+def _chain_length(variant: str) -> int:
+    match = re.fullmatch(r"(?:.*: )?chain(\d{1,2})", variant)
+    return int(match[1]) if match else 0
+
+
+def figures_section(training: Mapping[str, Any] | None, benchmarks: Sequence[Mapping[str, Any]], name: str) -> str:
+    """What was measured, with definitions and commands; a visible gap where nothing was.
+
+    Args:
+        training: figures of the training run.
+        benchmarks: entries of `figures.json`.
+        name: of the drafter, for the commands.
+    """
+    measured = [variant for benchmark in benchmarks for variant in benchmark["ours"]]
+    blocks = [_SPEED, *(_benchmark(benchmark, name) for benchmark in benchmarks)]
+    blocks += [] if any(not is_chain(variant) for variant in measured) else [f"Speed: {GAP}."]
+    blocks += [] if any(is_chain(variant) for variant in measured) else [f"Acceptance of chains: {GAP}."]
+    if training is not None:
+        blocks.append(_held_out(training))
+    return "\n\n".join(blocks)
+
+
+def _benchmark(benchmark: Mapping[str, Any], drafter: str) -> str:
+    settings, ours = benchmark["settings"], benchmark["ours"]
+    threads = f"{settings['threads']} thread{'s' if settings['threads'] != 1 else ''}"
+    how = (
+        f"**{settings['dtype']}, {settings['max_new_tokens']} new tokens.** {settings['questions']} prompts of "
+        f"{cell(settings.get('prompts') or 'a file that is not named')}, {_drawn(settings)}, "
+        f"target {cell(settings.get('target') or 'not named')}; {cell(settings['processor'])}, "
+        f"{threads}, device {settings['device']}; torch {settings['torch']}, transformers {settings['transformers']}."
+    )
+    trees = [variant for variant in ours if not is_chain(variant)]
+    chains = sorted((variant for variant in ours if is_chain(variant)), key=_chain_length)
+    blocks = [how, *(_speed(benchmark, trees) if trees else []), *(_acceptance(benchmark, chains) if chains else [])]
+    return "\n\n".join([*blocks, f"```bash\n{cell(settings['command'])} --drafter {drafter}\n```"])
+
+
+def _speed(benchmark: Mapping[str, Any], ours: Sequence[str]) -> list[str]:
+    """Speed of the drafter's variants beside others, and by category of the first one."""
+    settings = benchmark["settings"]
+    rows = [
+        [
+            _shape(name, settings) if name in ours else f"{name} (for comparison)",
+            f"{row['tau']:.2f}",
+            f"{row['speed_up']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            "no comparison" if row["identical"] is None else f"{row['identical']} of {settings['questions']}",
+        ]
+        for name, row in benchmark["summary"].items()
+        if not is_chain(name)
+    ]
+    best = benchmark["by_category"].get(ours[0], {})
+    shown = ", ".join(f"{name or 'none'} {row['tau']:.2f} ({row['speed_up']:.2f})" for name, row in best.items())
+    by_category = [f"tau (speed-up) of {code(ours[0])} by category: {cell(shown)}."] if shown else []
+    return [table(["", "tau", "speed-up", "tokens/s", "identical"], rows), *by_category]
+
+
+def _acceptance(benchmark: Mapping[str, Any], chains: Sequence[str]) -> list[str]:
+    """Acceptance lengths of chains, by category, and how often each depth of the longest one is accepted.
+
+    Args:
+        chains: variants, shortest first.
+    """
+    groups = benchmark["by_category"]
+    rows = [("all prompts", [benchmark["summary"][name] for name in chains])]
+    categories = list(groups.get(chains[0], {}))
+    if len(categories) > 1:
+        rows += [(each or "none", [groups.get(name, {}).get(each, {}) for name in chains]) for each in categories]
+    lengths = [(title, *(shown_figure(row, "acceptance_length", ".2f") for row in found)) for title, found in rows]
+    shares = benchmark["round"].get(chains[-1], {})
+    depths = range(1, _chain_length(chains[-1]) + 1)
+    reached = {depth: shares.get(f"depth_{depth}", 0.0) for depth in depths}  # what was never accepted is not listed
+    after = {depth: reached[depth] / before if (before := reached.get(depth - 1, 1.0)) else None for depth in depths}
+    by_depth = [
+        ("accepted, of all rounds", *(f"{reached[depth]:.2f}" for depth in depths)),
+        ("accepted, where all before were", *(GAP if each is None else f"{each:.2f}" for each in after.values())),
+    ]
+    return [
+        _CHAINS,
+        table(["acceptance length", *(f"k = {_chain_length(name)}" for name in chains)], lengths),
+        f"Of {code(chains[-1])}, by depth:",
+        table(["drafted token", *map(str, depths)], by_depth),
+    ]
+
+
+def _drawn(settings: Mapping[str, Any]) -> str:
+    if not settings.get("do_sample"):
+        return "greedy decoding (which draws nothing, so there is no seed)"
+    top_k = settings.get("top_k")
+    among = "" if top_k is None else " from all tokens" if top_k == 0 else f" from the {cell(top_k)} likeliest tokens"
+    return f"sampling at temperature {cell(settings.get('temperature'))}{among}, seed {cell(settings.get('seed'))}"
+
+
+def _shape(variant: str, settings: Mapping[str, Any]) -> str:
+    """A variant's name with what it stands for."""
+    try:
+        options = settings["variants"][variant]
+        nodes, depth, width = (options[name] for name in ("tree_size", "num_assistant_tokens", "beam_width"))
+    except (KeyError, TypeError):
+        return variant
+    lossy = ", lossy" if is_lossy(options.get("verification")) else ""
+    return f"{variant} ({depth} deep{lossy})" if width == 1 else f"{variant} ({nodes} nodes, {depth} deep{lossy})"
+
+
+def _held_out(training: Mapping[str, Any]) -> str:
+    history = training["history"]
+    last: Mapping[str, Any] = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+    depths = sorted(int(key.rpartition("_")[2]) for key in last if re.fullmatch(r"eval_accuracy_\d{1,3}", key))
+    accuracy = table(
+        ["depth", "first choice right, true tokens given", "some node of the tree accepted, where all above were"],
+        [
+            (f"{depth}", shown_figure(last, f"eval_accuracy_{depth}"), shown_figure(last, f"eval_acceptance_{depth}"))
+            for depth in depths
+        ],
+    )
+    sizes = training.get("held_out")
+    size = f" ({cell(sizes)})" if isinstance(sizes, str) else ""
+    return (
+        f"**Held-out conversations of the training run{size}.** tau {shown_figure(last, 'eval_tau')} (greedy, by "
+        f"generating); loss {shown_figure(last, 'eval_loss')} nats. What training computes and what decoding uses "
+        f"differ by {shown_figure(last, 'eval_parity')} at most (total variation of the distributions, 0 is none). A "
+        f"drafter that this run started from may have seen them.\n\n{accuracy}"
+    )
+
+
+def shown_figure(entry: Mapping[str, Any], name: str, digits: str = ".4g") -> str:
+    """A figure of an entry in so many digits, or that it was not measured."""
+    value = entry.get(name)
+    return (
+        f"{value:{digits}}" if isinstance(value, int | float) and abs(value) < 1e300 else GAP
+    )  # nor if it is no number

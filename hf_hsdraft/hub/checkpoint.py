@@ -1,0 +1,307 @@
+"""A drafter's files in a format of somebody else: found, looked at and checked before anything is allocated.
+
+Only configuration and weights are fetched, never code. Weights on the Hub are fetched when they are read. Their names
+and shapes are seen before that, by the headers of the files. Older files, which are pickled, have no such headers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, SafetensorsParsingError
+from huggingface_hub.utils import SafetensorsFileMetadata
+from safetensors import SafetensorError, safe_open
+
+from ..core.checks import few, printable
+from .drafter_files import (
+    CONFIG,
+    INDEX,
+    OPTIONS,
+    REFINER,
+    WEIGHTS,
+    DamagedFile,
+    checked_numbers,
+    find_folder,
+    listed_files,
+    read_json,
+    weight_files,
+)
+
+_PICKLED = "pytorch_model.bin"
+LOOSE_MASK = "mask_embedding.pt"  # of some block drafters: the embedding of a mask, beside the weights
+_MOST_NUMBERS = 2**40  # of a tensor; a header that says more is damaged
+_WEIGHTS = {"F64", "F32", "F16", "BF16"}  # dtypes of weights, as headers name them
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PREFIX = "model."  # NeMo AutoModel puts it before the names of all tensors but the head's
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a configuration and weights, whoever wrote them.
+
+    Attributes:
+        name: folder or Hub name that was asked for.
+        folder: where the files are.
+        config: what its config.json holds.
+        subfolder: of the repository, where the files are.
+        hub: what the Hub was asked with; empty for a folder here.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    subfolder: str = ""
+    hub: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, name: str | os.PathLike[str], subfolder: str = "", **hub: Any) -> Checkpoint:
+        """Finds a checkpoint. Of one on the Hub, all but the weights is fetched.
+
+        Args:
+            name: folder or Hub name.
+            subfolder: where the files are in it.
+            hub: what to ask the Hub with, of `HUB_ARGUMENTS`.
+
+        Raises:
+            OSError: there is no such folder or repository, or it holds no configuration.
+            DamagedFile: the configuration is damaged.
+        """
+        wanted = (CONFIG, OPTIONS, LOOSE_MASK, INDEX, *REFINER)
+        folder = find_folder(name, wanted, subfolder, **hub)
+        if os.path.isdir(name):
+            return cls(os.fspath(name), folder, read_json(folder / CONFIG))
+        commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
+        hub = {**hub, "revision": commit}  # whatever is fetched later is of the same state
+        return cls(os.fspath(name), folder, read_json(folder / CONFIG), subfolder, hub)
+
+    def also(self, *names: str) -> Path:
+        """Fetches further files, as far as they are there, and returns the folder that they are in.
+
+        Raises:
+            OSError: the Hub cannot be reached.
+        """
+        return find_folder(self.name, names, self.subfolder, **self.hub) if self.hub else self.folder
+
+    def with_weights(self) -> Path:
+        """Fetches the weights, if they are on the Hub and not here, and returns the folder that they are in.
+
+        Raises:
+            OSError: there are none, or the Hub cannot be reached.
+            DamagedFile: an index of files is damaged.
+        """
+        _ = self._files
+        return self.folder
+
+    @cached_property
+    def _files(self) -> list[Path]:
+        """The files of weights, which are fetched first if need be."""
+        if self.hub:
+            self.also(*(listed_files(self.folder) or [WEIGHTS]))
+            if not self._has_safetensors:
+                self.also(_PICKLED)
+        return [self.folder / _PICKLED] if self._is_pickled else weight_files(self.folder)
+
+    @cached_property
+    def _headers(self) -> list[SafetensorsFileMetadata]:
+        """Headers of the files on the Hub; none if the files are here, or the Hub does not give parts of them."""
+        if not self.hub or self.hub.get("local_files_only") or self._has_weights:
+            return []
+        place, api = f"{self.subfolder}/" if self.subfolder else "", HfApi(token=self.hub.get("token"))
+        try:
+            return [
+                api.parse_safetensors_file_metadata(self.name, place + name, revision=self.hub["revision"])
+                for name in listed_files(self.folder) or [WEIGHTS]
+            ]
+        except (OSError, HTTPError, SafetensorsParsingError):  # what is wrong is told when the files are fetched
+            return []
+
+    @cached_property
+    def _found(self) -> Mapping[str, tuple[Shape, str]]:
+        """Shape and dtype of each tensor by its name in the files, by their headers."""
+        found = {
+            name: (tuple(each.shape), str(each.dtype))
+            for header in self._headers
+            for name, each in header.tensors.items()
+        }
+        files = [] if self._headers else self._files
+        if files == [self.folder / _PICKLED]:
+            pickled = self._unpickled().items()
+            return {name: (tuple(each.shape), _DTYPES.get(each.dtype, str(each.dtype))) for name, each in pickled}
+        for path in files:
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    found[name] = tuple(part.get_shape()), part.get_dtype()
+        for name, (shape, _) in found.items():
+            if torch.Size(shape).numel() > _MOST_NUMBERS:
+                raise DamagedFile(f"{self.folder}: tensor {printable(name)} has shape {list(shape)}", self.folder)
+        return found
+
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        """The names of the tensors as they are told, by those in the files: without a prefix that a drafter's have."""
+        names = {name: name for name in self._found}
+        if self.is_prefixed:
+            names = {name: name.removeprefix(_PREFIX) for name in names}
+        return names if len(set(names.values())) == len(names) else {name: name for name in names}
+
+    @property
+    def is_prefixed(self) -> bool:
+        """Whether the files put `model.` before the names of a drafter's tensors."""
+        return f"{_PREFIX}fc.weight" in self._found
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shape of each tensor by its name, by the headers of the files.
+
+        Raises:
+            OSError: there are no weights.
+            DamagedFile: a file is truncated, or no file of weights.
+        """
+        return {self._names[name]: shape for name, (shape, _) in self._found.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Size of the weights.
+
+        Raises:
+            OSError: there are no weights.
+        """
+        if self._headers:
+            parts = (each.data_offsets for header in self._headers for each in header.tensors.values())
+            return sum(end - start for start, end in parts)
+        return sum(path.stat().st_size for path in self._files)
+
+    def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the weights by name, one after the other.
+
+        Args:
+            names: of those that are wanted; `None` for all.
+
+        Raises:
+            OSError, DamagedFile: as `shapes`.
+        """
+        files = self._files
+        if files == [self.folder / _PICKLED]:
+            for stored, tensor in self._unpickled().items():
+                name = self._names[stored]
+                if names is None or name in names:
+                    yield name, checked_numbers(files[0], name, tensor)
+            return
+        for path in files:
+            with _opened(path) as file:
+                for stored in file.keys():  # noqa: SIM118
+                    name = self._names[stored]
+                    if names is None or name in names:
+                        yield name, checked_numbers(path, name, file.get_tensor(stored))
+
+    def check_shapes(
+        self,
+        expected: Mapping[str, Shape],
+        optional: Mapping[str, Shape] | None = None,
+        integers: Collection[str] = ("d2t", "t2d"),
+    ) -> None:
+        """Compares names, shapes and dtypes of the tensors with those that a configuration describes.
+
+        Args:
+            expected: shapes by name, of the tensors that must be there.
+            optional: of those that may be there.
+            integers: names of those that are no weights, and may have any dtype.
+
+        Raises:
+            ValueError: tensors are missing, unknown, of other shapes or of a dtype that no weights have. The message
+                names them.
+        """
+        known = {**(optional or {}), **expected}
+        wrong = {
+            "missing": sorted(expected.keys() - self.shapes.keys()),
+            "unknown": sorted(self.shapes.keys() - known.keys()),
+            "of other shapes": [
+                f"{name} {list(shape)} instead of {list(known[name])}"
+                for name, shape in sorted(self.shapes.items())
+                if name in known and shape != tuple(known[name])
+            ],
+        }
+        if told := "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names):
+            raise ValueError(
+                f"the weights of {printable(self.name)} do not match its {CONFIG} ({told}): expected the files as "
+                "they were published"
+            )
+        dtypes = {self._names[name]: dtype for name, (_, dtype) in self._found.items()}
+        packed = {name: dtypes[name] for name in sorted(expected) if dtypes[name] not in _WEIGHTS}
+        if packed := {name: dtype for name, dtype in packed.items() if name not in integers}:
+            told = few([f"{name} of {dtype}" for name, dtype in packed.items()])
+            raise ValueError(
+                f"{printable(self.name)} has weights that are no floating-point numbers of 16 bits or more ({told}): "
+                "quantised drafters cannot be read here; expected the drafter before it was quantised"
+            )
+
+    def loose_tensor(self, name: str) -> torch.Tensor:
+        """Returns the one tensor of a file beside the weights, read without running any code of it.
+
+        Raises:
+            DamagedFile: it holds something else.
+        """
+        path = self.folder / name
+        found = _unpickled(path)
+        if not isinstance(found, torch.Tensor):
+            raise DamagedFile(f"{path} is damaged: expected one tensor", path)
+        return found
+
+    @property
+    def _has_safetensors(self) -> bool:
+        return (self.folder / WEIGHTS).is_file() or (self.folder / INDEX).is_file()
+
+    @property
+    def _is_pickled(self) -> bool:
+        return not self._has_safetensors and (self.folder / _PICKLED).is_file()
+
+    @property
+    def _has_weights(self) -> bool:
+        """Whether all files of weights are here."""
+        names = listed_files(self.folder) or [WEIGHTS]
+        return self._is_pickled or all((self.folder / name).is_file() for name in names)
+
+    def _unpickled(self) -> dict[str, torch.Tensor]:
+        """The weights of an older file."""
+        path = self.folder / _PICKLED
+        found = _unpickled(path)
+        if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+            raise DamagedFile(f"{path} is damaged: expected tensors by name", path)
+        return found
+
+
+def _unpickled(path: Path) -> Any:
+    """What a file of PyTorch holds. It is read without running any code of it.
+
+    A file of today's layout, a zip archive, is mapped, not loaded; PyTorch maps no older one.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle raises what it likes, among it errors of seeking beyond its end
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        told = printable(error) or type(error).__name__
+        raise DamagedFile(f"{path} is damaged ({told}): it is truncated or no file of PyTorch", path) from error
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise DamagedFile(
+            f"{path} is damaged ({printable(error)}): it is truncated or no safetensors file", path
+        ) from error

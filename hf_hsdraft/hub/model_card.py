@@ -1,0 +1,347 @@
+"""The card of a drafter, made of the files beside it. What was not measured is a visible gap, never a number."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+from safetensors import safe_open
+
+from ..core.checks import public_name
+from ..verify.pivot import FILE, PivotClassifier
+from ..verify.registry import is_lossy
+from .card_figures import figures_section, is_chain
+from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, STEERING, read_json, weight_files
+from .markdown import code, table
+from .publication import MARK, is_generated, stands_alone
+from .speculators_format import target_of
+
+PAPER = "2602.21224"  # arXiv
+_CAPTIONS = {
+    "speed_up.png": "Speed-up and tau by category",
+    "learning_curves.png": "Loss and tau over the steps of training",
+    "acceptance.png": "Training accuracy and acceptance while decoding, by depth",
+    "calibration.png": "How often a first choice is right, by how sure the drafter is of it",
+}
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """How a drafter was trained, by its folder; what is malformed is left out."""
+    recipe = _read(folder / RECIPE)
+    lists = {name: recipe.get(name) for name in ("limits", "notes", "commands", "language", "datasets")}
+    texts = {name: recipe[name] for name in ("license", "adapts", "target") if isinstance(recipe.get(name), str)}
+    training = recipe.get("training")
+    return {
+        **{name: [value] if isinstance(value, str) else value for name, value in lists.items() if _are_texts(value)},
+        **texts,
+        "training": training if isinstance(training, dict) else {},
+        "changed_since": bool(recipe.get("changed_since")),
+    }
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """What was measured of a drafter, by its folder; what is malformed counts as not measured."""
+    figures = _read(folder / FIGURES)
+    if "history" in figures:  # as format 1 has it
+        figures = {"training": figures}
+    benchmarks, training = figures.get("benchmarks"), figures.get("training")
+    history = training.get("history") if isinstance(training, dict) else None
+    whole = isinstance(history, list) and all(isinstance(entry, dict) for entry in history)
+    return {
+        "benchmarks": [each for each in benchmarks if is_benchmark(each)] if isinstance(benchmarks, list) else [],
+        "training": training if whole else None,
+    }
+
+
+def is_benchmark(entry: Any) -> bool:
+    """Whether an entry of `figures.json` has all that a card shows of it."""
+    try:
+        settings, rows = entry["settings"], entry["summary"]
+        groups = [entry["by_category"].get(name, {}) for name in rows]
+        numbers = [row[metric] for row in rows.values() for metric in ("tau", "speed_up", "tokens_per_second")]
+        numbers += [row["acceptance_length"] for row in rows.values() if row.get("acceptance_length") is not None]
+        numbers += [row[metric] for group in groups for row in group.values() for metric in ("tau", "speed_up")]
+        texts = [settings[name] for name in ("dtype", "device", "torch", "transformers", "processor", "command")]
+        counts = [settings[name] for name in ("questions", "max_new_tokens", "threads")]
+        counts += [row["identical"] for row in rows.values() if row["identical"] is not None]
+        rounds = [row.values() for row in entry.get("round", {}).values()]
+        numbers += [number for row in rounds for number in row]
+        ours = entry["ours"]
+        return (
+            all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+            and all(isinstance(text, str) for text in texts)
+            and all(isinstance(count, int) for count in counts)
+            and all(isinstance(settings.get(name, ""), str) for name in ("prompts", "target"))
+            and isinstance(ours, list)
+            and bool(ours)
+            and all(name in rows for name in ours)
+        )
+    except (KeyError, TypeError, AttributeError, OverflowError):
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+def write_card(folder: Path, name: str) -> None:
+    """Writes `README.md` into a drafter's folder (or an adapter's), unless there is one that somebody wrote.
+
+    Args:
+        name: Name of the drafter, as the card's examples load it.
+    """
+    path = folder / CARD
+    if path.is_file() and not is_generated(path):
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(render_card(folder, name), encoding="utf-8")
+    partial.replace(path)
+
+
+def render_card(folder: Path, name: str) -> str:
+    """The text of the card; see `write_card`."""
+    config, recipe, figures = _read(folder / CONFIG), read_recipe(folder), read_figures(folder)
+    benchmarks = figures["benchmarks"]
+    base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+    adapts = None if config else recipe.get("adapts") or public_name(str(base or "its drafter"))
+    target = config.get("target_name") or recipe.get("target") or target_of(config)[0]
+    of_paper = adapts is not None or "injector" in config
+    told = bool(config.get("reads_states")) or "speculators_model_type" in config
+    told = told or not config.keys().isdisjoint(("target_tap_layers", "draft_layers"))
+    reads_states = of_paper or told or (folder / STEERING).is_file()
+    metadata = _metadata(name, target, adapts, recipe, benchmarks)
+    if not of_paper:
+        metadata.tags = ["speculative-decoding"]
+    lossy = _lossy(folder)
+    limits = _limits(target, of_paper, bool(lossy))[0 if reads_states else 1 :]
+    parts = [
+        f"---\n{metadata.to_yaml()}\n---",
+        MARK,
+        f"# {name.rsplit('/', 1)[-1]}",
+        _what_it_is(folder, config, target, adapts) if of_paper else _briefly(config, reads_states),
+        _use(name, target, adapts, config.get("auto_map")),
+        "## Figures\n\n" + figures_section(figures["training"], benchmarks, name),
+        *(f"![{_CAPTIONS[picture]}]({picture})" for picture in PICTURES if (folder / picture).is_file()),
+        "## Training\n\n" + _training(recipe),
+        lossy,
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in [*limits, *recipe.get("limits", [])]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metadata(
+    name: str, target: str, adapts: str | None, recipe: Mapping[str, Any], benchmarks: Sequence[Any]
+) -> ModelCardData:
+    """What the Hub lists. No `pipeline_tag`, and a library of its own: a drafter alone generates no text."""
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=settings.get("prompts") or "prompts",
+            dataset_name=settings.get("prompts") or "prompts",
+            metric_type=metric,
+            metric_name=f"{metric} ({', '.join([variant, *circumstances(settings)])})",
+            metric_value=round(row[metric], 3),
+        )
+        for benchmark in benchmarks
+        for settings in [benchmark["settings"]]
+        for variant, row in benchmark["summary"].items()
+        if variant in benchmark["ours"]
+        for metric in (("acceptance_length",) if is_chain(variant) else ("tau", "speed_up"))
+        if row.get(metric) is not None
+    ]
+    bases = [each for each in (adapts, target) if each is not None and each.count("/") == 1]  # names of the Hub
+    return ModelCardData(
+        base_model=bases[0] if bases else None,
+        library_name="hf_hsdraft",
+        license=recipe.get("license"),
+        language=recipe.get("language"),
+        datasets=recipe.get("datasets"),
+        tags=["speculative-decoding", "hsdraft", f"arxiv:{PAPER}"],
+        model_name=name.rsplit("/", 1)[-1] if results else None,
+        eval_results=results or None,
+        ignore_metadata_errors=False,
+    )
+
+
+def circumstances(settings: Mapping[str, Any]) -> list[str]:
+    """What tells measurements of one variant apart."""
+    drawn = [f"temperature {settings['temperature']}"] if settings.get("temperature") else []
+    drawn += [f"top-k {top_k}"] if drawn and (top_k := settings.get("top_k")) is not None else []
+    return [settings["dtype"], f"{settings['max_new_tokens']} tokens", *drawn]
+
+
+def _what_it_is(folder: Path, config: Mapping[str, Any], target: str, adapts: str | None) -> str:
+    shown = code(target) if target else "a target that is not named"
+    if adapts is not None:
+        return f"An adapter (LoRA) of the drafter {code(adapts)}, for {shown}."
+    text = (
+        f"A hidden-state drafter for {shown}, for speculative decoding: given to `generate()`, it lets the model emit "
+        "the same tokens in fewer forwards. It reads hidden states of the model, rolls its own forward without "
+        "tokens, and proposes a tree of continuations that one forward of the model verifies; what the model would "
+        "not have said is not emitted."
+    )
+    paper = (
+        f"The method is that of [Make Every Draft Count](https://arxiv.org/abs/{PAPER}) (arXiv:{PAPER}), with one "
+        "change: the drafter also reads the tokens that were accepted."
+    )
+    parameters, size = parameters_and_bytes(folder)
+    window = config.get("sliding_window")
+    options = {**config, **_read(folder / OPTIONS)}
+    depth = options.get("num_assistant_tokens") or config.get("num_draft_steps")
+    rows = {
+        "parameters": f"{parameters / 1e6:.1f}M, {size / 1e6:.1f} MB",
+        "target": " at revision ".join(filter(None, [shown, config.get("target_revision", "")])),
+        "its hidden size, layers, vocabulary": ", ".join(
+            f"{config.get(field, '?'):,}" if isinstance(config.get(field), int) else "?"
+            for field in ("target_hidden_size", "target_num_hidden_layers", "vocab_size")
+        ),
+        "digest of its tokenizer": config.get("target_tokenizer_hash") or "not recorded",
+        "reads hidden states": ", ".join(map(str, config.get("target_tap_layers", []))),
+        "trunk": trunk_in_words(config),
+        "attends to": f"the last {window:,} positions" if isinstance(window, int) else "all positions",
+        "draft": f"{depth} deep, {options.get('tree_size')} nodes",
+        "draft vocabulary": f"{config.get('draft_vocab_size', 0):,} tokens",
+        "format": f"{config.get('format_version', 1)}",
+    }
+    return "\n\n".join([text, paper, table(["", ""], rows.items())])
+
+
+def trunk_in_words(config: Mapping[str, Any]) -> str:
+    """Returns how many layers of a hidden-state drafter read the text and roll on, and what takes turns by step.
+
+    Args:
+        config: fields of its configuration. Those of earlier versions may be missing.
+    """
+    layers, modules = config.get("num_hidden_layers", 1), config.get("num_step_modules", 1)
+    rolled = config.get("num_roll_layers") or layers
+    text = f"{layers} layers for the text, {rolled} for the roll-out" if rolled != layers else f"layers: {layers}"
+    return text if modules == 1 else f"{text}; sets of parameters by step: {modules}"
+
+
+def _briefly(config: Mapping[str, Any], reads_states: bool) -> str:
+    """What a drafter of another family is."""
+    reads = "It reads hidden states of the model. " if reads_states else ""
+    family = config.get("speculators_model_type") or config.get("model_type")
+    return (
+        f"A drafter of the family {code(str(family))}, for speculative decoding: given to "
+        f"`generate()`, it lets a model emit the same tokens in fewer forwards. {reads}What the model would not have "
+        "said is not emitted."
+    )
+
+
+def _use(name: str, target: str, adapts: str | None, auto_map: Any) -> str:
+    """How to load a drafter; by the code beside it too, where `auto_map` names some."""
+    quoted, of_target, base = (json.dumps(text) for text in (name, target or "target", adapts or name))
+    model = f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({of_target})
+model = AutoModelForCausalLM.from_pretrained({of_target})
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+```"""
+    package = f"drafter = AutoDrafter.from_pretrained({base}, dtype=model.dtype)"
+    if adapts is not None:
+        load = f"{package}\ndrafter.load_adapter({quoted})"
+        return f"## Use\n\n{model}\n\n{_python(_IMPORT, load, _CALL)}"
+    installed, alone = "Where the package `hf_hsdraft` is installed", stands_alone(auto_map)
+    parts = [
+        "## Use",
+        model,
+        installed
+        + ("" if alone or not auto_map else " and the module that registers this family is imported")
+        + " (no code of this repository is run):",
+        _python(_IMPORT, package, _CALL),
+    ]
+    if not auto_map:
+        return "\n\n".join(parts)
+    load = f"drafter = AutoModel.from_pretrained({quoted}, dtype=model.dtype, trust_remote_code=True)"
+    recipe = f"out = model.generate(**inputs, custom_generate={quoted}, trust_remote_code=True)"
+    parts += [
+        "Without it, with transformers and torch alone, by the code in this repository:"
+        if alone
+        else "Without that import, by the code in this repository and `hf_hsdraft`:",
+        _python("from transformers import AutoModel", load, _CALL),
+        "The same in one call:",
+        _python(recipe),
+        "`trust_remote_code=True` runs the code of this repository: read it, and name the commit you have read by "
+        "`revision=`.",
+    ]
+    return "\n\n".join(parts)
+
+
+_IMPORT = "from hf_hsdraft import AutoDrafter"
+_CALL = "out = model.generate(**inputs, assistant_model=drafter)"
+
+
+def _python(*lines: str) -> str:
+    imports = [line for line in lines if line.startswith("from ")]
+    return "\n".join(["```python", *imports, *([""] if imports else []), *lines[len(imports) :], "```"])
+
+
+def _training(recipe: Mapping[str, Any]) -> str:
+    if not recipe.get("training"):
+        return "No recipe is recorded."
+    changed = "The weights were changed after this." if recipe["changed_since"] else ""
+    blocks = [changed] * bool(changed) + [table(["", ""], recipe["training"].items())]
+    if recipe.get("commands"):
+        blocks.append("```bash\n" + "\n".join(recipe["commands"]) + "\n```")
+    blocks += recipe.get("notes", [])
+    return "\n\n".join(blocks)
+
+
+def _lossy(folder: Path) -> str:
+    """What the folder holds for lossy verification; empty for nothing."""
+    rule, parts = _read(folder / OPTIONS).get("verification"), []
+    if is_lossy(rule):
+        parts.append(
+            f"The saved options ask for `verification={rule!r}`. It may change the text, so a drafter that is loaded "
+            f"verifies exactly until `drafter.generation_config.verification = {rule!r}` is set."
+        )
+    if (folder / FILE).is_file():
+        try:
+            recipe = PivotClassifier.load(folder / FILE).recipe
+        except ValueError:
+            recipe = {}
+        parts += [
+            f"`{FILE}` is a classifier for `verification='pivot'`, which accepts drafted tokens that are not the "
+            "model's own where the classifier holds that they do not matter. It was trained for the tasks below, with "
+            "their checkers, and is to be trusted for these only. It is never used unless that option is set.",
+            *([table(["", ""], recipe.items())] if recipe else []),
+        ]
+    return "\n\n".join(["## Lossy verification", *parts]) if parts else ""
+
+
+def _limits(target: str, warns: bool, lossy: bool) -> list[str]:
+    warning = ", and `generate()` warns with what it measured" if warns else ""
+    unless = ", unless a lossy rule of verification is set" if lossy else ""
+    return [
+        f"It belongs to the weights of {code(target) if target else 'its target'}. For a fine-tuned one it drafts "
+        f"less{warning}; the text is the model's own all the same{unless}.",
+        "In half precision a forward over a tree rounds otherwise than one over a token; where the model's two best "
+        "tokens are closer than that, texts can part. In float32 they are the same.",
+    ]
+
+
+def parameters_and_bytes(folder: Path) -> tuple[int, int]:
+    """Parameters and bytes of the weights in a folder.
+
+    Raises:
+        OSError: There are none.
+    """
+    files, parameters = weight_files(folder), 0
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return parameters, sum(path.stat().st_size for path in files)

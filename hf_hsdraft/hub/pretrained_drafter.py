@@ -1,0 +1,273 @@
+"""A drafter is loaded, saved and sent by transformers' own methods: checked before, a whole repository after."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..core.checks import few
+from ..verify.registry import is_lossy, lossy_options
+from .care import care
+from .drafter_files import (
+    CONFIG,
+    DESCRIBED,
+    HUB_ARGUMENTS,
+    OPTIONS,
+    check_is_drafter,
+    check_weights,
+    fetch,
+    find_folder,
+    read_json,
+    tensors,
+)
+from .publication import complete, complete_folder
+
+logger = logging.get_logger(__name__)
+
+_OF_A_PUSH = {"repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description"}
+_ALSO_OVERRIDDEN = {"bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+class PretrainedDrafter(PreTrainedModel):
+    """A model whose folder is a repository of the Hub.
+
+    Attributes:
+        loaded_from: The folder that it was loaded from, whose documents come along when it is saved.
+    """
+
+    loaded_from: Path | None = None
+
+    @classmethod
+    def family(cls) -> Any:
+        """Returns the class whose code travels: the first with this configuration that this one is derived from.
+
+        Raises:
+            TypeError: None of them can draft.
+        """
+        able = [each for each in cls.__mro__ if issubclass(each, PretrainedDrafter) and hasattr(each, "check_options")]
+        if not able:
+            raise TypeError(f"{cls.__name__} cannot draft: expected a class derived from Drafter too")
+        return [each for each in able if each.config_class is cls.config_class][-1]
+
+    @classmethod
+    def code_map(cls, entry: str) -> dict[str, str]:
+        """Returns the `auto_map` to save: the family's, and a derived class where it was registered.
+
+        Args:
+            entry: Module of the code that travels by which the family's class is loaded.
+        """
+        family = cls.family()
+        config = family.config_class
+        code = {
+            "AutoConfig": f"{config.__module__.rpartition('.')[2]}.{config.__name__}",
+            "AutoModel": f"{entry}.{family.__name__}",
+        }
+        if cls._auto_class is None or cls.__module__ == "__main__":  # transformers warns of the latter
+            return code
+        return {**code, cls._auto_class: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """Makes the code of a class derived from a drafter travel with it; that of a drafter itself always does.
+
+        Raises:
+            ValueError: Another auto class is asked for.
+        """
+        name = auto_class if isinstance(auto_class, str) else auto_class.__name__  # transformers passes the class
+        if name != "AutoModel":
+            raise ValueError(f"auto_class={name!r} is invalid: a drafter is loaded by 'AutoModel'")
+        if cls is not cls.family():
+            super().register_for_auto_class(name)
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, so that the drafting options in `generation_config` are saved with the weights."""
+        return True
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Loads a drafter as every model of transformers, from safetensors only, checked before it is built.
+
+        Args:
+            pretrained_model_name_or_path: Folder or Hub name of a drafter.
+            kwargs: As in transformers. `config` is a configuration, or the folder or Hub name of a drafter to read it
+                from. Fields of the configuration may be given by name too, and go before what it says.
+
+        Raises:
+            OSError: There is no such folder or repository, or it holds no configuration or no weights.
+            ValueError: It is no drafter, of a newer format, or damaged; or weights and configuration do not match.
+        """
+        if pretrained_model_name_or_path is None:
+            return super().from_pretrained(None, *args, **kwargs)
+        for name in ("variant", "state_dict"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
+        name, subfolder = os.fspath(pretrained_model_name_or_path), kwargs.pop("subfolder", None) or ""
+        fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
+        overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
+        with care().loading(name, bool(hub.get("local_files_only"))):
+            folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
+            config = cls._configuration(kwargs.pop("config", None), folder, subfolder, hub, overrides)
+            with torch.device("meta"):
+                shapes = {key: tuple(tensor.shape) for key, tensor in cls(config).state_dict().items()}
+            check_weights(folder, shapes, getattr(config, "weights_digest", None))
+            options = stored_options(folder / OPTIONS)
+        # By its tensors, not its folder: there transformers would look for adapters, and for other weights.
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors(folder), **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.config.name_or_path = model.name_or_path = name
+        model.loaded_from = folder
+        if kwargs.get("generation_config") is None:
+            shape = {name: value for name, value in overrides.items() if name in ("tree_size", "beam_width")}
+            for option, value in {**options, **shape}.items():
+                setattr(model.generation_config, option, value)
+        return loaded
+
+    @classmethod
+    def _configuration(
+        cls, given: Any, folder: Path, subfolder: str, hub: dict[str, Any], overrides: dict[str, Any]
+    ) -> Any:
+        """Returns the configuration to build a drafter by: `given`, or read from there, or from the weights' folder."""
+        kind = cls.config_class
+        if given is None:
+            return kind.from_dict(read_json(folder / CONFIG), **overrides)
+        if isinstance(given, str | os.PathLike):
+            with care().loading(given, bool(hub.get("local_files_only"))):
+                source = find_folder(given, DESCRIBED, subfolder, **hub)
+                check_is_drafter(source, kind.model_type)
+                config = kind.from_dict(read_json(source / CONFIG), **overrides)
+            # The digests are of the weights beside a configuration, and other weights are loaded here.
+            config.weights_digest = read_json(folder / CONFIG).get("weights_digest")
+            return config
+        if not isinstance(given, PreTrainedConfig) or given.model_type != kind.model_type:
+            raise ValueError(
+                f"config={type(given).__name__} is invalid: expected an {kind.__name__}, or the folder or Hub name "
+                "of a drafter to read one from"
+            )
+        config = copy.deepcopy(given)
+        for field, value in overrides.items():
+            setattr(config, field, value)
+        return config
+
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
+        """Takes drafting options that were given to `from_pretrained`; those beside the weights are read there."""
+        if generation_config is not None:
+            self.generation_config = generation_config
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the whole repository of a drafter: see `publication`. With an adapter loaded, the adapter only.
+
+        Args:
+            save_directory: Created if missing. Its files are replaced when all are written.
+            push_to_hub: Whether to send it to the Hub too, as `repo_id` or by the folder's name.
+
+        Raises:
+            ValueError: A drafting option is out of range.
+        """
+        if kwargs.get("variant"):
+            raise ValueError("a drafter's weights have no variants: leave `variant` out")
+        self.family()
+        cast(Any, self).check_options()
+        hub = {name: kwargs.pop(name) for name in _OF_A_PUSH if name in kwargs}
+        folder = Path(save_directory)
+        name = hub.pop("repo_id", None) or folder.resolve().name
+        saving = {"is_main_process": is_main_process, "state_dict": state_dict, **kwargs}
+        if self._adapted or not self.should_save_on_this_rank(is_main_process):
+            super().save_pretrained(folder, **saving)
+            if push_to_hub and self.should_save_on_this_rank(is_main_process):
+                care().push(folder, name, **hub)
+            return
+        with tempfile.TemporaryDirectory() as stage:  # the folder may hold what is not to be sent
+            with complete_folder(folder) as partial:
+                super().save_pretrained(partial, **saving)
+                complete(self, partial, folder)
+                if push_to_hub:
+                    shutil.copytree(partial, stage, dirs_exist_ok=True)
+            if push_to_hub:
+                care().push(Path(stage), name, **hub)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded; see [`RepositoryCare`].
+
+        Args:
+            repo_id: `"user/name"`, created if there is none.
+            kwargs: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
+                `commit_description`; `max_shard_size` as in `save_pretrained`.
+
+        Returns:
+            The commit, a `huggingface_hub.CommitInfo`.
+
+        Raises:
+            OSError: The Hub refuses or cannot be reached.
+            ValueError: A private repository was asked for, and there is a public one; or it holds something else.
+        """
+        saving = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
+        if unknown := sorted(kwargs.keys() - _OF_A_PUSH):
+            raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **saving)
+            return care().push(Path(folder), repo_id, **kwargs)
+
+    @property
+    def _adapted(self) -> bool:
+        return bool(getattr(self, "_hf_peft_config_loaded", False))
+
+
+def stored_options(path: Path) -> dict[str, Any]:
+    """Returns the drafting options in a file; none if there is no such file.
+
+    Raises:
+        DamagedFile: it is no JSON object.
+    """
+    return without_lossy(drafting_options(read_json(path)), path.parent) if path.is_file() else {}
+
+
+def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the drafting options of a folder, without a lossy rule of verification; a warning tells of it.
+
+    Whoever saved them does not decide about the texts of whoever loads them.
+    """
+    rule = options.get("verification")
+    if not is_lossy(rule):
+        return options
+    logger.warning(
+        f"the options saved in {folder} ask for verification={rule!r}, which is lossy: it may change the text. The "
+        "drafter is loaded with exact verification. To use that rule, load the drafter, set "
+        f"drafter.generation_config.verification = {rule!r}, and pass the drafter itself, not its "
+        f"name{_unpublished(options)}"
+    )
+    return {name: value for name, value in options.items() if name != "verification"}
+
+
+def _unpublished(options: dict[str, Any]) -> str:
+    """What a warning says of saved options of lossy rules that are not as published; empty where all are."""
+    published = {name: option.default for name, option in lossy_options().items()}
+    told = [f"{name}={options[name]!r}, not {default!r}" for name, default in published.items()
+            if options.get(name, default) not in (None, default)]  # fmt: skip
+    return f". It would then be used with saved options that are not the published ones: {few(told)}" if told else ""
+
+
+def drafting_options(stored: dict[str, Any]) -> dict[str, Any]:
+    """Of a stored generation configuration what is about drafting; unknown names too, so that they can be told."""
+    general = vars(GenerationConfig()).keys() - {"num_assistant_tokens", "assistant_confidence_threshold"}
+    return {name: value for name, value in stored.items() if not name.startswith("_") and name not in general}

@@ -1,0 +1,206 @@
+"""The repository that a drafter becomes when it is saved.
+
+    config.json, generation_config.json     sizes, target, digests, the map to the code; drafting options
+    model.safetensors                       weights
+    refiner/                                what refines the drafts, where it was trained
+    *.py, custom_generate/                  the code, for those who have not installed it
+    training_recipe.json, figures.json      how it was trained, what was measured
+    README.md, *.png                        the card, made of those
+
+Nothing else is ever sent: no optimizer's state, no path and no user name of this machine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..core.checks import public_name
+from .care import ENTRY, care
+from .drafter_files import (
+    CARD,
+    CONFIG,
+    DOCUMENTS,
+    FORMAT_VERSION,
+    INDEX,
+    RECIPE,
+    REFINER,
+    RULE_FILES,
+    WEIGHTS,
+    check_is_drafter,
+    digests,
+    read_json,
+    tensors,
+    type_in,
+)
+from .generate_recipe import generate
+
+logger = logging.get_logger(__name__)
+
+REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of the code that travels
+MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
+_OLD_MARK = "<!-- written by hsdraft train -->"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+@contextmanager
+def complete_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write into; its files replace those in `folder` one by one when all are written.
+
+    A process that has the old files open or mapped goes on with the old ones. Files of a former drafter that the new
+    one has not are deleted, its code among them; those of anybody else stay.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; a drafter is saved into a folder")
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    try:
+        yield partial
+        written = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+        for path in written:
+            if (folder / path).is_dir() or (folder / path).parent.is_file():
+                raise OSError(f"{folder / path} cannot be written: something of that name is in the way")
+        former = _is_drafter(folder, type_in(read_json(partial / CONFIG)))
+        code = care().former_code(folder) if former else ()
+        for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial / path, folder / path)
+        for path in folder.iterdir() if former else []:
+            if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():
+                path.unlink(missing_ok=True)
+        if former:
+            _remove_refiner(folder, written)
+        for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
+            if Path(one) in written:
+                (folder / other).unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if new and not any(folder.iterdir()):  # nothing came of it
+            folder.rmdir()
+
+
+def is_ours(name: str, code: Collection[str]) -> bool:
+    """Whether a file of a repository is one that a drafter brings: weights, refiner, documents, or its `code`."""
+    ours = (WEIGHTS, INDEX, *REFINER, *DOCUMENTS, *RULE_FILES)
+    return name in ours or name in code or bool(_SHARD.fullmatch(name))
+
+
+def stands_alone(auto_map: Any) -> bool:
+    """Whether the code that travels runs without the package; that of families from elsewhere imports it."""
+    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter before there was an entry
+    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
+
+
+def is_generated(card: Path) -> bool:
+    """Whether a card was made of the files beside it, and may be made anew."""
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return MARK in text or (_OLD_MARK in text and (card.parent / RECIPE).is_file())
+
+
+def complete(drafter: Any, partial: Path, folder: Path) -> None:
+    """Adds to saved weights what else belongs into the repository.
+
+    The recipe of the folder that a drafter was loaded from comes along, and its figures if these are its weights.
+
+    Args:
+        drafter: Its configuration gets the digests of the weights and the names of the code files.
+        partial: Holds configuration, options and weights.
+        folder: Where they will go. A card that somebody wrote there stays.
+    """
+    config, source = drafter.config, drafter.loaded_from
+    config.weights_digest = digests(partial)
+    config.format_version = FORMAT_VERSION
+    config.target_name = public_name(getattr(config, "target_name", ""))
+    entry = care().write_code(drafter.family(), partial)
+    config.auto_map = drafter.code_map(entry)  # whatever another repository's file said
+    if drafter.taps and not hasattr(config, "target_tap_layers"):
+        config.reads_states = True  # for the card
+    config.code_files = sorted(path.name for path in partial.glob("*.py"))
+    config.save_pretrained(partial)
+    (partial / "custom_generate").mkdir(exist_ok=True)
+    needed = REQUIREMENTS + ("" if stands_alone(config.auto_map) else "hf-hsdraft\n")
+    shutil.copyfile(inspect.getfile(generate), partial / "custom_generate" / "generate.py")
+    (partial / "custom_generate" / "requirements.txt").write_text(needed, encoding="utf-8")
+    if source is not None and _is_drafter(source, config.model_type):
+        bring_known(source, partial)
+    elif _is_drafter(folder, config.model_type) and _same_weights(folder, partial):
+        bring_known(folder, partial)
+    card = folder / CARD
+    if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
+        shutil.copyfile(card, partial / CARD)
+    care().write_card(partial, folder.resolve().name)
+
+
+def bring_known(source: Path, partial: Path) -> None:
+    """Copies what is known of a drafter and what belongs to it, see `_bring_documents` and `bring_refiner`."""
+    _bring_documents(source, partial)
+    bring_refiner(source, partial)
+
+
+def bring_refiner(source: Path, partial: Path) -> None:
+    """Copies the refiner of a drafter, if it has one. It fits the vocabulary, whatever became of the weights."""
+    for name in REFINER:
+        if (source / name).is_file():
+            (partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, partial / name)
+
+
+def _remove_refiner(folder: Path, kept: Collection[Path]) -> None:
+    """Deletes the files of a former drafter's refiner that are not among others, and their folder if it is empty."""
+    for name in REFINER:
+        if Path(name) not in kept:
+            (folder / name).unlink(missing_ok=True)
+    place = (folder / REFINER[0]).parent
+    if place.is_dir() and not any(place.iterdir()):
+        place.rmdir()
+
+
+def _bring_documents(source: Path, partial: Path) -> None:
+    """Copies what is known of a drafter; after a change of its weights, only where it comes from.
+
+    What rules of verification have learned is of the target, so it comes along in any case.
+    """
+    for name in RULE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, partial / name)
+    documents = [name for name in DOCUMENTS if (source / name).is_file()]
+    if _same_weights(source, partial):
+        for name in documents:
+            shutil.copyfile(source / name, partial / name)
+        return
+    if left := [name for name in documents if name not in (CARD, RECIPE)]:
+        logger.warning(f"the weights are not those of {source}: its {', '.join(left)} are about others and stay behind")
+    if RECIPE in documents:
+        recipe = {**read_json(source / RECIPE), "changed_since": True}
+        (partial / RECIPE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same values, in whatever files and dtypes."""
+    try:
+        first, second = tensors(one), tensors(other)
+    except (OSError, ValueError):
+        return False
+    return first.keys() == second.keys() and all(
+        torch.equal(tensor.float(), second[name].float()) for name, tensor in first.items()
+    )
+
+
+def _is_drafter(folder: Path, model_type: str | None) -> bool:
+    try:
+        check_is_drafter(folder, model_type)
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""Whether logits are those of the same text, but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..core.tuning import TUNING
+
+_FULL = (torch.float32, torch.float64)
+
+
+def computing_dtype(logits: torch.Tensor, weights: torch.dtype = torch.float64) -> torch.dtype:
+    """The coarsest dtype that made logits, as far as they tell.
+
+    Models may return float32 that was computed in half precision: under autocast, as accelerate's `mixed_precision`
+    sets it up within the forward, or by a last cast. Then every number is one of the coarser dtype.
+
+    Args:
+        logits: `[..., V]`.
+        weights: dtype of the model's weights.
+    """
+    device = logits.device.type
+    dtypes = [logits.dtype, weights]
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    seen = logits[logits.abs() < torch.finfo(torch.bfloat16).max / 2]  # beyond that tokens are ruled out
+    dtypes += [coarse for coarse in (torch.float16, torch.bfloat16) if torch.equal(seen.to(coarse).to(seen), seen)]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def usual_tolerance(dtype: torch.dtype) -> float:
+    """The distance that rounding explains where a model computes in a dtype, if nothing else is known of it."""
+    if dtype not in _FULL:
+        return TUNING.same_half
+    return TUNING.same_float32 if torch.get_float32_matmul_precision() == "highest" else TUNING.same_reduced
+
+
+def measured_tolerance(dtype: torch.dtype, noise: float) -> float:
+    """The same, by how far two ways of a model to read the same tokens lie apart that are both exact."""
+    least = TUNING.least_eps * torch.finfo(dtype).eps
+    return min(max(TUNING.of_noise * noise, least), TUNING.clear * TUNING.same_half)
+
+
+def is_full(dtype: torch.dtype) -> bool:
+    """Whether rounding in a dtype is too small to be taken for a misreading."""
+    return dtype in _FULL
+
+
+def same_but_rounding(logits: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> bool:
+    """Whether rounding explains how logits `[..., V]` differ; another token, mask or position is far beyond it.
+
+    Args:
+        tolerance: `usual_tolerance` by default.
+    """
+    dtype = computing_dtype(expected)
+    return in_tolerances(logits, expected, dtype, usual_tolerance(dtype) if tolerance is None else tolerance) <= 1.0
+
+
+def in_tolerances(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, tolerance: float) -> float:
+    """The distance of logits `[..., V]` that were computed in a dtype, in tolerances; see `same_but_rounding`."""
+    distances = distances_of(logits, expected)
+    # In half precision a close call of an expert router may change one position.
+    return float(distances.max() if is_full(dtype) else distances.median()) / tolerance
+
+
+def heeded(
+    logits: torch.Tensor, expected: torch.Tensor, misread: Sequence[torch.Tensor], all_faults: bool, tolerance: float
+) -> bool | None:
+    """Whether logits are nearer to what is expected than to what a faulty target would return, where that differs.
+
+    Args:
+        logits: `[..., V]`, computed in half precision.
+        misread: what targets of one fault each return.
+        all_faults: every fault has to make a difference; otherwise the first one alone.
+        tolerance: the distance that rounding explains.
+
+    Returns:
+        `None` if what has to make a difference makes none here that rounding could not make.
+    """
+    shown = []
+    own = distances_of(logits, expected)
+    for fault in misread:
+        other = distances_of(fault, expected)
+        nearer = own <= TUNING.nearer * other
+        if bool((~nearer & (other > TUNING.clear * tolerance)).any()):
+            return False
+        shown.append(bool((nearer & (other > tolerance)).any()))
+    return True if all(shown if all_faults else shown[:1]) else None
+
+
+def distances_of(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Distance of each row of logits, relative to the spread of the expected ones; infinite if not comparable."""
+    floor = torch.finfo(logits.dtype).min / 2  # some models mask tokens by the least number there is, or less
+    logits, expected = logits.float(), expected.float()
+    ruled_out = [~(x > floor) for x in (logits, expected)]
+    count = (~ruled_out[1]).sum(dim=-1, keepdim=True).clamp(min=1)
+    kept = expected.masked_fill(ruled_out[1], 0.0)
+    spread = (kept - kept.sum(dim=-1, keepdim=True) / count).masked_fill(ruled_out[1], 0.0).norm(dim=-1)
+    distance = (logits.masked_fill(ruled_out[0], 0.0) - kept).norm(dim=-1) / spread.clamp(min=1e-12)
+    same = (ruled_out[0] == ruled_out[1]).all(dim=-1) & distance.isfinite()
+    return distance.masked_fill(~same, float("inf")).flatten()

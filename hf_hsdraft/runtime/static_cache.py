@@ -1,0 +1,112 @@
+"""Drafts in a `StaticCache`: tensors that never change their size or place, as a compiled forward needs them.
+
+Nodes are read into the slots after the text, the accepted ones are moved to its end, and the count goes back to there.
+What lies in the slots beyond is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DummyLayer, StaticCache, StaticLayer
+
+from ..core.cache_name import CACHE, given_cache
+from ..core.refusals import DraftingRefused
+from .text_rows import slots_of_prompts
+
+
+def why_not_static(cache: StaticCache) -> str:
+    """Why no draft can be read into a static cache; empty if one may."""
+    if cache.offloading:
+        return "its static cache is offloaded, and moves its tensors while a draft is read"
+    others = sorted({type(layer).__name__ for layer in cache.layers} - {StaticLayer.__name__, DummyLayer.__name__})
+    if others:
+        return f"layers of its static cache ({', '.join(others)}) overwrite what is needed after a rejection"
+    return ""
+
+
+class StaticSlots:
+    """The slots of a static cache, and how many are filled.
+
+    The layers count on the device, where reading the count would wait for all that is still being computed. So it is
+    kept here too, and whoever reads into the cache adds to it.
+
+    Args:
+        cache: it holds what was read so far, a prompt at least.
+
+    Attributes:
+        size: number of slots of every layer.
+        filled: number of them that are filled, from the first on.
+    """
+
+    def __init__(self, cache: StaticCache) -> None:
+        self._layers = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+        self.size = int(self._layers[0].max_cache_len)
+        self.filled = int(cache.get_seq_length())
+
+    @property
+    def left(self) -> int:
+        """Number of empty slots."""
+        return self.size - self.filled
+
+    def fill(self, count: int) -> None:
+        """Sets how many slots are filled, in all layers, also where a forward stopped between two of them."""
+        self.filled = count
+        for layer in self._layers:
+            layer.cumulative_length.fill_(count)
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Keys and values of all layers, each `[B, heads, size, head_dim]`."""
+        return [states for layer in self._layers for states in (layer.keys, layer.values)]
+
+
+def with_draft_room(
+    target: Any, model_kwargs: dict[str, Any], generation_config: Any, input_ids: torch.Tensor, columns: int
+) -> dict[str, Any]:
+    """`model_kwargs` whose static cache, if there is one, holds a draft of `columns` nodes after the longest text.
+
+    A cache of the caller's own stays: where it is too short for a further draft, a single text goes on without.
+
+    Raises:
+        DraftingRefused: the caller's cache is too short for a batch, whose rows go on behind the longest one.
+    """
+    cache = given_cache(model_kwargs)
+    if not isinstance(cache, StaticCache) or why_not_static(cache):
+        return model_kwargs
+    cached, new_tokens = int(cache.get_seq_length()), generation_config.max_length - input_ids.shape[1]
+    prompts = slots_of_prompts(target, input_ids, generation_config, model_kwargs, cached)
+    needed = prompts + new_tokens - 1 + columns
+    if cache.get_max_length() >= needed:
+        return model_kwargs
+    if getattr(cache, "_is_user_defined", False):
+        if len(input_ids) > 1:
+            raise DraftingRefused(
+                f"the static cache has max_cache_len={cache.get_max_length()}; with a drafter this batch needs "
+                f"{needed}, {columns} of them for a draft. Make it longer, or use cache_implementation='static'."
+            )
+        return model_kwargs
+    roomy = target._prepare_static_cache(  # as `generate` does: it remembers the length, so later calls keep the shape
+        cache_implementation=generation_config.cache_implementation,
+        batch_size=len(input_ids),
+        max_cache_len=needed + -needed % 8,  # attention kernels want rows of a mask aligned
+        prefill_chunk_size=generation_config.prefill_chunk_size,
+        model_kwargs=model_kwargs,
+    )
+    return {**model_kwargs, CACHE: roomy}
+
+
+def move_slots(states: Sequence[torch.Tensor], source: torch.Tensor, goal: torch.Tensor) -> None:
+    """Copies slots `source` `[B, m]` of each of `states` `[B, heads, slots, size]` to slots `goal`, in place."""
+    for each in states:
+        taken, placed = source.to(each.device), goal.to(each.device)
+        if len(each) == 1:
+            if each.device.type == "cpu":  # twice as fast there
+                each.index_copy_(2, placed[0], each.index_select(2, taken[0]))
+            else:
+                each[:, :, placed[0]] = each[:, :, taken[0]]
+        else:
+            rows = torch.arange(len(each), device=each.device)[:, None]
+            each[rows, :, placed] = each[rows, :, taken]

@@ -1,0 +1,428 @@
+"""What a target can do, found out by trying: whether it reads a draft at once as it reads its paths token by token.
+
+No list of architectures could say that. So a few tokens that the target has read one at a time (`Steps`) are read once
+more as a draft would be, and compared. A call of one text takes its own first tokens for that: it reads them one by one
+anyway. Others read likely tokens, and take them back.
+
+The tokens are root, a, c, d. As a tree they stand in the order root, b, a, c: a and b follow the root, c follows a. So
+a and c are misread if b is not hidden from them, or if slots are taken for positions; and keeping their path moves
+both. d is read after the path is kept. As a chain they are root, a, c, and then d.
+
+In half precision a misreading may be as small as rounding. The target itself tells how large rounding is: it reads the
+tokens one by one a second time, in several columns that do not see each other (`_noise`). It also reads the same tree
+as faulty targets would, and has to be nearer to the truth than they are; see `misreading.heeded`. The logits tell the
+precision, since a model may return float32 that it computed in half precision.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..core.draft_tree import DraftTree
+from ..core.tuning import TUNING
+from .cache_marks import Mark
+from .fingerprint import has_foreign_hooks, may_round, rounds
+from .misreading import (
+    computing_dtype,
+    distances_of,
+    heeded,
+    in_tolerances,
+    is_full,
+    measured_tolerance,
+    usual_tolerance,
+)
+from .target_ability import Ability, remembered
+from .target_limits import furthest_read
+from .target_runtime import TargetRuntime
+
+_PARENTS, _DEPTHS = (-1, 0, 0, 2), (0, 1, 1, 2)  # of root, b, a, c
+_PATH = [0, 2, 3]
+STEPS = 4
+PROBE_DEPTH = 3
+PROBE_COLUMNS = len(_PARENTS)
+_NOISE_COLUMNS = 9  # as many as drafts have: some products go another way for more rows
+_ROWS = 2  # of a batch that are tried: more of them only take longer
+_ROUNDED = "its products round what they are given, so its text depends on how many tokens are read at once"
+_HOOKS = "; its forward hooks may do that"
+_OTHERWISE, _TOO_FEW = "read otherwise than one by one", "its vocabulary is too small for a tree"
+
+
+@dataclass
+class Steps:
+    """Tokens that a target has read one by one, and what it said after each: the truth about a draft of them.
+
+    Attributes:
+        runtime: a runtime apart, as it was before them.
+        start: where the cache stood.
+        input_ids: `[B, length]`, the texts up to and with the first of them, the root.
+        tokens: of each step those of all rows.
+        logits: of each step `[B, V]`.
+        doubtful: whether what they were compared with came near to a threshold.
+    """
+
+    runtime: TargetRuntime
+    start: Mark
+    input_ids: torch.Tensor
+    tokens: list[list[int]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    doubtful: bool = False
+
+    @classmethod
+    def begin(cls, runtime: TargetRuntime, input_ids: torch.Tensor) -> Steps:
+        """Before the last tokens of texts `[B, length]` are read: `add` takes these and those after them."""
+        apart = runtime.apart()
+        return cls(apart, apart.mark(before_commit=True), input_ids)
+
+    def add(self, tokens: list[int], logits: torch.Tensor) -> None:
+        """Takes a token of each row and what the target said after it, `[B, V]`."""
+        self.tokens.append(tokens)
+        self.logits.append(logits)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.tokens) == STEPS
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """Root, a and c of each row."""
+        return list(zip(*self.tokens[:-1], strict=True))
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """What the target computes in."""
+        return computing_dtype(self.logits[0], self.runtime.target.dtype)
+
+    @functools.cached_property
+    def tolerance(self) -> float:
+        """The distance of logits that rounding explains; in half precision by what it makes of these very tokens.
+
+        0 of a target of full precision whose products round what they are given: there no distance is small enough.
+        """
+        runtime, usual, full = self.runtime, usual_tolerance(self.dtype), is_full(self.dtype)
+        reach = furthest_read(runtime.target, self.length) - self.length
+        fits = min(runtime.deepest, reach) >= STEPS + _NOISE_COLUMNS
+        if full and rounds(runtime.target):
+            return 0.0
+        if (full and not may_round(runtime.target)) or not fits or runtime.prepare_trees():
+            return usual
+        try:
+            if full:
+                return usual if _distance_of_many(self) <= usual else 0.0
+            return measured_tolerance(self.dtype, _noise(self))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a forward that refuses columns will refuse drafts
+            return usual
+
+    def same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether logits are the expected ones up to rounding."""
+        ratio = in_tolerances(logits, expected, self.dtype, self.tolerance)
+        self.doubtful |= 1 / TUNING.doubtful < ratio < TUNING.doubtful
+        return ratio <= 1
+
+    @property
+    def telling(self) -> bool:
+        """Whether one token could not stand for another: a text that repeats itself tells less."""
+        return all(len(set(path)) == len(path) for path in self.paths)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the texts, their roots included."""
+        return self.start.slots + 1
+
+    def ids(self, count: int) -> torch.Tensor:
+        """The texts with so many of the tokens."""
+        further = [self.input_ids.new_tensor(tokens)[:, None] for tokens in self.tokens[1:count]]
+        return torch.cat([self.input_ids, *further], dim=1)
+
+    def rewind(self) -> TargetRuntime:
+        """Puts the cache back to before the tokens; returns a runtime to read them with."""
+        self.runtime.restore(self.start)
+        self.start = self.runtime.mark(before_commit=True)
+        return self.runtime.apart()
+
+    def read_all(self) -> None:
+        """Reads the tokens one by one once more, for good."""
+        runtime = self.rewind()
+        for index, tokens in enumerate(self.tokens, 1):
+            _read_one(runtime, tokens, self.ids(index))
+
+
+def presumed_ability(runtime: TargetRuntime) -> Ability:
+    """What a target may be able to do as far as model and cache tell, until it has been tried."""
+    reason = runtime.prepare_trees()
+    return Ability(not reason, True, reason, until=runtime.length)
+
+
+def ability_by(steps: Steps, chains: bool = False) -> Ability:
+    """Tries what the target of a call of one text can do with the tokens that it has read one by one.
+
+    Afterwards the cache holds these tokens as before, read as a draft if drafts are read rightly.
+
+    Args:
+        chains: no trees will be drafted, whatever the target can do.
+    """
+    runtime, found = steps.runtime, None
+    try:
+        if steps.telling:
+            found = _tried(steps, steps.logits[0], False, chains, True)
+        if found is None or found.unclear:
+            steps.rewind()
+            others = read_likely(runtime, steps.input_ids, steps.logits[0])
+            if others is not None:
+                found = _tried(others, steps.logits[0], False, chains)
+                others.rewind()
+            steps.read_all()
+        elif not (found.trees or found.chains):
+            steps.read_all()
+    except BaseException:
+        steps.rewind()
+        raise
+    return remembered(found or Ability(False, True, _TOO_FEW), runtime, steps.length, chains=chains)
+
+
+def tried_ability(
+    runtime: TargetRuntime,
+    input_ids: torch.Tensor,
+    logits: torch.Tensor,
+    ragged: bool = False,
+    doubling: bool = True,
+    chains: bool = False,
+) -> Ability:
+    """Tries what the target of a call can do with likely tokens, and takes them back; see `read_likely`.
+
+    Args:
+        ragged: the rows may be at different lengths, where only trees can be read.
+        doubling: see `known_until`.
+        chains: no trees will be drafted, whatever the target can do.
+    """
+    runtime, rows = _of_few_rows(runtime)
+    length = runtime.length + 1
+    steps, found = read_likely(runtime, input_ids[rows], logits[rows], ragged), Ability(False, True, _TOO_FEW)
+    if steps is not None:
+        try:
+            found = _tried(steps, logits[rows], ragged, chains)
+        finally:
+            steps.rewind()
+    return remembered(found, runtime, length, doubling, chains, ragged)
+
+
+def tried_again(runtime: TargetRuntime, input_ids: torch.Tensor, ragged: bool, chains: bool = False) -> Ability:
+    """The same as `tried_ability` in the middle of a call; the last tokens are read once to find likely ones.
+
+    Rows at different lengths can only go on as trees, whatever this finds: their cache has slots that other rows
+    filled, which only a mask of each row's own hides. Where no tree is read rightly any more, each row goes on with a
+    tree of one node. That is a forward of one token a row under the mask of what the row has kept, as plain decoding
+    runs it; what a trial finds misread is several tokens at once. Nothing is drafted then, and nothing tried again.
+
+    Args:
+        input_ids: `[B, length]`, the texts as they are now, of the rows that are read.
+        ragged, chains: see `tried_ability`.
+    """
+    runtime, rows = _of_few_rows(runtime)
+    input_ids = input_ids[rows]
+    steps = Steps.begin(runtime, input_ids)
+    reader = steps.runtime.apart()
+    reader.trees = ragged
+    try:
+        logits = _read_one(reader, input_ids[:, -1].tolist(), input_ids)
+    finally:
+        apart = steps.rewind()
+    return tried_ability(apart, input_ids, logits, ragged, chains=chains)
+
+
+def read_likely(
+    runtime: TargetRuntime, input_ids: torch.Tensor, logits: torch.Tensor, ragged: bool = False
+) -> Steps | None:
+    """Reads likely tokens after texts one by one; `None` if there are too few of them.
+
+    Args:
+        input_ids: `[B, length]`, the texts with their last token, which the target has not read yet.
+        logits: `[B, V]`, whose likeliest tokens are read; those that the last token was chosen from will do.
+        ragged: see `tried_ability`.
+    """
+    roots = input_ids[:, -1].tolist()
+    # Likely tokens are ordinary text, no markers of images or the like.
+    likely = [_likely(row, {root}, STEPS - 1) for row, root in zip(logits, roots, strict=True)]
+    if min(map(len, likely)) < STEPS - 1:
+        return None
+    steps = Steps.begin(runtime, input_ids)
+    reader = steps.runtime.apart()
+    reader.trees = ragged
+    try:
+        for tokens in [roots, *map(list, zip(*likely, strict=True))]:
+            steps.tokens.append(tokens)
+            steps.logits.append(_read_one(reader, tokens, steps.ids(len(steps.tokens))))
+    except BaseException:
+        steps.rewind()
+        raise
+    return steps
+
+
+def _of_few_rows(runtime: TargetRuntime) -> tuple[TargetRuntime, list[int]]:
+    """A runtime of the shortest text and the longest alone, which tell as much as all do; and their places.
+
+    Of all rows where they cannot be told apart.
+    """
+    rows = list(range(len(runtime.rows.kept)))
+    if len(rows) <= _ROWS or not runtime.rows_can_be_apart:
+        return runtime, rows
+    lengths = runtime.rows.lengths
+    first, *_, last = sorted(rows, key=lambda row: lengths[row])
+    return runtime.apart_of([first, last]), [first, last]
+
+
+def _tried(steps: Steps, logits: torch.Tensor, ragged: bool, chains: bool, strict: bool = False) -> Ability:
+    """What a target does with a draft of tokens that it has read one by one: a tree, or a chain if there can be none.
+
+    Beside some tokens a misreading may be as small as rounding: others are tried until it is clear.
+
+    Args:
+        logits: `[B, V]`, whose likeliest tokens stand beside those.
+        ragged, chains: see `tried_ability`.
+        strict: of text as the target writes it, which tells less of positions; other tokens will be tried if it is not
+            clear that they are heeded.
+    """
+    paths = steps.paths
+    if steps.tolerance == 0:  # it reads the steps itself, so it comes first
+        return Ability(False, False, _ROUNDED)
+    reason, unclear = "" if chains else steps.runtime.prepare_trees(), False
+    if not reason and not chains:
+        attempts = 1 if strict else TUNING.trial_attempts
+        likely = [_likely(row, set(path), attempts) for row, path in zip(logits, paths, strict=True)]
+        reason = _TOO_FEW
+        for beside in zip(*likely, strict=True):
+            problem = _problem_of_trees(steps, beside, strict)
+            unclear, reason = problem is None, f"the branches of a tree are {problem}" if problem else ""
+            if not unclear:
+                break
+        if unclear:
+            reason = f"what its masks change drowns in the rounding of {steps.dtype}"
+        if not reason or (unclear and strict):
+            return Ability(not reason, True, reason, unclear, steps.doubtful)
+    # Ragged rows have no chains: there a tree is read even where it has one path.
+    steps.runtime.trees = ragged
+    drafts = [DraftTree(path, (-1, 0, 1), (0, 1, 2), (0.0,) * 3) for path in paths]
+    problem = _problem(steps, drafts, [0, 1, 2], [[0, 1], [1], [2]])
+    if problem:
+        hint = _HOOKS if has_foreign_hooks(steps.runtime.target) else ""
+        return Ability(False, False, f"several tokens at once are {problem}{hint}", doubtful=steps.doubtful)
+    return Ability(False, True, reason, unclear, steps.doubtful)
+
+
+def _likely(logits: torch.Tensor, without: set[int], count: int) -> list[int]:
+    """The likeliest tokens by logits `[V]`, some left out; fewer than `count` if there are no more."""
+    most = logits.topk(min(count + len(without), len(logits))).indices.tolist()
+    return [token for token in most if token not in without][:count]
+
+
+def _problem_of_trees(steps: Steps, beside: Sequence[int], strict: bool) -> str | None:
+    """As `_problem`, of trees with a token b of each row; `None` if it cannot be told what is rounding."""
+    steps.runtime.trees = True
+    rows = zip(beside, steps.paths, strict=True)
+    trees = [DraftTree((root, b, a, c), _PARENTS, _DEPTHS, (0.0,) * PROBE_COLUMNS) for b, (root, a, c) in rows]
+    misread: list[torch.Tensor] = []
+    if not is_full(steps.dtype):
+        # A target that does not heed masks, or positions, is played by the same forward.
+        line = tuple(range(-1, PROBE_COLUMNS - 1))
+        in_line = [replace(tree, parents=line) for tree in trees]
+        by_slot = [replace(tree, depths=tuple(range(PROBE_COLUMNS))) for tree in trees]
+        try:
+            misread = [_read(steps.rewind(), kind, steps.input_ids) for kind in (in_line, by_slot)]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return _refusal(error)
+    # In half precision each of these decides by itself: a target deaf to masks misreads a and c only.
+    return _problem(steps, trees, _PATH, [[0, 1], [1], [2]], misread, strict)
+
+
+def _problem(
+    steps: Steps,
+    drafts: list[DraftTree],
+    path: list[int],
+    groups: Sequence[list[int]],
+    misread: Sequence[torch.Tensor] = (),
+    strict: bool = False,
+) -> str | None:
+    """How reading the steps at once differs from reading them one by one; empty if nowhere, `None` if unclear.
+
+    The draft is read and its path kept, then the last token is read; the cache is left so.
+
+    Args:
+        path: nodes of the first steps, the root among them.
+        groups: steps that are compared together.
+        misread: logits of the nodes as faulty targets would read them: deaf to masks, and to positions.
+        strict: see `_tried`.
+    """
+    try:
+        runtime = steps.rewind()
+        logits = _read(runtime, drafts, steps.input_ids)
+        runtime.commit([path[1:]] * len(drafts))
+        further = _read_one(runtime, steps.tokens[-1], steps.ids(STEPS))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code raises, it says that it cannot do this
+        return _refusal(error)
+    true, seen = torch.stack(steps.logits, dim=1), torch.cat([logits[:, path], further[:, None]], dim=1)
+    if not all(steps.same(seen[:, group], true[:, group]) for group in (*groups, [STEPS - 1])):
+        return _OTHERWISE
+    if not misread:
+        return ""
+    # Not every model has positions.
+    faults = [each[:, path[1:]] for each in misread]
+    right = heeded(seen[:, 1:3], true[:, 1:3], faults, all_faults=strict, tolerance=steps.tolerance)
+    return None if right is None else "" if right else _OTHERWISE
+
+
+def _noise(steps: Steps) -> float:
+    """The greatest distance of the tokens' logits to those of the same tokens in one of several columns."""
+    runtime, noise = steps.rewind(), 0.0
+    runtime.trees = True
+    for tokens, expected in zip(steps.tokens, steps.logits, strict=True):
+        noise = max(noise, runtime.noise_of(tokens, expected, _NOISE_COLUMNS))
+    return noise
+
+
+def _distance_of_many(steps: Steps) -> float:
+    """The greatest distance between as many tokens as drafts have, read at once, and the same read one by one.
+
+    Products that round what they are given show it there, while a few tokens may be read alike by luck.
+    """
+    runtime, ids = steps.rewind(), steps.input_ids
+    roots = ids[:, -1].tolist()
+    likely = [
+        [root, *_likely(row, {root}, _NOISE_COLUMNS - 1)] for root, row in zip(roots, steps.logits[0], strict=True)
+    ]
+    runtime.trees = True
+    alone: list[torch.Tensor] = []
+    for tokens in zip(*likely, strict=True):
+        ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1) if alone else ids
+        alone.append(_read_one(runtime, tokens, ids))
+    count = len(alone)
+    chains = [DraftTree(tuple(row), tuple(range(-1, count - 1)), tuple(range(count)), (0.0,) * count) for row in likely]
+    runtime = steps.rewind()
+    runtime.trees = True
+    return float(distances_of(_read(runtime, chains, steps.input_ids), torch.stack(alone, dim=1)).max())
+
+
+def _read(runtime: TargetRuntime, trees: list[DraftTree], input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits `[B, nodes, V]` of trees."""
+    return runtime.verify(trees, input_ids).logits[:, : len(trees[0])]
+
+
+def _read_one(runtime: TargetRuntime, tokens: Sequence[int], input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits `[B, V]` of a token of each row, which stays read."""
+    roots = [DraftTree.root(token) for token in tokens]
+    logits = _read(runtime, roots, input_ids)[:, 0]
+    runtime.commit([[]] * len(roots))
+    return logits
+
+
+def _refusal(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"refused by its forward ({type(error).__name__}: {lines[0][:160] if lines else 'no message'})"

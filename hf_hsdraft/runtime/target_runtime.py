@@ -1,0 +1,330 @@
+"""All we need of a target: taps, a forward over trees or chains, committing paths, rolling back the rest.
+
+The only owner of a cache while a call runs. `target_limits` says what model and cache tell of themselves, and
+`target_probe` tries what cannot be asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..core.accelerator import Acceleration
+from ..core.cache_name import given_cache
+from ..core.draft_tree import DraftTree
+from ..core.refusals import DraftingRefused
+from ..core.tensors import device_of, on_device
+from ..trees.tree_masks import AttentionKind
+from .cache_marks import Mark, as_given, mark, restore, roll_back
+from .chain_reading import catch_up, commit_chains, read_chains
+from .ended_rows import EndedRows, can_leave
+from .first_layers import FirstLayers
+from .last_state import LastState
+from .target_call import Names, TargetCall, dropped
+from .target_limits import check_cache, text_config
+from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
+from .text_rows import TextRows, slots_of_prompts
+from .tree_reading import commit_trees, kinds_of_attention, noise_of, read_trees, tokens_kept
+
+
+class TargetRuntime:
+    """A target in one `generate()` call: the only owner of its cache and of its model inputs.
+
+    Args:
+        target: the model being decoded.
+        tap_layers: indices into its `hidden_states`, of which taps are made.
+        model_kwargs: what `generate()` would pass to its decoding method.
+
+    Attributes:
+        trees: whether drafts are read as trees; chains otherwise. `target_probe` finds out.
+        num_texts: number of rows of the call; `rows` has those that are still read.
+        cached_before: number of slots that the cache of the call came with.
+    """
+
+    _call: TargetCall  # from the prompts' forward on
+
+    def __init__(self, target: Any, tap_layers: Sequence[int], model_kwargs: dict[str, Any]) -> None:
+        self.target, self.trees, self._names = target, True, Names(target)
+        self.num_texts = self.cached_before = self._prompt_length = 0
+        self.tap_layers, self._last_state = list(tap_layers), LastState(target, tap_layers)
+        self._kwargs = dict(model_kwargs)  # of the prompts' forward
+        if (asked := self._last_state.asked) and not self._kwargs.get("output_hidden_states"):
+            # transformers drops an index that the encoder has no layer for, so of a decoder all states are asked for.
+            self._kwargs["output_hidden_states"] = True if target.config.is_encoder_decoder else asked
+        self._kinds: list[AttentionKind] = []
+        self._outputs: Any = None  # of the last forward
+        self._columns = self._again = 0  # the drafts' columns in it, and those before them that were read again
+        self._ended: EndedRows | None = None  # where rows may leave the batch
+        self._first: FirstLayers | None = None  # where drafts are read ahead
+        if (cache := given_cache(self._kwargs)) is not None:
+            check_cache(target, cache)
+
+    def prefill(self, input_ids: torch.Tensor, generation_config: Any) -> TargetOutput:
+        """Reads the prompts `[B, length]`, less what the cache already holds, as plain decoding does.
+
+        The taps are those of the last positions read, padding among them included. With `prefill_chunk_size` they are
+        the last chunk's: the drafter then starts with that much context.
+
+        Raises:
+            DraftingRefused: the target cannot take back what was rejected; the message says what is missing.
+        """
+        self.num_texts, self._prompt_length = input_ids.shape
+        self._generation_config = generation_config
+        before = given_cache(self._kwargs)
+        self.cached_before = 0 if before is None else int(before.get_seq_length())
+        with as_given(before), self._last_state.kept():
+            outputs = self._outputs = self.target._prefill(input_ids, generation_config, self._kwargs)
+            self._call = TargetCall.after_prompts(self.target, self._names, self._kwargs, outputs, self.num_texts)
+            read = self._output()
+        expected = slots_of_prompts(self.target, input_ids, generation_config, self._kwargs, self.cached_before)
+        self._call.drops = not self._call.slots.hold(expected)
+        self._call.slots.keep_past()  # not before: a window's layer would keep the whole prompt
+        self._call.go_on(outputs, 1)
+        return read
+
+    def prepare_trees(self) -> str:
+        """Gets ready for trees; returns why there can be none, or nothing."""
+        try:
+            self._kinds = kinds_of_attention(self._call)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def read_chains(self) -> None:
+        """From here on drafts are chains; only where one text is read, as rows of a batch may be at odds by now."""
+        self.trees, self._call.fixed = False, 0
+
+    def first_layers(self, count: int, reuse: bool) -> FirstLayers | None:
+        """The first `count` layers, see `FirstLayers` for `reuse`; `None` without trees or with a static cache."""
+        able = self.trees and self._kinds and self._call.slots.static is None and not self.recurrent
+        self._first = FirstLayers(self._call, self._kinds, count, reuse) if able else None
+        return self._first
+
+    def make_room(self, columns: int) -> None:
+        """From here on the cache grows in place, where its layers can and attention takes views of any strides.
+
+        A static one does not grow: there every forward over trees has as many columns, padding included, and is
+        compiled where `generate()` would compile its decoding step.
+
+        Args:
+            columns: of the greatest tree that will be drafted, the root's included.
+        """
+        call = self._call
+        if call.slots.static is not None:
+            if self.trees:
+                call.fixed = columns
+                call.acceleration.compile(call.kwargs, self._generation_config, call.slots.static.states)
+        elif text_config(self.target)._attn_implementation in ("sdpa", "eager"):
+            call.slots.make_room()
+
+    def verify(self, trees: Sequence[DraftTree], input_ids: torch.Tensor) -> TargetOutput:
+        """Reads a tree for each row in one forward; column i of the output belongs to node i.
+
+        Args:
+            input_ids: `[B, length]`, the texts of all rows of the call up to and with the roots, left of them anything.
+        """
+        call, self._outputs = self._call, None  # a compiled forward writes there again
+        self._columns = max(map(len, trees))
+        plain_step = len(trees) == 1 and self._columns == 1  # as plain decoding takes it, whose forward is compiled too
+        if call.slots.left >= call.fixed and not plain_step:
+            self._columns = max(self._columns, call.fixed)
+        # Of rows that have left, `input_ids` and the model's inputs still tell.
+        with self._last_state.kept():
+            if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
+                ahead = None if self._first is None else self._first.verify(trees, self._columns)
+                self._outputs, self._again = ahead or read_trees(call, trees, self._columns, self._kinds), 0
+            else:
+                self._outputs, self._again = read_chains(call, trees, input_ids, self._columns), call.unread
+        return self._output().last(self._columns)
+
+    def _output(self) -> TargetOutput:
+        return target_output(self.target, self._outputs, self._names.states, self.tap_layers, self._last_state)
+
+    def noise_of(self, tokens: Sequence[int], alone: torch.Tensor, columns: int) -> float:
+        """See `tree_reading.noise_of`; trees are prepared."""
+        return noise_of(self._call, on_device(tokens, device_of(self.target)), alone, columns, self._kinds)
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keeps root and accepted path of the trees read last in every cache layer, and drops the other nodes.
+
+        Args:
+            paths: `None` for rows that have ended, of which nothing is kept. Where the rows are `in_step`, all paths
+                are equally long.
+        """
+        if self.trees and not self._call.drops:  # otherwise the roots alone were read, and slots are no longer places
+            commit_trees(self._call, paths, self._columns)
+        else:
+            commit_chains(self._call, max(map(tokens_kept, paths)), self._outputs, self._columns)
+
+    def finish(self, input_ids: torch.Tensor) -> None:
+        """Leaves the cache as plain decoding would.
+
+        Args:
+            input_ids: `[B, length]`, the finished texts, of which the last token is never read.
+        """
+        call, slots = self._call, self._call.slots
+        end = call.rows.prompt_slots + input_ids.shape[1] - self._prompt_length - 1
+        with self.undone_on_error():
+            if call.unread:
+                catch_up(call, input_ids[:, :-1])
+            if self._ended is not None:
+                self._ended.put_back(slots.cache, end)
+            if not slots.recurrent:
+                slots.drop(max(slots.length - end, 0))
+        slots.release()
+
+    def mark(self, before_commit: bool = False) -> Mark:
+        """Where the cache stands.
+
+        Args:
+            before_commit: also copy layers that a commit makes forget what came before, windows and convolutions.
+        """
+        return mark(self._call.slots, before_commit)
+
+    def roll_back(self, mark: Mark) -> None:
+        """Puts the cache back to a mark, once; not after a commit."""
+        roll_back(self._call.slots, mark)
+
+    def restore(self, mark: Mark) -> None:
+        """Puts the cache back to a mark that was made `before_commit`, once."""
+        restore(self._call.slots, mark)
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
+        entered, unread = self.mark(), self._call.unread
+        self._call.entered = entered
+        try:
+            yield
+        except BaseException:
+            self.roll_back(entered)
+            self._call.unread = unread
+            raise
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """The cache is the caller's again, and works as before, if an exception ends the call."""
+        try:
+            yield
+        except BaseException:
+            if hasattr(self, "_call"):
+                self._call.slots.release()
+            raise
+
+    def apart(self) -> TargetRuntime:
+        """A runtime for trials: it shares target and cache, which a mark puts back, and nothing else that changes."""
+        return self._with_call(self._call.apart())
+
+    def apart_of(self, places: Sequence[int]) -> TargetRuntime:
+        """As `apart`, of some rows of the batch alone; `rows_can_be_apart` holds."""
+        return self._with_call(self._call.apart_of(places))
+
+    def _with_call(self, call: TargetCall) -> TargetRuntime:
+        trial = copy.copy(self)
+        trial._call, trial._first = call, None  # what was read ahead is for the call itself
+        return trial
+
+    def let_rows_leave(self, keep: bool) -> bool:
+        """Prepares for `keep_rows`; returns whether that is possible with this cache and what the target is given.
+
+        Args:
+            keep: the cache is for more than this call.
+        """
+        if self.trees and self.rows_can_be_apart:
+            self._ended = EndedRows(len(self.rows.kept), keep)
+        return self._ended is not None
+
+    @property
+    def rows_can_be_apart(self) -> bool:
+        """Whether some rows can be read without the others, with this cache and what the target is given."""
+        call = self._call
+        decoder = self.target.config.is_encoder_decoder
+        return not decoder and can_leave(self.target, call.kwargs, self._names.by_rows, self.cache)
+
+    def keep_rows(self, places: Sequence[int]) -> None:
+        """From here on forwards are of some rows alone, in this order; the others have ended, and their end was read.
+
+        Args:
+            places: of these rows in the batch as it is read now.
+        """
+        assert self._ended is not None
+        call = self._call
+        self._ended.take_out(self.cache, places, call.rows.kept)
+        call.rows = call.rows.of(places)
+        call.slots.drop(self.length - max(call.rows.kept))
+
+    def prompt_outputs(self, row: int, states: bool, attentions: bool) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Hidden states and attentions of the prompt's forward, of one row."""
+        return prompt_outputs(self._outputs, names_of(self._outputs, self._names, states, attentions), row)
+
+    def node_outputs(
+        self, row: int, path: Sequence[int], states: bool, attentions: bool
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Those of the last node of `path`, from the root on, as plain decoding returns them for one token."""
+        names = names_of(self._outputs, self._names, states, attentions)
+        return NodeOutputs(self._call, self._outputs, names, self._again, self._columns).of(row, path)
+
+    @property
+    def reused_share(self) -> float:
+        """Share of the layers' work in verifying trees that drafts had done; 0 where they are not read ahead."""
+        return 0.0 if self._first is None else self._first.reused_share
+
+    @property
+    def cache(self) -> Any:
+        return self._call.slots.cache
+
+    @property
+    def length(self) -> int:
+        """Number of slots of the cache that are filled."""
+        return self._call.slots.length
+
+    @property
+    def slots(self) -> int | None:
+        """Number of slots of a static cache, filled or not; `None` of one that grows."""
+        static = self._call.slots.static
+        return None if static is None else static.size
+
+    @property
+    def deepest(self) -> int:
+        """How deep a draft may be for the room that is left in the cache."""
+        left = self._call.slots.left
+        return left - 1 if left >= self._call.fixed else 0
+
+    @property
+    def forwards(self) -> int:
+        """Number of forwards so far, the prompts' included."""
+        return self._call.forwards
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of what the target is given in a forward."""
+        return tuple(sorted(name for name, value in self._call.kwargs.items() if value is not None))
+
+    @property
+    def rows(self) -> TextRows:
+        """Where the texts stand in the cache."""
+        return self._call.rows
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers of the target keep a state that cannot drop tokens."""
+        return self._call.slots.recurrent
+
+    @property
+    def refusal(self) -> DraftingRefused | None:
+        """Why nothing can be drafted, as the forwards so far show: they have lost slots of the cache."""
+        return dropped(self.target) if self._call.drops else None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all rows have to accept equally many tokens: only a tree's mask can tell rows apart."""
+        return not self.trees and len(self.rows.kept) > 1
+
+    @property
+    def acceleration(self) -> Acceleration:
+        """What runs the forwards."""
+        return self._call.acceleration

@@ -1,0 +1,155 @@
+"""A conversation with a target that keeps its cache from turn to turn."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from ..core.cache_name import CACHE, returned_cache
+from ..core.tensors import device_of
+from ..engine.call_output import DraftStatistics
+from .limits import end_tokens, room_left
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the target.
+
+    Attributes:
+        text: without special tokens.
+        tokens: number of new tokens, the end of the turn included.
+        kept: number of tokens of the prompt that were in the cache and were not read again.
+        seconds: wall-clock time of the call, the prompt's forward included.
+        statistics: of the drafting; `None` for a plain answer.
+        cut: whether the limit of new tokens ended it.
+    """
+
+    text: str
+    tokens: int
+    kept: int
+    seconds: float
+    statistics: DraftStatistics | None
+    cut: bool
+
+
+class Conversation:
+    """Messages, and the target's cache of them.
+
+    Every prompt is the text that the chat template makes of all messages. Earlier turns keep the tokens that the target
+    chose for them, and only the text behind them is tokenized. So the cache holds the beginning of the prompt, and the
+    rest is read. Where a template writes earlier turns anew, without their thoughts for example, the whole text is
+    tokenized. Then the cache is shortened to the tokens that are still the same. A cache that cannot be shortened is
+    made anew. The answer to a prompt is the same with and without a cache.
+
+    A drafter goes on from what it had read where the cache is used whole and the answer before was drafted. Otherwise
+    it begins with the tokens that are read in this turn, and finds less right at first.
+
+    Args:
+        target: the model that answers.
+        tokenizer: of the target, with a chat template.
+        drafter: proposes tokens; `None` decodes plainly. May be changed between turns.
+        system: the system prompt; `None` for none.
+        options: of `generate()`, for example `max_new_tokens`.
+
+    Attributes:
+        messages: the conversation so far.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, target: Any, tokenizer: Any, drafter: Any, system: str | None = None, **options: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the target's tokenizer has no chat template: choose a target that was trained to chat")
+        self.target, self.tokenizer, self.drafter, self.options = target, tokenizer, drafter, options
+        self._system = system
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all turns."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cache: Any = None
+        self._text: list[int] = []  # tokens that the cache was made of; it may lack the last one
+
+    def follow(self, other: Conversation) -> None:
+        """Takes over the turns of another conversation with the same target, and reads what the other has read.
+
+        So both answer the next message from equally much in their caches.
+        """
+        self.messages = list(other.messages)
+        if self._text == other._text:
+            return
+        self._text, self._cache = list(other._text), None
+        held = 0 if other._cache is None else other._cache.get_seq_length()
+        if held:
+            ids = torch.tensor([self._text[:held]], device=device_of(self.target))
+            reading = {"do_sample": False, "max_new_tokens": 1, "return_dict_in_generate": True}
+            output = self.target.generate(ids, attention_mask=torch.ones_like(ids), **reading)
+            self._cache = returned_cache(output)
+
+    def ask(self, question: str, streamer: BaseStreamer | None = None) -> Answer:
+        """Answers a message of the user. Where that fails or is interrupted, the message is forgotten.
+
+        Args:
+            question: the message.
+            streamer: gets the tokens as they come.
+
+        Raises:
+            ValueError: the conversation does not fit into the target's context window, or the drafter refuses.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        prompt = self._prompt(messages)
+        ids = torch.tensor([prompt], device=device_of(self.target))
+        room = room_left(self.target, ids.shape[1])
+        limit = min(room, self.options.get("max_new_tokens") or room)
+        cache = self._cache_of(prompt)
+        self._forget()  # a call that does not end well may leave anything in it
+        kept = 0 if cache is None else cache.get_seq_length()
+        begin = time.perf_counter()
+        output = self.target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=self.drafter,
+            streamer=streamer,
+            return_dict_in_generate=True,
+            **{**self.options, "max_new_tokens": limit, CACHE: cache},
+        )
+        seconds = time.perf_counter() - begin
+        self._cache, self._text = returned_cache(output), output.sequences[0].tolist()
+        new = output.sequences[0, ids.shape[1] :]
+        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        cut = len(new) >= limit and int(new[-1]) not in end_tokens(self.target)
+        return Answer(text, len(new), kept, seconds, getattr(output, "statistics", None), cut)
+
+    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of a conversation, those of earlier turns as they are."""
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        held = self.tokenizer.decode(self._text, clean_up_tokenization_spaces=False) if self._text else ""
+        kept = self._text if text.startswith(held) else []
+        new = self.tokenizer(text[len(held) if kept else 0 :], add_special_tokens=False)["input_ids"]
+        return [*kept, *new]
+
+    def _cache_of(self, ids: list[int]) -> Any:
+        """The cache of the beginning of a prompt, which leaves at least one token to be read; `None` for none."""
+        if self._cache is None:
+            return None
+        length = self._cache.get_seq_length()
+        same = 0
+        for held, asked in zip(self._text[:length], ids[:-1], strict=False):
+            if held != asked:
+                break
+            same += 1
+        if same < length:
+            sliding = any(getattr(layer, "is_sliding", False) for layer in self._cache.layers)
+            if same == 0 or sliding or not self._cache.is_croppable:
+                return None
+            self._cache.crop(same - length)
+        return self._cache

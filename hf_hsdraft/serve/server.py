@@ -1,0 +1,177 @@
+"""An OpenAI-compatible server on transformers' own serving code, of one target with a drafter attached."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+
+from ..generate.attachment import Attachment
+from ..verify.registry import is_lossy
+from .answers import ChatHandler, ClientAware, OneTarget, ResponsesHandler, TextHandler
+
+
+class LoadedTarget(ModelManager):
+    """The one model of a server. It is loaded before the server starts and stays as long as the server lives.
+
+    Args:
+        target: the model that answers, with its drafter attached.
+        tokenizer: of the target.
+        name: what clients call the model.
+    """
+
+    def __init__(self, target: Any, tokenizer: Any, name: str) -> None:
+        super().__init__()
+        self._target, self._tokenizer, self.force_model = target, tokenizer, name
+
+    def load_model_and_processor(
+        self, model_id_and_revision: str, progress_callback: Any = None, tqdm_class: Any = None, gguf_file: Any = None
+    ) -> tuple[Any, Any]:
+        """Returns target and tokenizer.
+
+        Raises:
+            ValueError: another model is asked for.
+        """
+        if model_id_and_revision != self.process_model_name(str(self.force_model)):
+            raise ValueError(f"this server has one model, {self.force_model!r}; found {model_id_and_revision!r}")
+        if progress_callback is not None:
+            progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
+        return self._target, self._tokenizer
+
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        """Returns the list of models that clients see: this one."""
+        model = {"id": self.force_model, "object": "model", "created": 0, "owned_by": "hf_hsdraft"}
+        return [{**model, "status": {"value": "loaded"}}]
+
+    get_gen_models = list_models  # its name in transformers 5.23
+
+
+def build_app(target: Any, tokenizer: Any, name: str, attachment: Attachment | None) -> FastAPI:
+    """Builds the server's application.
+
+    Args:
+        target: the model that answers.
+        tokenizer: of the target.
+        name: what clients call the model.
+        attachment: of the drafter to the target; `None` for plain decoding.
+
+    Returns:
+        an application for `Server`. Beside transformers' own routes it has `GET /drafting`.
+    """
+    manager, state = LoadedTarget(target, tokenizer, name), OneTarget()
+    app = build_server(
+        manager,
+        ChatHandler(manager, state),
+        completion_handler=TextHandler(manager, state),
+        response_handler=ResponsesHandler(manager, state),
+        transcription_handler=TranscriptionHandler(manager, state),
+        systemone_handler=SystemOneHandler(manager, state),
+        generation_state=state,
+    )
+    app.state.manager = state.manager
+    app.add_middleware(ClientAware)
+    app.add_middleware(SaysVerification, attachment=attachment)
+
+    @app.get("/drafting")
+    def drafting() -> JSONResponse:
+        return JSONResponse(report(attachment))
+
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(ValueError, _refused)
+    app.add_exception_handler(TemplateError, _refused)
+    app.add_exception_handler(Exception, _failed)
+    return app
+
+
+class SaysVerification:
+    """Says in a header of each response by which rule drafts are verified, and whether that may change the text.
+
+    `X-Verification` is `exact`, or the name of a lossy rule and `lossy`: "fly; lossy". Plain decoding is exact.
+
+    Args:
+        attachment: see `build_app`.
+    """
+
+    def __init__(self, app: ASGIApp, attachment: Attachment | None) -> None:
+        self.app, self._attachment = app, attachment
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-verification", self._rule().encode())]
+            await send(message)
+
+        await self.app(scope, receive, marked)
+
+    def _rule(self) -> str:
+        return "exact" if self._attachment is None else rule_of(self._attachment)
+
+
+def rule_of(attachment: Attachment) -> str:
+    """Returns by which rule the next request is verified: `exact`, or the name of a lossy rule and `lossy`."""
+    rule = getattr(attachment.drafter.generation_config, "verification", None)
+    return f"{rule}; lossy" if is_lossy(rule) else "exact"
+
+
+class Server(uvicorn.Server):
+    """A server of one application, which ends the answers that are under way when it is stopped."""
+
+    def __init__(self, app: FastAPI, log_level: str = "info") -> None:
+        super().__init__(uvicorn.Config(app, log_level=log_level))
+        self._manager = app.state.manager
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._manager.stop()
+        await super().shutdown(sockets)
+        await self._manager.idle()
+
+
+def report(attachment: Attachment | None) -> dict[str, Any]:
+    """Returns what drafting did since the server started, and in the drafted call that ended last."""
+    if attachment is None:
+        return {"drafting": False}
+    total, last = attachment.statistics, attachment.last
+    return {
+        "drafting": True,
+        "verification": rule_of(attachment),
+        "lossless": total.exact,
+        "tau": total.tau if total.calls else None,
+        **{name: value for name, value in dataclasses.asdict(total).items() if name != "exact"},
+        "last": None if last is None else {"tau": last.tau, "new_tokens": last.new_tokens, "lossless": last.exact},
+    }
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status_code=status)
+
+
+async def _http_error(_: Request, error: Any) -> JSONResponse:
+    return _error(error.status_code, str(error.detail))
+
+
+async def _malformed(_: Request, error: Any) -> JSONResponse:
+    return _error(422, "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    return _error(400, str(error))
+
+
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    return _error(500, f"{type(error).__name__}: {error}")

@@ -1,0 +1,1 @@
+"""The texts that a drafter is trained on."""

@@ -1,0 +1,106 @@
+"""Rows on disk, in a folder that `datasets.load_dataset(folder)` reads: parquet files, and the recipe beside them.
+
+A file gets its name when it is complete. So a killed run loses at most the file that it was making. Every row has a
+key, so no row is made twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import write_complete, write_json
+
+# The card has no `configs` block, and the recipe no ending that `datasets` reads. For then `datasets` finds the data
+# files by itself, and only then its cache tells folders of the same name apart.
+_CARD = "{title}\n\nHow these rows were made is in `recipe.yaml`.\n"
+RECIPE = "recipe.yaml"  # it holds JSON, which is YAML too
+
+
+class RowFolder:
+    """A folder of rows that grows.
+
+    Args:
+        folder: the folder. It is created when the first rows come.
+        title: a line for its card.
+        recipe: everything that decides the rows. It must be the recipe that the folder was begun with, except for
+            `made_with`.
+        writer: index of this process among those that add rows at the same time.
+
+    Raises:
+        ValueError: the folder was begun with another recipe. The message names the differences.
+    """
+
+    def __init__(self, folder: Path, title: str = "", recipe: dict[str, Any] | None = None, writer: int = 0) -> None:
+        self.folder = folder
+        self._title = title
+        self._recipe = None if recipe is None else json.loads(json.dumps(recipe))
+        self._writer = writer
+        path = folder / RECIPE
+        if self._recipe is not None and path.exists():
+            changes = differences(json.loads(path.read_text(encoding="utf-8")), self._recipe)
+            if changes:
+                raise ValueError(
+                    f"{folder} was made with other settings ({'; '.join(changes)}); use the same, or another folder"
+                )
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields all rows in the order of the files, each key once."""
+        from pyarrow import parquet
+
+        seen = set()
+        for part in self._parts():
+            for row in parquet.read_table(part).to_pylist():
+                if row["key"] not in seen:
+                    seen.add(row["key"])
+                    yield row
+
+    def keys(self) -> set[str]:
+        """Returns the keys of all rows."""
+        from pyarrow import parquet
+
+        return {key for part in self._parts() for key in parquet.read_table(part, columns=["key"])["key"].to_pylist()}
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds rows as one file. Each row has a `key`, and all have the same columns."""
+        if not rows:
+            return
+        from datasets import Dataset
+
+        (self.folder / "data").mkdir(parents=True, exist_ok=True)
+        if self._recipe is not None and not (self.folder / RECIPE).exists():
+            write_json(self.folder / RECIPE, self._recipe)
+        if not (self.folder / "README.md").exists():
+            card = _CARD.format(title=self._title)
+            write_complete(self.folder / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+        own = (self.folder / "data").glob(f"part-{self._writer:03d}-*.parquet")
+        number = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in own), default=-1)
+        part = self.folder / "data" / f"part-{self._writer:03d}-{number:05d}.parquet"
+        table = Dataset.from_list(list(rows)).with_format("arrow")[:]
+        write_complete(part, lambda path: _write_parquet(table, path))
+
+    def _parts(self) -> list[Path]:
+        return sorted((self.folder / "data").glob("*.parquet"))
+
+
+def differences(stored: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+    """What two recipes say otherwise, the versions that made them excepted."""
+    names = sorted({*stored, *recipe} - {"made_with"})
+    return [
+        f"{name}: {_short(stored.get(name))} -> {_short(recipe.get(name))}"
+        for name in names
+        if stored.get(name) != recipe.get(name)
+    ]
+
+
+def _write_parquet(table: Any, path: Path) -> None:
+    from pyarrow import parquet
+
+    parquet.write_table(table, path)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

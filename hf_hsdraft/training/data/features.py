@@ -1,0 +1,217 @@
+"""What training reads of the target: taps and final hidden states.
+
+They are computed in every step, or once and kept on disk. Where the target's forward costs more than a training step of
+the drafter, as on CPUs, the disk pays from the second epoch on. A position takes (taps + 1) x hidden size x 2 bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from ..files import write_complete
+from ..loop.progress import Stage
+from .conversations import TokenizedConversation
+
+_SHARD = 32  # number of conversations per file, and so of those that a killed run loses at most
+_READ_AT_ONCE = 4096  # number of positions of a forward, padding included
+
+
+@dataclass(frozen=True)
+class Features:
+    """One conversation as the trainer reads it.
+
+    Attributes:
+        input_ids: `[length]`, int64.
+        answer_mask: `[length]`, bool, True where the assistant wrote the token.
+        taps: `[length, num_taps * hidden]`, bfloat16, the tapped hidden states side by side.
+        final: `[length, hidden]`, bfloat16, hidden states after the target's last norm. The target's head makes logits
+            of them.
+    """
+
+    input_ids: torch.Tensor
+    answer_mask: torch.Tensor
+    taps: torch.Tensor
+    final: torch.Tensor
+
+
+def feature_bytes(tokens: int, num_taps: int, hidden_size: int) -> int:
+    """Returns the number of bytes that the features of some positions take on disk."""
+    return tokens * (num_taps + 1) * hidden_size * 2
+
+
+@torch.inference_mode()
+def cache_features(
+    target: Any,
+    tap_layers: Sequence[int],
+    conversations: Sequence[TokenizedConversation],
+    folder: str | os.PathLike[str],
+    identity: str = "",
+    stage: Stage | None = None,
+    share: tuple[int, int] = (0, 1),
+    wait: Callable[[], None] = lambda: None,
+) -> FeatureDataset:
+    """Runs the target over all conversations and stores what training needs, in files called shards.
+
+    Shards that exist already are kept. The name of a shard has a digest of target, taps and tokens. So no shard of
+    other settings is used.
+
+    Args:
+        target: the target.
+        tap_layers: indices into `hidden_states`, ascending.
+        conversations: the conversations.
+        folder: folder of the shards, which is created if it is missing.
+        identity: fingerprint of the target.
+        stage: told of the number of shards done.
+        share: index of this process, and number of processes that share the work.
+        wait: function that waits for the other processes.
+
+    Raises:
+        OSError: the disk has less room than the missing shards take. Nothing is written then.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = [conversations[start : start + _SHARD] for start in range(0, len(conversations), _SHARD)]
+    paths = [
+        folder / f"features-{n:05d}-{_digest(identity, shard, tap_layers)}.safetensors"
+        for n, shard in enumerate(shards)
+    ]
+    hidden_size = target.config.get_text_config().hidden_size
+    tokens = sum(
+        len(chat.input_ids) for shard, path in zip(shards, paths, strict=True) if not path.exists() for chat in shard
+    )
+    needed, free = feature_bytes(tokens, len(tap_layers), hidden_size), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
+            "some space, or train without --cache-taps",
+        )
+    missing = [index for index, path in enumerate(paths) if not path.exists()]
+    wait()  # until all processes know which shards are missing
+    number, of = share
+    done = len(shards) - len(missing)
+    if stage is not None:
+        stage.start(len(shards), done)
+    for begin in range(0, len(missing), of):
+        # Every process runs equally many forwards, since a forward of a sharded target needs all processes.
+        index = missing[min(begin + number, len(missing) - 1)]
+        shard = shards[index]
+        groups = [list(range(len(shard)))] if of > 1 else of_similar_lengths(shard)
+        _write_shard(target, tap_layers, shard, groups, paths[index])
+        if stage is not None:
+            stage.advance(done + min(begin + of, len(missing)))
+    wait()
+    return FeatureDataset(paths)
+
+
+def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -> str:
+    digest = hashlib.sha256(repr((identity, list(tap_layers))).encode())
+    for conversation in shard:
+        digest.update(conversation.input_ids.numpy().tobytes())
+        digest.update(conversation.answer_mask.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _write_shard(
+    target: Any,
+    tap_layers: Sequence[int],
+    shard: Sequence[TokenizedConversation],
+    groups: Iterable[list[int]],
+    path: Path,
+) -> None:
+    """Writes a shard, whose conversations are read in groups, given by their indices."""
+    tensors: dict[str, torch.Tensor] = {}
+    for indices in groups:
+        for index, features in zip(
+            indices, read_features(target, tap_layers, [shard[i] for i in indices]), strict=True
+        ):
+            tensors |= {f"{index}.{name}": value for name, value in vars(features).items()}
+    write_complete(path, lambda temporary: save_file(tensors, temporary))
+
+
+def of_similar_lengths(shard: Sequence[TokenizedConversation]) -> Iterator[list[int]]:
+    """Yields indices of conversations to read in one forward: little of it is padding."""
+    group: list[int] = []
+    for index in sorted(range(len(shard)), key=lambda index: len(shard[index].input_ids)):
+        if group and (len(group) + 1) * len(shard[index].input_ids) > _READ_AT_ONCE:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+@torch.inference_mode()
+def read_features(
+    target: Any,
+    tap_layers: Sequence[int],
+    conversations: Sequence[TokenizedConversation],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+) -> list[Features]:
+    """Reads some conversations in one forward of the target, padded on the right to the longest of them.
+
+    Args:
+        target: the target.
+        tap_layers: indices into `hidden_states`, ascending.
+        conversations: the conversations.
+        device: device of the features.
+        dtype: dtype of the hidden states.
+        inputs: further inputs of the target's forward, such as `pixel_values`.
+    """
+    last = target.config.get_text_config().num_hidden_layers
+    wanted = sorted({*tap_layers, last})
+    ids = pad_sequence([conversation.input_ids for conversation in conversations], batch_first=True)
+    mask = pad_sequence([torch.ones_like(conversation.input_ids) for conversation in conversations], batch_first=True)
+    padded = {"attention_mask": mask.to(target.device)} if len(conversations) > 1 else {}
+    states = target(
+        ids.to(target.device),
+        **padded,
+        **(inputs or {}),
+        output_hidden_states=wanted,
+        logits_to_keep=1,
+        use_cache=False,
+    ).hidden_states
+    features = []
+    for row, conversation in enumerate(conversations):
+        length = len(conversation.input_ids)
+        kept = {layer: states[layer][row, :length].to(device, dtype) for layer in wanted}
+        taps = torch.cat([kept[last][:, :0], *(kept[layer] for layer in tap_layers)], dim=-1)
+        ids, answers = conversation.input_ids.to(device), conversation.answer_mask.to(device)
+        features.append(Features(ids, answers, taps, kept[last].contiguous()))
+    return features
+
+
+class FeatureDataset(Dataset[Features]):
+    """The features of conversations in shards, which are read when they are asked for."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._entries = []
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                count = sum(1 for key in file.keys() if key.endswith(".input_ids"))  # noqa: SIM118
+            self._entries += [(path, index) for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> Features:
+        path, number = self._entries[index]
+        with safe_open(path, framework="pt") as file:
+            return Features(
+                *(file.get_tensor(f"{number}.{name}") for name in ("input_ids", "answer_mask", "taps", "final"))
+            )

@@ -1,0 +1,264 @@
+"""Gathers the conversations of a plan. They are read from files and data sets, or the target makes them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import PartialState
+from transformers import __version__ as transformers_version
+
+from ..._version import __version__
+from ...runtime.target_loading import is_sharded
+from ..loop.checks import check_template_keeps_turns
+from ..loop.progress import Reporter
+from .answers import Answered, answer_prompts, prompts_that_fit, store_answers
+from .chats import Chat, read_chats
+from .conversations import Conversation, Message, Prompt, read_jsonl
+from .dataset import RowFolder
+from .generating import reply
+from .inventing import invent_prompts, prompt_of
+from .kinds import Kind, chosen_kinds, kind_of_openings
+from .overlap import PromptIndex
+from .plan import INVENTED_PROMPTS, Report, TrainingPlan
+from .prompts import prompts_from_dataset
+from .server import PROBE_TOKENS, PROBES, answer_by_server, check_server
+
+Asked = TypeVar("Asked", Conversation, Prompt)
+
+
+_NO_PROMPTS = "{} holds no prompts: expected lines with `turns` or `messages`"
+
+
+def check_not_empty(path: str) -> None:
+    """Raises a ValueError for a file of prompts without any line; what the lines say is not looked at."""
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if not any(line.strip() for line in file):
+                raise ValueError(_NO_PROMPTS.format(path))
+
+
+def most_in_sources(plan: TrainingPlan) -> int | None:
+    """The greatest number of conversations and prompts that a plan's sources may hold; `None` if that is unknown."""
+    if (plan.dataset is not None and plan.num_prompts is None) or not all(map(os.path.isfile, plan.prompts)):
+        return None
+    count = plan.num_prompts or 0 if plan.dataset is not None else 0
+    for path in plan.prompts:
+        with open(path, "rb") as file:
+            count += sum(bool(line.strip()) for line in file)
+    return count
+
+
+def read_sources(
+    plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
+) -> tuple[list[Conversation], list[Prompt]]:
+    """Reads finished conversations and prompts from the files and the data set of a plan.
+
+    Args:
+        plan: the plan. Both lists are empty if the target is to invent the prompts.
+        seed: seed of the order of the prompts.
+        on_bad_line: see `read_jsonl`.
+        report: told how many near-duplicates are left out.
+
+    Raises:
+        ValueError: a file, or one that the plan excludes, holds neither; or see `read_jsonl` and
+            `prompts_from_dataset`.
+    """
+    finished, prompts = [], []
+    for path in plan.prompts:
+        chats, asked = read_jsonl(path, plan.greedy_only, on_bad_line)
+        if not chats and not asked:
+            raise ValueError(_NO_PROMPTS.format(path))
+        finished += chats
+        prompts += asked
+    if plan.dataset is not None:
+        prompts += prompts_from_dataset(plan.dataset, plan.dataset_config, plan.dataset_split, plan.dataset_column)
+    finished, prompts = leave_near_out(plan, finished, report), leave_near_out(plan, prompts, report)
+    unique = {prompt.key: prompt for prompt in prompts}
+    order = sorted(unique, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).hexdigest())
+    return finished, [unique[key] for key in order][: plan.num_prompts]
+
+
+def leave_near_out(plan: TrainingPlan, chats: list[Asked], report: Report) -> list[Asked]:
+    """Returns the chats or prompts that are no near-duplicates of the prompts that the plan excludes."""
+    if not plan.exclude_near:
+        return chats
+    judges = PromptIndex([chat.asked for path in plan.exclude_near for chat in read_chats(path)])
+    kept = [chat for chat in chats if not judges.is_near(Chat.of(chat).asked)]
+    if chats:
+        report(f"{len(chats) - len(kept):,} of {len(chats):,} chats left out: near-duplicates of --exclude-near")
+    return kept
+
+
+def answer_all(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    seed: int,
+    identity: str,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Reporter,
+) -> list[Conversation]:
+    """Lets the target answer all prompts, and invent them first if the plan says so. What is on disk is not made again.
+
+    Args:
+        target: the target.
+        tokenizer: the target's tokenizer.
+        plan: the plan.
+        seed: seed of prompts and answers.
+        identity: fingerprint of the target.
+        prompts: the prompts that were read.
+        out: folder of the run.
+        report: told of the progress.
+    """
+    state = PartialState()
+    recipe = recipe_of(target, tokenizer, plan, seed, identity)
+    sharded = is_sharded(target)
+    same = RowFolder if state.is_main_process else _UnwrittenRows  # where all processes make the same rows, one writes
+    # A conversation is cut at `max_length`, so a prompt must leave room for an answer. It must also fit the window.
+    limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
+    window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    limit = limit if window is None else min(limit, window - plan.max_new_tokens)
+    if plan.invents:
+        count = plan.num_prompts or INVENTED_PROMPTS
+        kinds = kinds_to_invent(plan, tokenizer)
+        invented = (
+            {"openings": list(plan.openings)}
+            if plan.openings
+            else {"kinds": {kind.name: kind.share for kind in kinds}, "max_prompt_tokens": limit}
+        )
+        made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, **invented})
+        if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
+            own = _own_answers(target, tokenizer)
+            check_server(plan.answers_from, plan.server_model, _temperatures(plan), own)
+        if state.is_main_process or sharded:
+            with report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
+                invent_prompts(
+                    target,
+                    tokenizer,
+                    count,
+                    made,
+                    kinds,
+                    max_prompt_tokens=limit,
+                    seed=seed,
+                    on_batch=stage.advance,
+                    on_given_up=lambda name: report(f"the target invents too few prompts of kind {name}: others do"),
+                )
+        state.wait_for_everyone()
+        prompts = leave_near_out(plan, [prompt_of(row) for row in made.rows()][:count], report)
+        kinds_found = Counter(prompt.category for prompt in prompts)
+        report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in kinds_found.most_common())}")
+    together = sharded and plan.answers_from is None
+    rows = same if together else RowFolder
+    store = rows(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
+    done = store.keys()
+    pending = [prompt for prompt in prompts if prompt.key not in done]
+    if not prompts:
+        return []
+    state.wait_for_everyone()  # until all processes have read the same rows
+    share = pending if together else pending[state.process_index :: state.num_processes]
+    skipped: list[str] = []
+    share = prompts_that_fit(tokenizer, share, limit, on_skip=lambda prompt, why: skipped.append(why))
+    batches: Iterable[Sequence[Answered]]
+    expected = _own_answers(target, tokenizer) if plan.answers_from is not None and pending else None
+    if plan.answers_from is not None and share:
+        batches = (
+            [answered]
+            for answered in answer_by_server(
+                plan.answers_from,
+                share,
+                model=plan.server_model,
+                temperatures=_temperatures(plan),
+                max_new_tokens=plan.max_new_tokens,
+                concurrency=plan.answer_batch_size,
+                seed=seed,
+                expected=expected,
+                on_skip=lambda prompt, why: skipped.append(why),
+            )
+        )
+    else:
+        batches = answer_prompts(
+            target,
+            tokenizer,
+            share,
+            temperatures=_temperatures(plan),
+            max_new_tokens=plan.max_new_tokens,
+            batch_size=plan.answer_batch_size,
+            invented_turns=plan.invented_turns,
+            seed=seed,
+        )
+    with report.stage("answering", "prompts", len(share)) as stage:
+        store_answers(batches, store, on_progress=lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
+    if skipped:
+        report(f"{len(skipped)} prompts left out; the reason of the first: {skipped[0]}")
+    state.wait_for_everyone()
+    wanted = {prompt.key for prompt in prompts}
+    return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+
+def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
+    """Returns the kinds of the prompts that the target invents.
+
+    Kinds with several turns are left out if the template cannot render them and the plan does not name them.
+
+    Raises:
+        ValueError: the plan names a kind that is unknown or cannot be rendered.
+    """
+    if plan.openings:
+        return [kind_of_openings(plan.openings)]
+    kinds = chosen_kinds(plan.kinds)
+    if any(kind.follow_ups for kind in kinds):
+        try:
+            check_template_keeps_turns(tokenizer)
+        except ValueError:
+            if plan.kinds:
+                raise
+            return [kind for kind in kinds if not kind.follow_ups]
+    return kinds
+
+
+def _own_answers(target: Any, tokenizer: Any) -> list[str]:
+    """Returns the target's greedy answers to `PROBES`. All processes of a sharded target have to take part."""
+    histories: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in PROBES]
+    return [text for text, _ in reply(target, tokenizer, histories, 0.0, PROBE_TOKENS)]
+
+
+class _UnwrittenRows(RowFolder):
+    """The rows of a process that makes the same rows as another process, which writes them."""
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None: ...
+
+
+def _temperatures(plan: TrainingPlan) -> Sequence[float]:
+    return (0.0,) if plan.greedy_only else plan.temperatures
+
+
+def recipe_of(target: Any, tokenizer: Any, plan: TrainingPlan, seed: int, identity: str) -> dict[str, Any]:
+    """Returns everything that decides the answers."""
+    return {
+        "target": identity,
+        "target_name": plan.drafter.get("target_name", ""),
+        "target_revision": getattr(target.config, "_commit_hash", None),
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        "temperatures": list(_temperatures(plan)),
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": plan.max_new_tokens,
+        "invented_turns": plan.invented_turns,
+        "seed": seed,
+        "made_with": {"hf_hsdraft": __version__, "transformers": transformers_version},
+    }
+
+
+def in_order(conversations: Sequence[Conversation], seed: int) -> list[Conversation]:
+    """Shuffles conversations by their digests. Further conversations do not change the order of the others.
+
+    The first conversations are held out. A run may start from the drafter of an earlier run on part of the same data.
+    With this order, that run has not learned from any conversation that is held out now, if it held out as many.
+    """
+    return sorted(conversations, key=lambda chat: hashlib.sha256(repr((seed, chat.messages)).encode()).hexdigest())

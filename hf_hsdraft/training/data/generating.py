@@ -1,0 +1,93 @@
+"""What the target writes for training: answers, texts, and the words of users."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...bench.measure import end_tokens
+from .conversations import Message, with_padding
+
+_SENTINEL = "\u2403hsdraft\u2403"  # stands for the text of a user; no template contains it
+
+
+def user_header(tokenizer: Any, history: Sequence[Message] = ()) -> str:
+    """Returns the text of a chat up to the place where the user's next turn begins, in the tokenizer's template.
+
+    Raises:
+        ValueError: there is no template, or it changes what a user says.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the target's tokenizer has no chat template, so the target cannot invent chats: pass prompts (--prompts, "
+            "--dataset) and a template (--chat-template), or use an instruction-tuned target"
+        )
+    text = tokenizer.apply_chat_template([*history, {"role": "user", "content": _SENTINEL}], tokenize=False)
+    before, found, _ = text.partition(_SENTINEL)
+    if not found:
+        raise ValueError("the chat template does not render what a user says as it is; pass prompts instead")
+    return before
+
+
+@contextlib.contextmanager
+def seeded(target: Any, seed: int) -> Iterator[None]:
+    """Draws by a seed within the block, and leaves the random numbers outside as they are."""
+    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@torch.inference_mode()
+def continue_texts(
+    target: Any, tokenizer: Any, texts: Sequence[str], temperature: float, max_new_tokens: int, seed: int
+) -> list[str]:
+    """Returns a continuation of each text without its end token; `""` for one that does not end."""
+    encoding = with_padding(tokenizer)(
+        [text.rstrip(" ") for text in texts],
+        return_tensors="pt",
+        add_special_tokens=False,
+        padding=True,
+        padding_side="left",
+        return_token_type_ids=False,
+    ).to(target.device)
+    with seeded(target, seed):
+        output = target.generate(
+            **encoding,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=with_padding(tokenizer).pad_token_id,
+        )
+    ends = end_tokens(target) | {tokenizer.eos_token_id}
+    found = []
+    for row in output[:, encoding["input_ids"].shape[1] :].tolist():
+        end = next((index for index, token in enumerate(row) if token in ends), 0)
+        found.append(tokenizer.decode(row[:end], skip_special_tokens=True))
+    return found
+
+
+@torch.inference_mode()
+def reply(
+    target: Any, tokenizer: Any, histories: Sequence[list[Message]], temperature: float, max_new_tokens: int
+) -> list[tuple[str, int]]:
+    """Returns the target's next message in each chat, and its number of tokens."""
+    tokenizer = with_padding(tokenizer)
+    inputs = tokenizer.apply_chat_template(
+        list(histories),
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+        padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+    ).to(target.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+    pad = tokenizer.pad_token_id
+    output = target.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, pad_token_id=pad)
+    replies = output[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
+    counts = (replies != pad).sum(dim=1).tolist()  # the end of a text is not counted if it is the padding token
+    return [(text.strip(), count) for text, count in zip(texts, counts, strict=True)]

@@ -1,0 +1,77 @@
+"""The compressed draft vocabulary: the tokens that the target writes most often."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...drafters.base.refiner_files import leave_refiner
+from .conversations import TokenizedConversation
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens that a drafter can propose.
+
+    Attributes:
+        ids: their ids, ascending.
+        coverage: share of all answer tokens that are among them, 0 to 1.
+    """
+
+    ids: list[int]
+    coverage: float
+
+
+def choose_draft_vocabulary(
+    conversations: Iterable[TokenizedConversation], vocab_size: int, draft_vocab_size: int, always: Iterable[int] = ()
+) -> DraftVocabulary:
+    """Picks the most frequent answer tokens (Lyanna, compressed vocabulary; FR-Spec).
+
+    Args:
+        conversations: conversations whose answer tokens are counted.
+        vocab_size: number of tokens of the target's vocabulary.
+        draft_vocab_size: number of tokens to pick.
+        always: ids that are picked however rare they are, such as the end of a turn.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for conversation in conversations:
+        counts += torch.bincount(conversation.input_ids[conversation.answer_mask], minlength=vocab_size)
+    ranked = counts.clone()
+    ranked[list(always)] = torch.iinfo(torch.long).max
+    ids = ranked.argsort(descending=True, stable=True)[:draft_vocab_size].sort().values
+    return DraftVocabulary(ids.tolist(), float(counts[ids].sum() / counts.sum().clamp(min=1)))
+
+
+@torch.no_grad()
+def with_draft_vocabulary(drafter: Any, ids: Sequence[int], output_rows: torch.Tensor) -> Any:
+    """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
+
+    Rows of known tokens are kept. Rows of new tokens are guessed from the target's output rows, by the linear map that
+    fits best for the known tokens.
+
+    Args:
+        drafter: the drafter.
+        ids: token ids of the new draft vocabulary, ascending.
+        output_rows: `[V, D]`, the target's output embedding.
+    """
+    old_ids, new_ids = drafter.draft_vocab_ids(), torch.tensor(ids)
+    fields = drafter.config.to_dict() | {"draft_vocab_ids": list(ids), "draft_vocab_size": len(ids)}
+    changed = type(drafter)(type(drafter.config).from_dict(fields)).to(drafter.device, drafter.dtype)
+    changed.generation_config = copy.deepcopy(drafter.generation_config)
+    leave_refiner(changed)  # it belongs to the former vocabulary
+    place = torch.full((drafter.config.vocab_size,), -1)
+    place[old_ids] = torch.arange(len(old_ids))
+    place = place[new_ids]
+    rows = output_rows.detach().cpu().float()
+    weights = drafter.state_dict()
+    for name in ("injector.up.weight", "lm_head.weight"):
+        if name in weights:
+            old = weights[name].cpu().float()
+            guessed = rows[new_ids] @ torch.linalg.lstsq(rows[old_ids], old, driver="gelsd").solution
+            weights[name] = torch.where((place >= 0)[:, None], old[place], guessed).to(drafter.dtype)
+    changed.load_state_dict(weights)
+    return changed

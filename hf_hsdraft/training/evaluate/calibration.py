@@ -1,0 +1,44 @@
+"""Calibration of the drafter's confidence: how often its first choice is right, by how sure it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..loss.loss import LossParts
+
+BINS = 10
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Confidence and accuracy of predictions, as tables of K depths x `BINS` equal bins of confidence.
+
+    Attributes:
+        count: number of predictions in a bin.
+        confidence: mean confidence of these predictions; 0 in an empty bin.
+        accuracy: share of these predictions whose first choice is the target's; 0 in an empty bin.
+    """
+
+    count: list[list[int]]
+    confidence: list[list[float]]
+    accuracy: list[list[float]]
+
+    @classmethod
+    def of(cls, parts: Iterable[LossParts], steps: int) -> Calibration:
+        """Returns the calibration of the measured predictions of some batches, for `steps` depths."""
+        count, confidence, right = (torch.zeros(steps * BINS) for _ in range(3))
+        for part in parts:
+            cell = part.depth.cpu() * BINS + (part.confidence.cpu() * BINS).long().clamp(max=BINS - 1)
+            count += torch.bincount(cell, minlength=len(count))
+            confidence.index_add_(0, cell, part.confidence.cpu().float())
+            right.index_add_(0, cell, part.right.cpu().float())
+        filled = count.clamp(min=1)
+
+        def table(values: torch.Tensor) -> list[list[float]]:
+            return values.view(steps, BINS).tolist()
+
+        counts = [[int(value) for value in row] for row in table(count)]
+        return cls(counts, table(confidence / filled), table(right / filled))

@@ -1,0 +1,183 @@
+"""Estimates what training a drafter would need. It calculates with two configurations and shows how.
+
+It counts the operations of products with weight matrices, 2 per weight and row. A trained part takes three such
+products: forward, gradient of its input, gradient of its weights. A frozen part between trained parts takes two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ..loss.loss import CHUNK_LOGITS
+from .arithmetic import Arithmetic
+
+_NOT_COUNTED = (
+    "not counted: answering prompts and measuring tau; operations of attention scores; memory of temporary results and "
+    "of the target's activations. Steps are assumed to run in float32; in bfloat16 activations need about half."
+)
+# Parts of a drafter by its modules; all others belong to the roll step.
+_PARTS = {"tap_norms": "fusion", "token_norm": "fusion", "fuse": "fusion"}
+_PARTS |= {
+    "layers": "layers",
+    "step_modules": "step modules",
+    "injector": "injector",
+    "lm_head": "head",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training run would need.
+
+    Attributes:
+        figures: value of each figure by its name: parameters, bytes ("taps on disk", "memory" of one device and its
+            parts), operations ("operations" of the whole run and its parts), and seconds ("time", if it is known).
+        lines: the same figures as text, each with its formula and numbers.
+    """
+
+    figures: Mapping[str, float]
+    lines: tuple[str, ...]
+
+
+def explain(estimate: Estimate) -> list[str]:
+    """Returns the lines to print: every figure with its arithmetic, and then what is not counted."""
+    return [*estimate.lines, _NOT_COUNTED]
+
+
+def estimate(
+    config: PreTrainedConfig,
+    drafter: HSDraftConfig,
+    *,
+    tokens: int,
+    epochs: float,
+    target_bytes: int = 2,
+    flops_per_second: float | None = None,
+    chains_per_token: float,
+    rolled_fraction: float,
+    conversations_tokens_per_step: int,
+    cached: bool,
+    world_size: int = 1,
+    sharded: bool = False,
+    chunk_logits: int = CHUNK_LOGITS["cuda"],
+) -> Estimate:
+    """Estimates disk, memory, operations and time of training a drafter.
+
+    Both models are built without storage, to count their parameters. All experts of a mixture count as used.
+
+    Args:
+        config: configuration of the target.
+        drafter: configuration of the drafter.
+        tokens: number of positions of all conversations.
+        epochs: number of passes over them.
+        target_bytes: number of bytes of a weight of the target, and of a weight that the drafter borrows.
+        flops_per_second: number of operations per second of one device; `None` to leave the time out.
+        chains_per_token: share of the positions where a chain starts, above 0.
+        rolled_fraction: share of the chains that is followed beyond the first depth.
+        conversations_tokens_per_step: number of positions that one device reads in one step.
+        cached: whether the target writes its features once, and does not run in every epoch.
+        world_size: number of devices, each with conversations of its own.
+        sharded: whether every device holds only its share of the target.
+        chunk_logits: number of logits that are computed at a time, for drafter and teacher each.
+
+    Raises:
+        ValueError: a number is out of range, or the drafter was made for another target.
+    """
+    d, positions, chains = drafter, conversations_tokens_per_step, chains_per_token
+    positive = {"tokens": tokens, "epochs": epochs, "target_bytes": target_bytes, "world_size": world_size}
+    positive |= {"conversations_tokens_per_step": positions, "chunk_logits": chunk_logits, "chains_per_token": chains}
+    positive |= {} if flops_per_second is None else {"flops_per_second": flops_per_second}
+    for name, number in positive.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name}={number!r} is invalid: expected a number above 0")
+    for name, share in (("chains_per_token", chains), ("rolled_fraction", rolled_fraction)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name}={share!r} is invalid: expected a share from 0 to 1")
+    sizes = config.get_text_config()
+    found, wanted = (sizes.hidden_size, sizes.vocab_size), (d.target_hidden_size, d.vocab_size)
+    if found != wanted:
+        raise ValueError(f"the drafter is for a target of (hidden size, vocabulary) {wanted}, but this one has {found}")
+    sheet = Arithmetic()
+    add, total = sheet.add, sheet.total
+    target, parts = target_parts(config), _drafter_parts(d)
+    weights = add("target parameters", "", " + ".join(target), *target.values(), sign="+")
+    own = add("drafter parameters", "", " + ".join(parts), *parts.values(), sign="+")
+    features, hidden, wide = len(d.target_tap_layers) + 1, d.hidden_size, d.target_hidden_size
+    layers, rolled, modules = d.num_hidden_layers, d.num_roll_layers, d.num_step_modules
+    vocab, heads = d.draft_vocab_size, d.num_attention_heads
+    queries, keys = heads * d.head_dim, d.num_key_value_heads * d.head_dim
+    unrolled = (chains, rolled_fraction, d.num_draft_steps - 1)
+    rolls = add("roll steps", "", "chains per token x rolled x (depths - 1)", *unrolled)
+    drafts = add("predictions", "", "chains + roll steps", chains, rolls, sign="+")
+    deep = (layers - 1, chains, rolled * rolls)
+    rows = add("layer rows", "", "(layers - 1) + chains + layers of a roll step x roll steps", *deep, sign="+")
+
+    if cached:
+        add("taps on disk", "B", "tokens x (taps + 1) x hidden x 2 bytes", tokens, features, wide, 2)
+        add("target weights", "B", "none, the features are read from disk")
+    else:
+        add("taps on disk", "B", "none, the target runs in every step")
+        held = (weights, target_bytes, 1 / world_size if sharded else 1)
+        add("target weights", "B", "parameters x bytes x share of a device", *held)
+    add("drafter and optimiser", "B", "parameters x (4 weight + 4 gradient + 8 Adam) bytes", own, 16)
+    copies, tables = 1 if parts["head"] else 2, 1 if cached else 0
+    formula = f"({copies} x draft vocabulary + {tables} x vocabulary) x hidden x bytes"
+    add("borrowed rows", "B", formula, copies * vocab + tables * d.vocab_size, wide, target_bytes)
+    add("trunk inputs", "B", "tokens x 3 x (taps + 1) x hidden x 4 bytes", positions, 3, features, wide, 4)
+    row = 4 * hidden + 2 * queries + 4 * keys + 4 * d.intermediate_size
+    formula = "tokens x layer rows x (4 hidden + 2 queries + 2 keys and values + 4 inner) x 4 bytes"
+    add("layer activations", "B", formula, positions, rows, row, 4)
+    formula = "tokens x layer rows x heads x tokens x 4 bytes"
+    add("attention weights", "B", formula, positions, rows, heads, positions, 4)
+    add("logits", "B", "(drafter + teacher + gradient) x chunk x 4 bytes", 3, max(chunk_logits, vocab), 4)
+    total("memory", "B", "target weights")
+
+    layer, key_values = parts["layers"] // layers, 2 * hidden * keys
+    read = (parts["fusion"], (layers - 1) * layer, key_values, chains * (layer - key_values))
+    formula = "fusion + other layers + keys and values of the last + chains x rest of the last"
+    trunk = add("weights that read a token", "", formula, *read, sign="+")
+    again = 3 if parts["head"] else 2
+    add("trunk read per token", "FLOP", "2 x 3 products x weights that read a token", 2, 3, trunk)
+    step = parts["step modules"] // (modules - 1) if modules > 1 else rolled * layer
+    formula = "2 x 3 products x roll steps x (roll + layers of a roll step + injector)"
+    add("roll steps per token", "FLOP", formula, 2, 3, rolls, parts["roll"] + step + parts["injector"])
+    formula = "predictions x draft vocabulary x hidden"
+    add("draft head per token", "FLOP", f"2 x {again} products x {formula}", 2, again, drafts, vocab, hidden)
+    add("teacher head per token", "FLOP", f"2 x {formula}", 2, drafts, vocab, wide)
+    drafting = total("drafter per token", "FLOP", "trunk read per token")
+    forward = add("target per token", "FLOP", "2 x body", 2, target["body"])
+    formula, passes = ("1 pass, to write the features", 1.0) if cached else ("epochs", epochs)
+    add("target forwards", "FLOP", f"per token x tokens x {formula}", forward, tokens, passes)
+    add("drafter training", "FLOP", "per token x tokens x epochs", drafting, tokens, epochs)
+    whole = total("operations", "FLOP", "target forwards")
+    add("steps", "", "tokens x epochs / tokens of a step / devices", tokens * epochs, positions, world_size, sign="/")
+    if flops_per_second is None:
+        add("time", "s", "unknown; give the operations per second that one device sustains (--flops-per-second)")
+    else:
+        formula = "operations / operations per second of a device / devices"
+        add("time", "s", formula, whole, flops_per_second, world_size, sign="/")
+    return Estimate(sheet.figures, tuple(sheet.lines))
+
+
+def target_parts(config: PreTrainedConfig) -> dict[str, int]:
+    """Returns the number of weights of a target: of its layers, and of its embedding and output head."""
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+    tables = {id(m.weight): m.weight.numel() for m in (target.get_input_embeddings(), target.get_output_embeddings())}
+    outside = sum(tables.values())  # one table if the two are tied
+    return {"body": target.num_parameters() - outside, "embedding and output head": outside}
+
+
+def _drafter_parts(config: HSDraftConfig) -> dict[str, int]:
+    with torch.device("meta"):
+        drafter = HSDrafter(config)
+    parts = dict.fromkeys(("fusion", "roll", "layers", "step modules", "injector", "head"), 0)
+    for name, parameter in drafter.named_parameters():
+        parts[_PARTS.get(name.partition(".")[0], "roll")] += parameter.numel()
+    return parts

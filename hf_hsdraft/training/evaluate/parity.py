@@ -1,0 +1,267 @@
+"""Checks whether training sees what decoding sees, at every depth and on the same text.
+
+A shift by one between training and decoding is a common error that raises no exception: training accuracy is nearly
+perfect, and hardly any draft is accepted. Here the logits of the training forward are compared with those of a real
+`generate()` call, for the drafter and for the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...bench.wrapped_drafter import WrappedDrafter
+from ...core.draft_tree import DraftTree
+from ...cpu.products import in_full_precision
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import DraftCall, Session
+from ...trees.tree_builders import Expansion
+from ...verify.verdict import Nodes, Verdict, Verifier
+from ..data.conversations import TokenizedConversation
+from ..data.features import read_features
+from ..families.trainable import family_of
+from ..loss.loss import ChainLabels, Chains, Pack, true_labels, unroll
+
+LabelsOf = Callable[[Pack, Chains, int], ChainLabels]
+
+TOLERANCE = {torch.float32: 0.005, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+PROMPTS = (
+    "A farmer has 12 cows and buys 7 more. How many cows does the farmer have now? Explain each step.",
+    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "What are the main differences between a lake and a river?",
+)
+
+
+class ParityError(RuntimeError):
+    """Training and decoding do not compute the same."""
+
+
+@dataclass(frozen=True)
+class DepthParity:
+    """What was found at one depth, over all rounds of some calls.
+
+    Attributes:
+        depth: the depth, 1 .. K.
+        predictions: number of predictions compared.
+        drafter: mean total variation between the drafter's distributions in training and in decoding, 0 to 1.
+        target: the same for the target's distributions.
+        accuracy: how often the drafter's first choice by training's logits is the next token of the text.
+        agreement: the same by decoding's logits. A chain that comes so far would be accepted so often.
+    """
+
+    depth: int
+    predictions: int
+    drafter: float
+    target: float
+    accuracy: float
+    agreement: float
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What was found at all depths, and the tolerance.
+
+    Attributes:
+        depths: what was found at each depth.
+        tolerance: greatest mean total variation allowed.
+    """
+
+    depths: list[DepthParity]
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether anything was compared and no depth is above the tolerance."""
+        return bool(self.depths) and all(max(d.drafter, d.target) <= self.tolerance for d in self.depths)
+
+    def lines(self) -> list[str]:
+        """Returns the lines of a table to print."""
+        rows = [
+            f"{d.depth:5}  {d.predictions:11}  {d.drafter:10.4f}  {d.target:9.4f}  {d.accuracy:17.3f}  "
+            f"{d.agreement:17.3f}"
+            for d in self.depths
+        ]
+        return [
+            "depth  predictions  drafter TV  target TV  right in training  right in decoding",
+            *rows,
+            f"TV: mean total variation between the distributions of training and decoding; allowed: {self.tolerance}. "
+            "right: the drafter's first choice is the token the target went on with, true previous tokens injected.",
+        ]
+
+    def explain(self) -> str:
+        """Returns a text that says what is wrong at which depths; empty if nothing is wrong."""
+        if not self.depths:
+            return "nothing was drafted: the texts are too short to compare anything"
+        wrong = [depth for depth in self.depths if max(depth.drafter, depth.target) > self.tolerance]
+        if not wrong:
+            return ""
+        sides = [name for name in ("drafter", "target") if any(getattr(d, name) > self.tolerance for d in wrong)]
+        return (
+            f"training and decoding disagree at depth {', '.join(str(depth.depth) for depth in wrong)} about the "
+            f"distribution of the {' and of the '.join(sides)} (total variation above {self.tolerance}): what is "
+            "trained is not what decoding uses; look for labels, positions or parents that are off by one"
+        )
+
+
+def parity(
+    drafter: Any,
+    target: Any,
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int = 64,
+    tolerance: float = 0.0,
+    labels_of: LabelsOf = true_labels,
+) -> ParityReport:
+    """Decodes prompts greedily, computes the same drafts as training does, and compares both.
+
+    Args:
+        drafter: the drafter, of a family that can be trained.
+        target: the target.
+        prompts: token ids `[1, length]` of each prompt.
+        max_new_tokens: greatest number of tokens decoded after each prompt.
+        tolerance: greatest mean total variation allowed at each depth; 0 for that of the target's dtype.
+        labels_of: function by which training labels the chains of a pack.
+    """
+    steps = drafter.num_draft_steps
+    rows: list[list[tuple[float, float, bool, bool]]] = [[] for _ in range(steps)]
+    for prompt in prompts:
+        for depth, comparison in _compare_text(drafter, target, prompt, max_new_tokens, labels_of):
+            rows[depth].append(comparison)
+    depths = []
+    for depth, found in enumerate(rows, 1):
+        if found:
+            drafter_tv, target_tv, accuracy, agreement = (sum(part) / len(found) for part in zip(*found, strict=True))
+            depths.append(DepthParity(depth, len(found), drafter_tv, target_tv, accuracy, agreement))
+    return ParityReport(depths, tolerance or TOLERANCE[target.dtype])
+
+
+@torch.no_grad()
+def _compare_text(
+    drafter: Any, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
+) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
+    """Compares all predictions of one text.
+
+    Yields:
+        The index of the depth of a prediction, and with it the total variation of the drafter and of the target, and
+        whether the first choice is right in training and in decoding.
+    """
+    observed = _ObservedDrafter(drafter, prompt.shape[1])
+    drafts, verified = observed.drafts, observed.verified
+    with in_full_precision():  # as training computes
+        text = target.generate(
+            prompt.to(target.device),
+            attention_mask=torch.ones_like(prompt).to(target.device),
+            assistant_model=observed,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+        )[0]
+    starts = sorted(start for start in drafts if start + 2 < len(text))
+    if not starts:
+        return
+    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+    pack, chains = _as_trained(drafter, target, text, starts)
+    labels = labels_of(pack, chains, drafter.num_draft_steps)
+    predictions = family_of(drafter).predictions(drafter, weights)
+    hidden_states = unroll(drafter, predictions, pack, chains, labels.tokens).hidden_states
+    states = predictions.states(labels.tokens, hidden_states)
+    head = target.get_output_embeddings().weight
+    ids = weights.vocab_ids
+    for depth, hidden in enumerate(hidden_states):
+        trained = predictions.logits(hidden, states[depth]).float()
+        teacher = (labels.teacher[labels.rows[:, depth]].to(head.dtype) @ head[ids.to(head.device)].T).float()
+        for row, start in enumerate(starts):
+            goal = start + 2 + depth
+            if goal >= len(text) or depth >= drafts[start].depth or goal - 1 not in verified:
+                continue
+            decoded = _replayed(drafts[start], text[start + 1 : goal].tolist(), drafter.device)
+            said = trained[row].log_softmax(-1)
+            if bool(decoded.isnan().all()) and bool(said.isnan().all()):
+                continue  # frames that have no room for a further token
+            seen = verified[goal - 1][ids.to(verified[goal - 1].device)].float()
+            truth = int(text[goal])
+            yield (
+                depth,
+                (
+                    _total_variation(said, decoded),
+                    _total_variation(teacher[row].log_softmax(-1), seen.log_softmax(-1)),
+                    int(ids[trained[row].argmax()]) == truth,
+                    int(ids[decoded.argmax()]) == truth,
+                ),
+            )
+
+
+def _as_trained(drafter: Any, target: Any, text: torch.Tensor, starts: Sequence[int]) -> tuple[Pack, Chains]:
+    """Returns the text as a training step would read it, as the second document of a pack, and its chains."""
+    chat = TokenizedConversation(text.cpu(), torch.ones(len(text), dtype=torch.bool))
+    short = TokenizedConversation(chat.input_ids[:3], chat.answer_mask[:3])
+    taps = family_of(drafter).taps(drafter, target)
+    read = read_features(target, taps, [short, chat], drafter.device, drafter.dtype)
+    pack = Pack.of(read, pad_to_multiple_of=8).to(drafter.device, drafter.dtype)
+    places = torch.tensor(starts, device=drafter.device) + len(short.input_ids)
+    return pack, Chains(places, len(starts), torch.ones(len(starts), dtype=torch.bool, device=drafter.device))
+
+
+def _total_variation(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left.exp().cpu() - right.exp().cpu()).abs().sum()) / 2
+
+
+def _replayed(expansion: Expansion, tokens: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Returns the log-probabilities `[V']` that a draft of decoding gives after tokens that begin with the root."""
+    states = None
+    for level, token in enumerate(tokens, 1):
+        log_probs, states = expansion(level, torch.tensor([[token]], device=device), states)
+    return log_probs[0, 0].log_softmax(-1)  # what frames do not say is no token
+
+
+class _ObservedDrafter(WrappedDrafter):
+    """A drafter for one call that notes every draft and the target's logits.
+
+    Args:
+        drafter: drafter that makes the drafts, each from its own round alone and without n-grams.
+        length: number of tokens of the prompt.
+
+    Attributes:
+        drafts: drafts, by the position that they start from.
+        verified: the target's logits `[V]`, by position.
+    """
+
+    def __init__(self, drafter: Any, length: int) -> None:
+        super().__init__(drafter)
+        self._family = family_of(drafter)
+        for name, value in self._family.plain_options.items():
+            setattr(self.generation_config, name, value)
+        self.drafts: dict[int, Expansion] = {}
+        self.verified: dict[int, torch.Tensor] = {}
+        self._length = length
+
+    def session(self, call: DraftCall) -> Session:
+        return self._family.noting(self._drafter.session(call), self.drafts)
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return _NotingVerifier(super().verifier(options), self.verified, self._length - 1)
+
+
+class _NotingVerifier(Verifier):
+    """Decides as another rule does, and notes the target's logits at the root and at each accepted node.
+
+    Args:
+        rule: the other rule.
+        verified: where the logits are noted, by position.
+        position: position of the first root, the prompt's last token.
+    """
+
+    def __init__(self, rule: Verifier, verified: dict[int, torch.Tensor], position: int) -> None:
+        self.exact, self.taps = rule.exact, rule.taps
+        self.own_draws, self.drawn_nodes = rule.own_draws, rule.drawn_nodes
+        self._rule, self._verified, self._position = rule, verified, position
+
+    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
+        verdict = self._rule.judge(tree, nodes)
+        for node in (0, *verdict.path):
+            self._verified[self._position] = nodes.logits[node]
+            self._position += 1
+        return verdict

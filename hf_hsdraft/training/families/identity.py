@@ -1,0 +1,101 @@
+"""Records what tells a drafter's target from others: its name, commit, tokenizer, and a short text that it wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from ...bench.measure import encode_prompt
+from ...core.cache_name import CACHE, returned_cache
+from ...core.checks import public_name
+from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ...drafters.hidden_state.target_match import can_measure, measure_match, tokenizer_hash
+from ...runtime.target_limits import furthest_position
+
+_PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."
+_TOKENS = 96
+
+
+def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    """Notes in a drafter's configuration which target it was made for, so that `target_match` can recognise the target.
+
+    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part.
+
+    Args:
+        drafter: the drafter, whose configuration is changed.
+        target: its target.
+        tokenizer: the target's tokenizer.
+        name: name of the target; `None` for the name by which it was loaded.
+
+    Raises:
+        ValueError: the drafter was made for a target of other sizes.
+    """
+    config = drafter.config
+    config.target_reference = None
+    record_name(drafter, target, tokenizer, name)
+    prompt = encode_prompt(tokenizer, _PROMPT, target.device)["input_ids"]
+    start = prompt.shape[1]
+    tokens = min(_TOKENS, furthest_position(target) - start)
+    if start < 2 or tokens < 1 or not can_measure(target, start + tokens):
+        return
+    text = _greedy(target, prompt, tokens)
+    match = measure_match(target, drafter, text, start)
+    config.target_reference = {
+        "input_ids": text,
+        "start": start,
+        "agreed": match.agreed,
+        "drafted": match.drafted,
+    }
+    config.check()
+
+
+def record_name(drafter: Any, target: Any, tokenizer: Any, name: str | None = None) -> None:
+    """Notes in a drafter's configuration what its target is called, its tokenizer, and its special tokens.
+
+    Args:
+        drafter: the drafter, whose configuration is changed.
+        target: its target.
+        tokenizer: the target's tokenizer.
+        name: name of the target; `None` for the name by which it was loaded.
+
+    Raises:
+        ValueError: the drafter was made for a target of other sizes.
+    """
+    drafter.check(target)
+    config = drafter.config
+    own_name = getattr(target, "name_or_path", "") or ""
+    config.target_name = public_name(name or own_name)
+    config.target_revision = _revision(own_name)
+    config.target_tokenizer_hash = tokenizer_hash(tokenizer)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, token, getattr(target.config.get_text_config(), token, None))
+
+
+@torch.no_grad()
+def _greedy(target: Any, prompt: torch.Tensor, tokens: int) -> list[int]:
+    """Returns a prompt and the most probable tokens after it.
+
+    It does not use `generate()`, because a target may change the defaults of that.
+    """
+    text, cache, read = prompt, None, prompt
+    for _ in range(tokens):
+        output = target(read, **{CACHE: cache}, use_cache=True)
+        cache, read = returned_cache(output), output.logits[:, -1:].argmax(dim=-1).to(prompt.device)
+        text = torch.cat([text, read], dim=1)
+    return [int(token) for token in text[0]]
+
+
+def _revision(name: str) -> str:
+    """Returns the commit of a model of the Hub, if the cache has only one; else an empty string."""
+    if not name or Path(name).exists():
+        return ""
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no such name on the Hub
+        return ""
+    if not isinstance(cached, str) or len(list(Path(cached).parent.parent.iterdir())) != 1:
+        return ""
+    return Path(cached).parent.name

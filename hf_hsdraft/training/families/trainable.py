@@ -1,0 +1,99 @@
+"""The families of drafters that can be trained. A new one is one more name here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.checks import few
+from ..data.plan import TrainingPlan
+from .block import BlockFamily
+from .eagle3 import EagleFamily
+from .family import TrainableFamily
+from .hidden_state import HiddenStateFamily
+from .lm import LMFamily
+from .self_speculation import SelfFamily
+from .specformer import SpecFormerFamily
+from .steered_lm import SteeredLMFamily
+
+_FAMILIES: tuple[TrainableFamily, ...] = (
+    HiddenStateFamily(),
+    BlockFamily(),
+    EagleFamily(),
+    SelfFamily(),
+    SpecFormerFamily(),
+    SteeredLMFamily(),  # before the drafters that it derives from
+    LMFamily(),
+)
+TRAINABLE = {family.name: family for family in _FAMILIES}
+
+
+def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
+    """Returns a family by its name.
+
+    Args:
+        name: name of the family.
+        fields: fields of a drafter's configuration that a plan sets.
+
+    Raises:
+        ValueError: there is no such family, or a field is one of another family only.
+    """
+    if name not in TRAINABLE:
+        raise ValueError(f"family={name!r} is unknown: expected one of {few(sorted(TRAINABLE))}")
+    family = TRAINABLE[name]
+    for field in sorted(fields.keys() - family.fields):
+        owners = [other.name for other in TRAINABLE.values() if field in other.fields]
+        if owners:
+            raise ValueError(
+                f"{field}={fields[field]!r} is invalid with family={name!r}, whose drafters have no such field: leave "
+                f"it out, or train one of family {few(owners)}"
+            )
+    return family
+
+
+def family_for(plan: TrainingPlan) -> TrainableFamily:
+    """Returns the family that a plan names; no target is needed for it.
+
+    Raises:
+        ValueError: there is no such family, or it has not what the plan asks for.
+    """
+    family = trainable(plan.family, plan.drafter)
+    if plan.lora is not None and not family.takes_adapters:
+        raise ValueError(
+            f"lora={plan.lora} is invalid with family={family.name!r}, whose drafters load no adapters: leave it out, "
+            "and all weights are trained"
+        )
+    if plan.init_from is None and not family.starts_afresh:
+        raise ValueError(
+            f"family={family.name!r} trains what is added to a finished language model: name the model by --init-from. "
+            "`hsdraft train --family lm` makes one"
+        )
+    return family
+
+
+def as_trained(drafter: Any) -> Any | None:
+    """Returns a drafter as training takes it; `None` if it can only draft, by its family or by its form."""
+    for family in TRAINABLE.values():
+        try:
+            taken = family.taken(drafter)
+            if taken is not None:
+                family.check_trainable(taken.config)
+                return taken
+        except ValueError:
+            return None
+    return None
+
+
+def family_of(drafter: Any) -> TrainableFamily:
+    """Returns the family of a drafter.
+
+    Raises:
+        ValueError: drafters of this class cannot be trained.
+    """
+    for family in TRAINABLE.values():
+        if isinstance(drafter, family.drafter):
+            return family
+    raise ValueError(
+        f"a {type(drafter).__name__} cannot be trained: expected a drafter of one of the families "
+        f"{few(sorted(TRAINABLE))}"
+    )

@@ -1,0 +1,241 @@
+"""transformers' `TrainingArguments` with further fields for the drafter's loss, in code and on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from accelerate import PartialState
+from accelerate.utils import patch_environment
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+
+from ..loss.depth_weights import DEPTH_WEIGHTINGS
+from ..loss.objectives import OBJECTIVES, objective_of
+
+DATA_POLICIES = ("teacher", "student", "mixed", "draft-opd")
+_OBJECTIVES = (*OBJECTIVES, "ctc")
+_DEPTH_DECAY = 0.8
+
+
+@dataclass
+class DrafterTrainingArguments(TrainingArguments):
+    """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
+
+    Args:
+        objective: name in `objectives.OBJECTIVES`, or `"ctc"` for a drafter whose slots are frames with a blank.
+        ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
+        ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
+            frames.
+        data_policy: whose tokens the chains follow: `"teacher"` for the text, `"student"` for tokens that the drafter
+            draws and the target labels, `"mixed"` for half of each (DistillSpec, section 4); `"draft-opd"` for the
+            rounds that drafting along the text comes to, see `draft_opd`.
+        rejected_drafts: greatest number of rejected drafts of a round that `"draft-opd"` learns from; `None` for 1.
+        depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
+            for a mean over all predictions, each of which has the weight of its depth; `"d-pace"` for weights by the
+            drafter's own estimate of how far each chain is accepted, see `depth_weights.d_pace`.
+        depth_decay: depth d weighs `depth_decay ** d`.
+        depth_weights: weight of each depth, instead of `depth_decay`.
+        regression_weight: weight of the hidden-state regression at the first step.
+        cosine_weight: weight of 1 minus the cosine of drafted and final hidden states, in all steps (FastVLM).
+        regression_steps: number of steps over which that weight falls to 0.
+        chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
+        rolled_fraction: share of those chains that is followed beyond the first depth.
+        eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
+        max_minutes: minutes from the first step to the saved drafter, evaluations and pictures included, see
+            `TimeBudget`. The learning rate rises for a twentieth of the training and falls as a cosine. `max_steps`,
+            `warmup_steps` and `lr_scheduler_type` then have no effect.
+        early_stopping_patience: number of evaluations without a better tau after which training stops; `None` for no
+            such limit.
+    """
+
+    max_steps: int = 2000
+    learning_rate: float = 6e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.05
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.01
+    optim: str = "adamw_torch_fused"
+    per_device_train_batch_size: int = 2
+    per_device_eval_batch_size: int = 2
+    eval_strategy: str = "steps"
+    eval_steps: float = 500
+    save_steps: float = 500
+    save_total_limit: int = 2
+    logging_steps: float = 25
+    load_best_model_at_end: bool = True
+    metric_for_best_model: str = "eval_tau"
+    greater_is_better: bool = True
+    report_to: str = "none"
+    ddp_timeout: int = 86400  # one process may write answers for hours while the others wait
+    objective: str = field(default="forward_kl", metadata={"help": ", ".join(_OBJECTIVES)})
+    ce_share: float | None = field(
+        default=None, metadata={"help": "Share of the cross-entropy in ce_tv (0.1) and kl_ce (0.5)."}
+    )
+    ctc_labels: int | None = field(default=None, metadata={"help": "Tokens that the frames of ctc are to say."})
+    data_policy: str = field(default="teacher", metadata={"help": ", ".join(DATA_POLICIES)})
+    rejected_drafts: int | None = field(default=None, metadata={"help": "Of a round, with draft-opd (1)."})
+    depth_weighting: str = field(default="fixed", metadata={"help": ", ".join(DEPTH_WEIGHTINGS)})
+    depth_decay: float = field(default=_DEPTH_DECAY, metadata={"help": "Depth d weighs depth_decay ** d."})
+    depth_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each depth instead."})
+    regression_weight: float = field(default=0.0, metadata={"help": "Hidden-state regression at the first step."})
+    regression_steps: int = field(default=500, metadata={"help": "Steps after which it has no weight."})
+    cosine_weight: float = field(default=0.0, metadata={"help": "Cosine distance of drafted and final states."})
+    chains_per_conversation: int = field(default=160, metadata={"help": "Chain starts drawn from a conversation."})
+    rolled_fraction: float = field(default=0.5, metadata={"help": "Share of them followed beyond the first depth."})
+    eval_new_tokens: int = field(default=48, metadata={"help": "Tokens per held-out prompt that measure tau."})
+    max_minutes: float | None = field(default=None, metadata={"help": "Minutes from the first step to the end."})
+    early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better tau."})
+
+    def __post_init__(self) -> None:
+        choices = {"objective": _OBJECTIVES, "data_policy": DATA_POLICIES, "depth_weighting": DEPTH_WEIGHTINGS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
+        if self.ce_share is not None:
+            objective_of(self.objective, self.ce_share)  # raises where the objective has no such share
+        if self.rejected_drafts is not None and self.data_policy != "draft-opd":
+            raise ValueError(
+                f"rejected_drafts={self.rejected_drafts} is invalid with data_policy={self.data_policy!r}, in which "
+                "nothing is rejected: leave it out, or take 'draft-opd'"
+            )
+        if self.rejected_drafts is not None and self.rejected_drafts < 0:
+            raise ValueError(f"rejected_drafts={self.rejected_drafts} is invalid: expected 0 or more")
+        for name, default in (("depth_weights", None), ("depth_decay", _DEPTH_DECAY)):
+            if self.depth_weighting == "d-pace" and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is invalid with depth_weighting='d-pace', which weighs depths by "
+                    "the drafter's own estimates: leave one or the other out"
+                )
+        if self.depth_weighting == "d-pace" and self.data_policy == "draft-opd":
+            raise ValueError(
+                "depth_weighting='d-pace' is invalid with data_policy='draft-opd': depths behind a rejected draft "
+                "count as accepted, so it would weigh most; expected 'fixed'"
+            )
+        if not 0.0 < self.rolled_fraction <= 1.0:
+            raise ValueError(f"rolled_fraction={self.rolled_fraction} is invalid: expected above 0, at most 1")
+        if self.chains_per_conversation < 1:
+            raise ValueError(f"chains_per_conversation={self.chains_per_conversation} is invalid: expected 1 or more")
+        if self.depth_weights is not None and (min(self.depth_weights) < 0 or sum(self.depth_weights) <= 0):
+            raise ValueError(f"depth_weights={self.depth_weights} is invalid: expected numbers of 0 or more, not all 0")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
+        if self.ctc_labels is not None and self.ctc_labels < 1:
+            raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: expected 1 or more")
+        if self.cosine_weight < 0:
+            raise ValueError(f"cosine_weight={self.cosine_weight} is invalid: expected 0 or more")
+        if self.learning_rate < 0:
+            raise ValueError(f"learning_rate={self.learning_rate} is invalid: expected 0 or more")
+        if self.fp16:
+            raise ValueError("fp16 would lose gradients, which are made before the loss is scaled; use bf16")
+        if self.max_minutes is not None:
+            if self.max_minutes <= 0:
+                raise ValueError(f"max_minutes={self.max_minutes} is invalid: expected above 0")
+            self.max_steps = 10**9
+        self.remove_unused_columns = False
+        super().__post_init__()
+
+    def weights_of_depths(self, steps: int) -> list[float]:
+        """Returns the weight of each of K depths, the same in all chains.
+
+        Raises:
+            ValueError: `depth_weights` has another length.
+        """
+        if self.depth_weighting == "d-pace":
+            return [1.0] * steps
+        if self.depth_weights is None:
+            return [self.depth_decay**depth for depth in range(steps)]
+        if len(self.depth_weights) != steps:
+            raise ValueError(f"depth_weights has {len(self.depth_weights)} entries, the drafter {steps} draft steps")
+        return list(self.depth_weights)
+
+    def check_metric(self, steps: int, generates: bool) -> None:
+        """Raises a ValueError if an evaluation would not measure `metric_for_best_model`.
+
+        Args:
+            steps: number K of draft steps.
+            generates: whether evaluations decode held-out prompts.
+        """
+        depths = range(1, steps + 1)
+        known = ["loss", *(f"accuracy_{depth}" for depth in depths)]
+        if generates:
+            known = ["tau", "parity", *known, *(f"acceptance_{depth}" for depth in depths)]
+        metric = str(self.metric_for_best_model).removeprefix("eval_")
+        if self.load_best_model_at_end and metric not in known:
+            raise ValueError(
+                f"metric_for_best_model={self.metric_for_best_model!r} will not be measured"
+                f"{'' if generates else ' without prompts to decode (--eval-prompts)'}: expected one of "
+                f"{', '.join(f'eval_{name}' for name in known)}"
+            )
+
+
+@patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
+def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str) -> DrafterTrainingArguments:
+    """Makes the arguments of a run.
+
+    Args:
+        out: folder of the run.
+        overrides: fields that differ from their defaults.
+        device_type: type of the device that it trains on.
+
+    Raises:
+        ValueError: arguments contradict each other.
+        TypeError: there is no such argument.
+    """
+    taken = sorted({"output_dir", "resume_from_checkpoint"} & overrides.keys())
+    if taken:
+        raise ValueError(f"{' and '.join(taken)}: --out decides; a run resumes from its own last checkpoint")
+    clocked = sorted({"max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_type"} & overrides.keys())
+    if overrides.get("max_minutes") is not None and clocked:
+        raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
+    fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
+    fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
+    fields.setdefault("disable_tqdm", True)  # the run says by itself how far it is
+    if "num_train_epochs" in fields and "max_steps" not in fields:
+        fields["max_steps"] = -1
+    for name in ("fsdp", "deepspeed"):
+        if fields.get(name):
+            raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
+    if "eval_steps" in fields and "save_steps" not in fields:
+        fields["save_steps"] = fields["eval_steps"]  # every checkpoint has to be measured
+    # The state is made here, because the arguments would make one that waits for half an hour at most on CPUs.
+    timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
+    PartialState(cpu=fields["use_cpu"], timeout=timeout)
+    args = DrafterTrainingArguments(**fields)
+    # A process trains on one device. For several devices, `accelerate launch` starts several processes.
+    args._n_gpu = min(args.n_gpu, 1)
+    for tracker in get_reporting_integration_callbacks(args.report_to):
+        tracker()  # raises an error if it is not installed
+    return args
+
+
+def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
+    """Reads command-line options of `DrafterTrainingArguments`. Returns the fields that are given.
+
+    Raises:
+        ValueError: there is no such option, or its value has the wrong type.
+    """
+    parser = _Parser(DrafterTrainingArguments, allow_abbrev=False, add_help=False)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return vars(parser.parse_args(_with_lists(options)))
+
+
+def _with_lists(options: Sequence[str]) -> list[str]:
+    """Splits depth weights that are given as 1,0.5,0.25."""
+    result: list[str] = []
+    for option in options:
+        after = result[-1] if result else ""
+        result += option.split(",") if after in ("--depth-weights", "--depth_weights") else [option]
+    return result
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = "; expected an option of `hsdraft train --help` or a field of transformers' TrainingArguments"
+        raise ValueError(message + (hint if "unrecognized" in message else ""))

@@ -1,0 +1,49 @@
+"""What can be said of a run before its target is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...hub.care import care
+from ...hub.drafter_files import CONFIG, find_folder
+from ..data.gather import check_not_empty, most_in_sources
+from ..data.kinds import chosen_kinds
+from ..data.plan import TrainingPlan
+from ..families.trainable import family_for
+from ..loss.ctc_loss import CTC
+from .arguments import DrafterTrainingArguments, training_arguments
+
+
+def prepared(
+    plan: TrainingPlan, arguments: Mapping[str, Any], device_type: str
+) -> tuple[TrainingPlan, DrafterTrainingArguments]:
+    """Checks a plan and the arguments of its run, and completes both.
+
+    Args:
+        plan: the plan.
+        arguments: fields of `DrafterTrainingArguments` that differ from the defaults of the family.
+        device_type: type of the device that the drafter is trained on.
+
+    Raises:
+        ValueError: plan and arguments do not fit together.
+        TypeError: there is no such argument.
+        OSError: there is no such drafter to start from.
+    """
+    plan.check_invents()
+    chosen_kinds(plan.kinds)
+    args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
+    family_for(plan).check_policy(args.data_policy)
+    if args.objective == CTC:
+        plan = replace(plan, drafter={**plan.drafter, "ctc": True})
+        family_for(plan)  # raises where such a drafter has no frames
+    if plan.init_from is not None:
+        with care().loading(plan.init_from):
+            find_folder(plan.init_from, (CONFIG,))
+    for path in plan.prompts:
+        check_not_empty(path)
+    if (most := most_in_sources(plan)) is not None:
+        plan.check_amount(most)
+    return plan, args

@@ -1,0 +1,96 @@
+"""Makes a small language model of a target by taking layers out of it: the beginning of a drafter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import __version__ as transformers_version
+
+from ..._version import __version__
+from ...core.checks import public_name
+from ...drafters.language_model.layer_subset import checked_layers, layers_of, with_layers
+from ...runtime.misreading import same_but_rounding
+from ...runtime.target_limits import text_config
+from ..files import write_json
+
+RECIPE = "pruning_recipe.json"
+_TRIED = 12  # tokens that the saved model reads, to see that it is the one that was meant
+
+
+def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLike[str], name: str = "") -> Any:
+    """Saves an ordinary model of transformers with some of a target's layers.
+
+    Tokenizer and generation configuration are saved beside it, and the recipe in a JSON file.
+
+    Args:
+        target: the target, of any type whose layers stand in one list.
+        tokenizer: its tokenizer; `None` for none.
+        kept: ascending numbers of the layers to keep, from 0 on.
+        out: folder, which is new or empty.
+        name: name of the target, for the recipe, which is published with the model; of a path, only the last part.
+
+    Returns:
+        The model, as it was loaded from the folder.
+
+    Raises:
+        FileExistsError: the folder holds something.
+        ValueError: there are no such layers, or a model of this type cannot be saved with some of its layers.
+    """
+    folder = Path(out)
+    check_empty(folder)
+    numbers, count = checked_layers(target, kept), len(layers_of(target)[1])
+    small = with_layers(target, numbers)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        small.save_pretrained(partial)
+        _check_saved(small, partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        recipe = {
+            "target": public_name(name or getattr(target, "name_or_path", "") or ""),
+            "target_layers": count,
+            "kept_layers": numbers,
+            "software": f"hf_hsdraft {__version__}, transformers {transformers_version}, torch {torch.__version__}",
+        }
+        write_json(partial / RECIPE, recipe)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+
+
+def check_empty(folder: Path) -> None:
+    """Raises a FileExistsError if a folder that is to be written holds something already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty: name a new folder")
+
+
+@torch.no_grad()
+def _check_saved(small: Any, folder: Path) -> None:
+    """Raises a ValueError unless the files hold the model that was saved: a type may tell its layers apart otherwise.
+
+    Some types of models decide by fields that are not known here what a layer of some number is.
+    """
+    what = type(small).__name__
+    advice = "expected a model whose layers are told apart by its configuration's lists alone"
+    try:
+        loaded, found = AutoModelForCausalLM.from_pretrained(folder, dtype=small.dtype, output_loading_info=True)
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise ValueError(f"{what} cannot be pruned: what was saved cannot be loaded ({error}); {advice}") from error
+    wrong = sorted({*found["missing_keys"], *found["unexpected_keys"]})
+    ids = torch.arange(_TRIED, device=small.device)[None] % text_config(small).vocab_size
+    loaded = loaded.to(small.device).eval()
+    same = not wrong and same_but_rounding(
+        loaded(input_ids=ids, use_cache=False).logits, small(input_ids=ids, use_cache=False).logits
+    )
+    if not same:
+        raise ValueError(f"{what} cannot be pruned: what was saved is not what was kept; {advice}")

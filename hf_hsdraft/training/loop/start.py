@@ -1,0 +1,74 @@
+"""The drafter that a run starts from: another drafter, or a fresh one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..data.plan import Report, TrainingPlan
+from ..data.vocabulary import choose_draft_vocabulary
+from ..families.family import TrainableFamily
+
+
+def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, plan: TrainingPlan) -> Any:
+    """Loads the drafter to start from; returns `None` if the plan names none.
+
+    Args:
+        family: the family that the plan names.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        plan: the plan of the run.
+
+    Raises:
+        ValueError: it was made for another target or tokenizer, is of another family, or does not have the sizes that
+            the plan asks for.
+    """
+    if plan.init_from is None:
+        return None
+    if (Path(plan.init_from) / "adapter_config.json").is_file():
+        raise ValueError(f"{plan.init_from} is an adapter, not a drafter: start from the drafter that it adapts")
+    drafter = family.loaded(plan.init_from, target, plan.drafter)
+    family.check_start(drafter, target, tokenizer)
+    fixed = sorted(plan.drafter.keys() - {"target_name"})
+    if plan.lora is not None and fixed:
+        raise ValueError(f"LoRA keeps the sizes of {plan.init_from}: leave {', '.join(fixed)} out")
+    drafter = family.grown(drafter, plan.drafter)
+    family.continued(drafter, plan.drafter)
+    size = plan.drafter.get("draft_vocab_size", 1)
+    if not 1 <= size <= drafter.config.vocab_size:
+        raise ValueError(f"draft_vocab_size={size} is invalid: expected 1 to {drafter.config.vocab_size}")
+    return drafter
+
+
+def fresh_drafter(
+    family: TrainableFamily,
+    target: Any,
+    tokenizer: Any,
+    tokenized: Sequence[Any],
+    plan: TrainingPlan,
+    report: Report,
+) -> Any:
+    """Returns a drafter with random weights.
+
+    Args:
+        family: its family.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        tokenized: the conversations that it will learn from.
+        plan: the plan of the run.
+        report: told of the draft vocabulary.
+    """
+
+    def choose(size: int) -> list[int]:
+        return draft_vocabulary(target, tokenizer, tokenized, size, report)
+
+    return family.fresh(target, plan.drafter, max(len(chat.input_ids) for chat in tokenized), choose)
+
+
+def draft_vocabulary(target: Any, tokenizer: Any, tokenized: Sequence[Any], size: int, report: Report) -> list[int]:
+    """Returns the token ids of a draft vocabulary of some size, see `choose_draft_vocabulary`."""
+    always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    chosen = choose_draft_vocabulary(tokenized, target.config.get_text_config().vocab_size, size, always)
+    report(f"draft vocabulary: {len(chosen.ids):,} tokens cover {chosen.coverage:.1%} of the answers")
+    return chosen.ids

@@ -1,0 +1,412 @@
+"""`transformers.Trainer` with the drafter's loss. Measured tau decides which checkpoint is the best."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import math
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer
+from transformers.trainer_callback import PrinterCallback, TrainerState
+
+from ...bench.measure import pooled_tau
+from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.target_weights import TargetWeights
+from ...engine.call_output import DraftStatistics
+from ...runtime.target_loading import is_sharded
+from ..data.conversations import TokenizedConversation
+from ..data.features import Features, read_features
+from ..evaluate.calibration import Calibration
+from ..evaluate.parity import ParityError, parity
+from ..families.trainable import family_of
+from ..loss.ctc_loss import CTC, CTCLoss, labels_for
+from ..loss.draft_opd import replay, two_streams
+from ..loss.loss import (
+    CHUNK_LOGITS,
+    ChainLabels,
+    ChainLoss,
+    Chains,
+    LossParts,
+    Pack,
+    sample_chains,
+    true_labels,
+    unroll,
+)
+from ..loss.objectives import objective_of
+from ..loss.on_policy import drafted_labels
+from .arguments import DrafterTrainingArguments
+from .budget import TimeBudget
+from .checks import check_learning
+from .progress import Reporter, evaluation_figures
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss became infinite or not a number. Earlier checkpoints are good."""
+
+
+def collate(conversations: Sequence[Features | TokenizedConversation]) -> dict[str, Any]:
+    """Returns the conversations of a step as they are. They are packed later, where the target can make features."""
+    return {"conversations": list(conversations)}
+
+
+class DrafterTrainer(Trainer):
+    """Trains a drafter against a frozen target.
+
+    Args:
+        model: a drafter of a family that can be trained, or a PEFT model of one.
+        args: arguments of the training.
+        target: the target. It makes features that are not on disk, labels for drafted tokens, and the texts for tau.
+        tau_prompts: inputs of `generate()` for measuring tau.
+        budget: clock that ends training and sets the learning rate; `None` to leave both to `args`.
+        report: told how far evaluations are; `None` to say nothing, and to leave what is printed to the Trainer.
+        kwargs: arguments of `Trainer`. The data sets hold `Features`, or `TokenizedConversation`s whose features are
+            computed in every step.
+    """
+
+    control: Any
+    lr_scheduler: Any
+    args: DrafterTrainingArguments
+
+    def __init__(
+        self,
+        model: Any,
+        args: DrafterTrainingArguments,
+        *,
+        target: Any,
+        tau_prompts: Sequence[dict[str, torch.Tensor]] = (),
+        budget: TimeBudget | None = None,
+        report: Reporter | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.target = target
+        self.tau_prompts = tau_prompts
+        self.budget = budget
+        drafter = _base(model)
+        check_learning(family_of(drafter), drafter.config, target, args)
+        weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+        rows = target.get_output_embeddings().weight.detach()
+        # The frozen head has the dtype of the products: casting it in every step would take as long as they do.
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
+        self.weights = weights if weights.head is None else replace(weights, head=weights.head.to(dtype))
+        self.loss = _loss(args, drafter, self.weights, self.teacher_head)
+        drafter.loss_function = self.loss
+        if args.activation_checkpointing:
+            _recompute_layers(drafter)
+            args.activation_checkpointing = False  # the Trainer's own works for layers that are called as modules only
+        with _without_frozen_config(drafter):
+            super().__init__(model=model, args=args, data_collator=collate, **kwargs)
+        if budget is not None:
+            self.add_callback(budget)
+        if report is not None:
+            self.remove_callback(PrinterCallback)
+        self.report = report or Reporter(lambda _: None)
+        self._figures: dict[int, tuple[dict[str, Any], Calibration]] = {}
+        self._recent: LossParts | None = None
+        self._tokens, self._since = 0, time.perf_counter()
+        self.calibration: Calibration | None = None
+        self.held_out = (0, 0)  # numbers of conversations and of prompts that the last evaluation measured
+
+    @property
+    def drafter(self) -> Any:
+        """The drafter that is trained, without its wrappers."""
+        return _base(self.accelerator.unwrap_model(self.model))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.budget is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self.budget.schedule(self.optimizer if optimizer is None else optimizer)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any) -> Any:
+        measured = (self.state.global_step + 1) % max(1, int(self.state.logging_steps or 1)) == 0
+        conversations = inputs["conversations"]
+        self._tokens += sum(len(conversation.input_ids) for conversation in conversations)
+        parts = self._parts(model, conversations, self.state.global_step, measured)
+        if not bool(torch.isfinite(parts.loss)):
+            raise TrainingDiverged(
+                f"the loss is {parts.loss.item()} at step {self.state.global_step}: checkpoints until then are good. "
+                "Go on from one with --init-from, another --out and a lower --learning-rate"
+            )
+        if measured:
+            self._recent = replace(parts, loss=parts.loss.detach())
+        return (parts.loss, {"loss": parts.loss}) if return_outputs else parts.loss
+
+    def _parts(self, model: Any, conversations: Sequence[Any], step: int, measured: bool) -> LossParts:
+        pack = self.pack(conversations)
+        drafter = _base(self.accelerator.unwrap_model(model))
+        seeds = [zlib.crc32(chat.input_ids.cpu().numpy().tobytes()) + step for chat in conversations]
+        args = self.args
+        chains, labels = self._chains(drafter, pack, seeds)
+        count = labels.count
+        if model.training and self.accelerator.num_processes > 1:
+            # Gradients are averaged over all processes. With the average count they are those of one large batch.
+            count = self.accelerator.reduce(count.float(), reduction="mean")
+        weight = (
+            args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
+        )
+        labels = replace(labels, count=count, regression=weight, measured=measured)
+        predictions = family_of(drafter).predictions(drafter, self.weights)
+        output = unroll(model, predictions, pack, chains, labels.tokens, labels)
+        loss: LossParts = output["loss"]
+        return loss
+
+    def pack(self, conversations: Sequence[Features | TokenizedConversation]) -> Pack:
+        """Packs the conversations of a step. The target makes the features that are missing."""
+        drafter = _base(self.model)
+        taps = family_of(drafter).taps(drafter, self.target)
+        bare = [chat for chat in conversations if not isinstance(chat, Features)]
+        read = iter(read_features(self.target, taps, bare, self.args.device) if bare else ())
+        features = [chat if isinstance(chat, Features) else next(read) for chat in conversations]
+        return Pack.of(features, pad_to_multiple_of=128).to(self.args.device, self.teacher_head.dtype)
+
+    def _chains(self, drafter: Any, pack: Pack, seeds: Sequence[int]) -> tuple[Chains, ChainLabels]:
+        """Returns the chains of a step and their labels. Evaluations follow the text."""
+        args, target, weights = self.args, self.target, self.weights
+        policy = args.data_policy if drafter.training else "teacher"
+        met = replay(drafter, weights, pack, self.loss.rows_per_chunk) if policy == "draft-opd" else None
+        starts = None if met is None else met.anchors
+        chains = sample_chains(
+            pack, args.chains_per_conversation, args.rolled_fraction, seeds, pad_to_multiple_of=32, starts=starts
+        )
+        labels = true_labels(pack, chains, drafter.num_draft_steps)
+        if met is not None:
+            labels = two_streams(
+                met, target, weights, pack, chains, labels, 1 if args.rejected_drafts is None else args.rejected_drafts
+            )
+        elif policy != "teacher":
+            every = 1 if policy == "student" else 2
+            labels = drafted_labels(drafter, target, weights, pack, chains, labels, every)
+        return chains, labels
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds tokens/s and the accuracy per depth of the latest step to every training log line."""
+        if self._recent is not None and "loss" in logs:
+            logs |= {f"accuracy_{depth + 1}": round(a, 3) for depth, a in enumerate(self._recent.accuracy.tolist())}
+            if float(self._recent.regression):
+                logs["regression"] = round(float(self._recent.regression), 4)
+            now = time.perf_counter()
+            logs["tokens_per_second"] = round(self._tokens * self.accelerator.num_processes / (now - self._since), 1)
+            self._tokens, self._since = 0, now
+            if self.budget is not None:
+                logs["minutes"] = round(self.budget.spent / 60, 1)
+        super().log(logs, *args, **kwargs)
+
+    @torch.no_grad()
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Measures held-out loss and accuracy by depth and, by generating texts, tau and acceptance by depth.
+
+        With a time budget it measures as much as there is time for, see `TimeBudget.within`.
+        """
+        begin, since = time.monotonic(), time.perf_counter()
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        model = self.model_wrapped if self.model_wrapped is not None else self.model
+        model.eval()
+        size = self.args.per_device_eval_batch_size
+        batches = [range(at, min(at + size, len(dataset))) for at in range(0, len(dataset), size)]
+        parts: list[LossParts] = []
+        calls: list[DraftStatistics] = []
+        distance = math.nan
+        everything = len(dataset) + len(self.tau_prompts)
+        with self.report.stage("evaluating", "conversations and prompts", everything) as stage:
+            for batch in self._within(batches, "batches", 0.4 * self._limit):
+                parts.append(self._parts(model, [dataset[i] for i in batch], 0, measured=True))
+                stage.advance(batch.stop)
+            self.held_out = (batch.stop, 0)
+            if self.tau_prompts:
+                with _in_lockstep(self.target):
+                    left = 0.8 * self._limit - (time.monotonic() - begin)
+                    for call in self._decode(self._within(self.tau_prompts, "prompts", left)):
+                        calls.append(call)
+                        stage.advance(batch.stop + len(calls))
+                    distance = self._parity(self.tau_prompts[: min(2, len(calls))])
+                self.held_out = (batch.stop, len(calls))
+            metrics = self._metrics(parts, calls, distance, metric_key_prefix)
+            calibration = Calibration.of(parts, len(parts[0].count))
+            metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
+            # All processes decide by the same numbers which checkpoint is the best, and when to stop.
+            [metrics] = broadcast_object_list([metrics])
+            note = f"step {self.state.global_step:,}, {evaluation_figures(metrics)}"
+            if (measured := sum(self.held_out)) < everything:
+                note += f", of {everything:,} as many as the time budget has room for"
+            stage.total = measured
+            stage.advance(measured, note)
+        self.calibration = calibration
+        self._figures[self.state.global_step] = (dict(metrics), calibration)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        model.train()
+        self._since += time.perf_counter() - since  # tokens/s counts the time of training alone
+        return metrics
+
+    @property
+    def _limit(self) -> float:
+        return math.inf if self.budget is None else self.budget.evaluation_limit
+
+    def _within(self, items: Sequence[Any], name: str, seconds: float) -> Iterable[Any]:
+        return items if self.budget is None else self.budget.within(items, name, seconds)
+
+    def _metrics(
+        self, parts: Sequence[LossParts], calls: Sequence[DraftStatistics], distance: float, prefix: str
+    ) -> dict[str, Any]:
+        # The means are over predictions, because a pack with few of them must not count as much as the others.
+        counts = torch.stack([part.count for part in parts])
+        divergence, accuracy = (
+            (torch.stack([getattr(part, name) for part in parts]) * counts).sum(dim=0) / counts.sum(dim=0).clamp(min=1)
+            for name in ("divergence", "accuracy")
+        )
+        scale = torch.tensor(self.args.weights_of_depths(len(divergence)), device=divergence.device)
+        scale = scale * (counts.sum(dim=0) > 0)  # frames have fewer labels than depths
+        metrics = {f"{prefix}_loss": float((divergence * scale).sum() / scale.sum().clamp(min=1e-9))}
+        metrics |= _by_depth(f"{prefix}_accuracy", accuracy.tolist())
+        if calls:
+            metrics[f"{prefix}_tau"] = pooled_tau(calls)
+            metrics |= _by_depth(f"{prefix}_acceptance", acceptance(calls, len(divergence)))
+            metrics[f"{prefix}_parity"] = distance
+        return metrics
+
+    def show(self, step: int) -> None:
+        """Makes the figures of a checkpoint, which is loaded, the last ones of the log."""
+        if step in self._figures:
+            metrics, self.calibration = self._figures[step]
+            self.log(dict(metrics))
+        else:  # an earlier process measured it
+            self.evaluate()
+
+    def _parity(self, prompts: Sequence[dict[str, torch.Tensor]]) -> float:
+        """Returns how far training is from decoding: the greatest total variation of all depths.
+
+        Raises:
+            ParityError: they are further apart than rounding explains. Such training would never improve tau.
+        """
+        ids = [prompt["input_ids"] for prompt in prompts]
+        report = parity(self.snapshot(), self.target, ids, self.args.eval_new_tokens, labels_of=true_labels)
+        if report.depths and not report.passed:
+            raise ParityError("\n".join([*report.lines(), report.explain()]))
+        return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
+
+    def _decode(self, prompts: Iterable[dict[str, torch.Tensor]]) -> Iterator[DraftStatistics]:
+        drafter = copy.copy(self.snapshot())  # shares the weights, and gets options of its own
+        drafter.generation_config = copy.deepcopy(drafter.generation_config)
+        drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
+        drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
+        leave_refiner(drafter)  # nor on what is not trained here
+        for prompt in prompts:
+            yield self.target.generate(
+                **prompt,
+                assistant_model=drafter,
+                do_sample=False,
+                max_new_tokens=self.args.eval_new_tokens,
+                return_dict_in_generate=True,
+            ).statistics
+
+    def restore(self, checkpoint: Path) -> None:
+        """Takes over the state of a run that ended at a checkpoint, and its best or last weights."""
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if not (self.args.load_best_model_at_end and self.state.best_model_checkpoint):
+            self.state.best_model_checkpoint = str(checkpoint)
+        self._load_best_model()
+
+    def _load_best_model(self) -> None:
+        """Loads the best checkpoint from the folder of the run, which may have been moved since.
+
+        Raises:
+            FileNotFoundError: it is gone. The Trainer itself would only warn, and keep its weights.
+        """
+        best = Path(self.args.output_dir) / Path(str(self.state.best_model_checkpoint)).name
+        if not best.is_dir():
+            raise FileNotFoundError(f"the best checkpoint is gone: {best}; train again, in another --out")
+        self.state.best_model_checkpoint = str(best)
+        super()._load_best_model()
+
+    def snapshot(self) -> Any:
+        """Returns the drafter as it is now, without the wrappers of mixed precision and data parallelism."""
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
+        drafter = _base(model)
+        if drafter is not model:
+            return drafter.eval()  # PEFT puts layers into the drafter and nothing around it
+        return family_of(model).snapshot(model).eval()
+
+
+def _loss(
+    args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, head: torch.Tensor
+) -> ChainLoss | CTCLoss:
+    """Returns the loss that the arguments name."""
+    on_cpu = drafter.device.type == "cpu"
+    if args.objective == CTC:
+        chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
+        return CTCLoss(weights, head, labels_for(drafter.config, args), chunk)
+    chunks = {} if on_cpu else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
+    return ChainLoss(
+        weights,
+        head,
+        objective_of(args.objective, args.ce_share),
+        args.weights_of_depths(drafter.num_draft_steps),
+        d_pace=args.depth_weighting == "d-pace",
+        cosine_weight=args.cosine_weight,
+        by_prediction=args.depth_weighting == "by-prediction",
+        **chunks,
+    )
+
+
+def _recompute_layers(drafter: Any) -> None:
+    """Lets the backward compute the trunk's layers again. For long packs, they would take most of a step's memory."""
+    for layer in family_of(drafter).layers(drafter):
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def _without_frozen_config(drafter: Any) -> Iterator[None]:
+    """Hides a configuration that is a dataclass from the Trainer, which would set `use_cache` in any that it finds."""
+    config = drafter.config
+    if is_dataclass(config):
+        drafter.config = None
+    try:
+        yield
+    finally:
+        drafter.config = config
+
+
+@contextlib.contextmanager
+def _in_lockstep(target: Any) -> Iterator[None]:
+    """Lets a sharded target `generate()` with a drafter. All processes decode the same texts, so none has to wait."""
+    if not is_sharded(target):
+        yield
+        return
+    target.generate = functools.partial(target.generate, synced_gpus=False)
+    try:
+        yield
+    finally:
+        del target.generate
+
+
+def acceptance(calls: Sequence[DraftStatistics], steps: int) -> list[float]:
+    """Returns for d = 1 .. `steps` the share of rounds that accept d tokens or more, among those with d - 1 or more."""
+    lengths = [length for call in calls for length in call.accepted_lengths]
+    reached = [sum(length >= depth for length in lengths) for depth in range(steps + 1)]
+    return [after / before if before else math.nan for before, after in itertools.pairwise(reached)]
+
+
+def _by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_{depth}": round(value, 4) for depth, value in enumerate(values, 1)}
+
+
+def _base(model: Any) -> Any:
+    """Returns the drafter inside a PEFT model, or the drafter itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+__all__ = ["DrafterTrainer", "DrafterTrainingArguments", "TrainingDiverged"]

@@ -1,0 +1,444 @@
+"""The training loss, which compares every draft depth with the target's own distribution.
+
+Depth d of the chain at position i predicts x_{i+2+d}. It is given the tokens up to its parent x_{i+1+d}. Logits exist
+only for a chunk of predictions at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...drafters.base.target_weights import TargetWeights
+from ..data.features import Features
+from ..families.trainable import family_of
+from .chunks import sum_over_chunks
+from .depth_weights import d_pace, mean_of_depths, mean_of_predictions
+from .objectives import Objective, hard_labels, rejected_draft
+from .predictions import Predictions
+
+# Takes logits of drafter and target, `[N, V']` each, and the places of their predictions, `[N]`. Returns a sum over
+# them and a detached value of each.
+Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # number of logits in a chunk, for drafter and target each
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Several conversations one after the other, as one training step reads them.
+
+    Attributes:
+        input_ids: `[T]`, int64.
+        answer_mask: `[T]`, bool, True where the assistant wrote the token.
+        position_ids: `[T]`, int64, position of each token in its conversation.
+        document_ids: `[T]`, int64, index of each token's conversation; -1 for padding.
+        taps: `[T, taps * D]`, see `Features`.
+        final: `[T, D]`, see `Features`.
+    """
+
+    input_ids: torch.Tensor
+    answer_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_ids: torch.Tensor
+    taps: torch.Tensor
+    final: torch.Tensor
+
+    @classmethod
+    def of(cls, conversations: Sequence[Features], pad_to_multiple_of: int = 1) -> Pack:
+        """Packs conversations.
+
+        Args:
+            conversations: features of each conversation.
+            pad_to_multiple_of: T becomes a multiple of this. A backend can use its kernels again for the same shape.
+        """
+        lengths = [len(features.input_ids) for features in conversations]
+        padding = -sum(lengths) % pad_to_multiple_of
+
+        def joined(parts: Iterable[torch.Tensor], value: int = 0) -> torch.Tensor:
+            whole = torch.cat(list(parts))
+            return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, padding), value=value)
+
+        documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        return cls(
+            input_ids=joined(features.input_ids for features in conversations),
+            answer_mask=joined(features.answer_mask for features in conversations),
+            position_ids=joined(torch.arange(length) for length in lengths),
+            document_ids=joined([documents], value=-1),
+            taps=joined(features.taps for features in conversations),
+            final=joined(features.final for features in conversations),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Pack:
+        floating = {"taps": self.taps.to(device, dtype), "final": self.final.to(device, dtype)}
+        return Pack(**{name: value.to(device) for name, value in vars(self).items()} | floating)
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The S chains of a pack that are followed.
+
+    Attributes:
+        starts: `[S]`, int64, position i of each chain in the pack.
+        num_rolled: number R of chains, the first ones, that are followed beyond the first depth. Deeper depths matter
+            less and cost as much, so it is better to follow only some chains.
+        real: `[S]`, bool, False for chains that only fill the shape up.
+    """
+
+    starts: torch.Tensor
+    num_rolled: int
+    real: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RejectedDrafts:
+    """Drafted tokens that the target rejected. Entry `[s, d]` was drafted at depth d of chain s.
+
+    Attributes:
+        columns: `[S, K]`, int64, columns of the drafted tokens in the draft vocabulary.
+        weights: `[S, K]`, float32, weight of each in the loss; 0 where nothing was rejected.
+    """
+
+    columns: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ChainLabels:
+    """What the chains are given and what they are compared with. Entry `[s, d]` is for depth d of chain s.
+
+    Attributes:
+        tokens: `[S, K]`, int64, the parents: the last token that the prediction knows.
+        teacher: `[U, D]`, final hidden states of the target.
+        rows: `[S, K]`, int64, the row of `teacher` that gives the target's distribution of the predicted token.
+        valid: `[S, K]`, bool, True where the loss counts the prediction.
+        count: `[K]`, number by which the loss of a depth is divided. All processes of a step use the same.
+        regression: weight of the hidden-state regression in this step.
+        measured: whether confidence and accuracy of the first choice are measured too.
+        rejected: drafts that the loss also counts, by `rejected_draft`; `None` for none. With them or with weights
+            that differ from chain to chain, the loss is divided by the sum of `count`.
+    """
+
+    tokens: torch.Tensor
+    teacher: torch.Tensor
+    rows: torch.Tensor
+    valid: torch.Tensor
+    count: torch.Tensor
+    regression: float = 0.0
+    measured: bool = True
+    rejected: RejectedDrafts | None = None
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """The loss and what was measured with it, over the valid predictions of this process.
+
+    Attributes:
+        loss: scalar, the loss to train on.
+        divergence: `[K]`, mean of the objective on the draft vocabulary at each depth, in nats.
+        accuracy: `[K]`, share of predictions whose first choice is the target's, both within the draft vocabulary and
+            after the parents of the labels; zero where it is not measured.
+        count: `[K]`, number of predictions at each depth.
+        regression: scalar, smooth L1 distance of drafted states from the target's final ones; zero where it has no
+            weight.
+        confidence: `[N]`, probability of each prediction's first choice; empty where it is not measured.
+        right: `[N]`, 1 where that choice is the target's; empty where it is not measured.
+        depth: `[N]`, depth of each prediction; empty where nothing is measured.
+    """
+
+    loss: torch.Tensor
+    divergence: torch.Tensor
+    accuracy: torch.Tensor
+    count: torch.Tensor
+    regression: torch.Tensor
+    confidence: torch.Tensor
+    right: torch.Tensor
+    depth: torch.Tensor
+
+
+def chain_starts(pack: Pack) -> torch.Tensor:
+    """Returns the positions i where x_{i+2} is an answer token of the same document. A chain may start there."""
+    same = pack.document_ids[2:] == pack.document_ids[:-2]
+    return torch.nonzero(pack.answer_mask[2:] & same).squeeze(-1)
+
+
+def sample_chains(
+    pack: Pack,
+    per_conversation: int,
+    rolled_fraction: float,
+    seeds: Sequence[int],
+    pad_to_multiple_of: int = 1,
+    starts: torch.Tensor | None = None,
+) -> Chains:
+    """Draws chain starts from every conversation of a pack.
+
+    The draws from a conversation depend on its seed alone, not on the rest of the pack. So two processes with half of
+    the pack each learn from the same chains as one process with all of it.
+
+    Args:
+        pack: the pack.
+        per_conversation: greatest number of chains of a conversation.
+        rolled_fraction: share of them that is followed beyond the first depth.
+        seeds: seed of each conversation.
+        pad_to_multiple_of: the number of rolled chains and the number of others become multiples of this.
+        starts: `[A]`, int64, positions that are drawn from; `None` for all `chain_starts`.
+    """
+    starts = (chain_starts(pack) if starts is None else starts).cpu()
+    documents = pack.document_ids.cpu()[starts]
+    rolled: list[torch.Tensor] = []
+    short: list[torch.Tensor] = []
+    for document, seed in enumerate(seeds):
+        own = starts[documents == document]
+        order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed))
+        own = own[order[:per_conversation]]
+        cut = -int(-len(own) * rolled_fraction // 1)
+        rolled.append(own[:cut])
+        short.append(own[cut:])
+    parts = [torch.cat(rolled), torch.cat(short)]
+    padding = [-len(part) % pad_to_multiple_of for part in parts]
+    if not len(parts[0]):  # there is nothing to learn here, but other processes of the step wait for gradients
+        padding[0] = pad_to_multiple_of
+    padded = [F.pad(part, (0, extra), value=-1) for part, extra in zip(parts, padding, strict=True)]
+    every = torch.cat(padded).to(pack.input_ids.device)
+    return Chains(every.clamp(min=0), len(padded[0]), every >= 0)
+
+
+def true_labels(pack: Pack, chains: Chains, steps: int) -> ChainLabels:
+    """Returns labels by the text itself: true parents, and the target's distributions along the text (teacher data)."""
+    last = pack.input_ids.shape[0] - 1
+    parents = chains.starts[:, None] + 1 + torch.arange(steps, device=chains.starts.device)
+    goals = (parents + 1).clamp(max=last)
+    valid = pack.answer_mask[goals] & (pack.document_ids[goals] == pack.document_ids[chains.starts, None])
+    valid &= (parents < last) & chains.real[:, None]
+    valid[chains.num_rolled :, 1:] = False
+    parents = parents.clamp(max=last)
+    return ChainLabels(pack.input_ids[parents], pack.final, parents, valid, valid.sum(dim=0))
+
+
+def unroll(
+    model: Any,
+    predictions: Predictions,
+    pack: Pack,
+    chains: Chains,
+    tokens: torch.Tensor,
+    labels: ChainLabels | None = None,
+) -> Any:
+    """Runs the forward of training over some chains of a pack.
+
+    Args:
+        model: a drafter, or what training has wrapped around it.
+        predictions: what the drafter predicts.
+        pack: the pack.
+        chains: the chains.
+        tokens: `[S, K]`, int64, the parents. A drafter whose states know no tokens does not look at them.
+        labels: labels of the loss; `None` for no loss.
+    """
+    return model(
+        taps=pack.taps,
+        embeds=predictions.weights.embed(pack.input_ids.roll(-1)),  # row i holds the token after position i
+        position_ids=pack.position_ids,
+        starts=chains.starts,
+        document_ids=pack.document_ids,
+        num_rolled=chains.num_rolled,
+        labels=labels,
+        **predictions.inputs(tokens),
+    )
+
+
+@dataclass(frozen=True)
+class ChainLoss:
+    """The loss. It is the drafter's `loss_function`, which is called inside the drafter's forward.
+
+    Args:
+        weights: weights that the drafter borrows from its target.
+        teacher_head: `[V', D]`, the target's output rows of the draft vocabulary.
+        objective: see `objectives`.
+        depth_weights: `[K]`, weight of each depth. They are divided by their sum, unless the loss is a mean over
+            predictions.
+        chunk_logits: number of logits that are computed at a time, for drafter and target each; at most twice as many
+            of the target are held.
+        scored_logits: number of logits that are compared at a time, in float32. On CPUs they fit into a core's cache.
+        d_pace: whether predictions weigh by `depth_weights.d_pace` too. The labels are then predicted once more, which
+            takes another product by the drafter's head and one by the target's for each prediction, without gradients.
+        cosine_weight: weight of 1 minus the cosine of drafted and final hidden states (FastVLM).
+        by_prediction: whether the loss is a mean over predictions, not over depths. It always is with `d_pace`, and
+            where drafts were rejected.
+    """
+
+    weights: TargetWeights
+    teacher_head: torch.Tensor
+    objective: Objective
+    depth_weights: Sequence[float]
+    chunk_logits: int = CHUNK_LOGITS["cpu"]
+    scored_logits: int = 2**18
+    d_pace: bool = False
+    cosine_weight: float = 0.0
+    by_prediction: bool = False
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Number of predictions whose logits are computed at a time."""
+        return self._rows(self.chunk_logits)
+
+    def _rows(self, elements: int) -> int:
+        return max(1, elements // self.teacher_head.shape[0])
+
+    def __call__(self, drafter: Any, hidden_states: Sequence[torch.Tensor], labels: ChainLabels) -> LossParts:
+        device = hidden_states[0].device
+        steps = len(hidden_states)
+        predictions = family_of(drafter).predictions(drafter, self.weights)
+        states = predictions.states(labels.tokens, hidden_states)
+        total = functools.partial(self._sum, predictions, hidden_states, states, labels)
+        place = torch.cat(_places(hidden_states))
+        weights, rejected = torch.tensor(list(self.depth_weights), device=device), labels.rejected
+        assert len(weights) == steps, "one weight a depth"
+        if self.d_pace and torch.is_grad_enabled():  # nobody reads the loss of an evaluation
+            weights = weights * d_pace(_label_probabilities(total, place, labels), labels.valid)
+        by_prediction = self.by_prediction or self.d_pace or rejected is not None
+        mean = mean_of_predictions if by_prediction else mean_of_depths
+        coefficients = mean(weights, labels.valid, labels.count).flatten()
+        if rejected is not None:
+            columns = rejected.columns.flatten()
+            costs = mean(rejected.weights, rejected.weights > 0, labels.count).flatten()
+
+        def score(
+            logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            distance = self.objective(logits, teacher)
+            loss = (distance * coefficients[place]).sum()
+            if rejected is not None:
+                loss = loss + (rejected_draft(logits, teacher, columns[place]) * costs[place]).sum()
+            return loss, _statistics(logits, teacher, distance, labels.measured)
+
+        loss, statistics = total(score)
+        regression = torch.zeros((), device=device)
+        if labels.regression > 0.0:
+            goals = labels.teacher[labels.rows.flatten()[place]]
+            distance = F.smooth_l1_loss(predictions.final(torch.cat(list(hidden_states))), goals, reduction="none")
+            regression = (distance.float().mean(dim=-1) * coefficients[place]).sum()
+            loss = loss + labels.regression * regression
+        if self.cosine_weight > 0.0:
+            goals = labels.teacher[labels.rows.flatten()[place]]
+            cosine = F.cosine_similarity(
+                predictions.final(torch.cat(list(hidden_states))).float(), goals.float(), dim=-1
+            )
+            loss = loss + self.cosine_weight * ((1 - cosine) * coefficients[place]).sum()
+        valid = labels.valid.flatten()[place]
+        return loss_parts(loss, statistics[valid], place[valid] % steps, steps, regression.detach(), labels.measured)
+
+    def _sum(
+        self,
+        predictions: Predictions,
+        hidden_states: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor | None],
+        labels: ChainLabels,
+        score: Score,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the sum of what `score` makes of all predictions, and its values, depth by depth."""
+        device, rows = hidden_states[0].device, labels.rows.flatten()
+
+        def compare(
+            hidden: torch.Tensor, place: torch.Tensor, states: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            teacher = self._teacher_logits(labels.teacher, rows[place])
+            logits = predictions.logits(hidden, states)
+            return sum_over_chunks(precisely, [logits, teacher, place], [], self._rows(self.scored_logits))
+
+        def precisely(
+            logits: torch.Tensor, teacher: torch.Tensor, place: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.autocast(device.type, enabled=False):
+                return score(logits.float(), teacher.float(), place)
+
+        total, values, places = torch.zeros((), device=device), list[torch.Tensor](), _places(hidden_states)
+        # Depths at which logits need nothing of the paths are compared apart from the others.
+        for told, depths in itertools.groupby(range(len(hidden_states)), key=lambda depth: states[depth] is not None):
+            alike = list(depths)
+            columns: list[Any] = [hidden_states, places, *([states] if told else [])]
+            parts = [torch.cat([column[depth] for depth in alike]) for column in columns]
+            # Predictions of the same token stand side by side, so that the target's logits are computed once.
+            order = rows[parts[1]].argsort()
+            more, further = sum_over_chunks(
+                compare, [part[order] for part in parts], predictions.parameters, self.rows_per_chunk
+            )
+            total = total + more
+            values.append(torch.empty_like(further).index_copy_(0, order, further))
+        return total, torch.cat(values)
+
+    @torch.no_grad()
+    def _teacher_logits(self, teacher: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the target's logits `[N, V']` by the rows `[N]`, ascending, of its hidden states `[U, D]`."""
+        distinct, index = rows.unique_consecutive(return_inverse=True)
+        logits = F.linear(teacher[distinct], self.teacher_head)
+        return logits if len(distinct) == len(rows) else logits[index]
+
+
+def _places(hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns for each depth d the places s * K + d of its predictions in tensors `[S, K]`."""
+    steps = len(hidden_states)
+    return [torch.arange(len(h), device=h.device) * steps + depth for depth, h in enumerate(hidden_states)]
+
+
+@torch.no_grad()
+def _label_probabilities(total: Callable[[Score], Any], place: torch.Tensor, labels: ChainLabels) -> torch.Tensor:
+    """Returns `[S, K]`, the drafter's probabilities of what `hard_labels` takes for right; 1 where it predicts nothing.
+
+    The weights of a chain's first depth need those of the last, so all logits are computed once more beforehand.
+    """
+
+    def score(logits: torch.Tensor, teacher: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probability = hard_labels(logits, teacher).neg().exp()
+        return probability.sum(), probability
+
+    kind = place.device.type
+    # Parameters that are cast here, without gradients, must not stand in for those that need them.
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
+        _, found = total(score)
+    probabilities = found.new_ones(labels.valid.numel())
+    probabilities[place] = found
+    return probabilities.view_as(labels.valid)
+
+
+def _statistics(logits: torch.Tensor, teacher: torch.Tensor, distance: torch.Tensor, measured: bool) -> torch.Tensor:
+    """Returns `[N, 3]`: the objective, the confidence of the first choice, and whether it is the target's."""
+    logits, distance = logits.detach(), distance.detach()
+    if not measured:
+        return torch.stack([distance, torch.zeros_like(distance), torch.zeros_like(distance)], dim=-1)
+    best = logits.max(dim=-1)  # on CPUs several times faster than argmax
+    right = best.indices == teacher.max(dim=-1).indices
+    confidence = (best.values - logits.logsumexp(dim=-1)).exp()
+    return torch.stack([distance, confidence, right.to(distance.dtype)], dim=-1)
+
+
+def loss_parts(
+    loss: torch.Tensor,
+    statistics: torch.Tensor,
+    depth: torch.Tensor,
+    steps: int,
+    regression: torch.Tensor,
+    measured: bool,
+) -> LossParts:
+    """Returns the loss with what was measured of each prediction.
+
+    Args:
+        loss: scalar.
+        statistics: `[N, 3]`, of each prediction the divergence, the confidence of its first choice, and 1 where that is
+            the target's.
+        depth: `[N]`, int64, depths of the predictions.
+        steps: number K of depths.
+        regression: scalar, see `LossParts`.
+        measured: whether confidence and accuracy were measured.
+    """
+    count = torch.bincount(depth, minlength=steps)
+    sums = statistics.new_zeros(steps, 3).index_add_(0, depth, statistics)
+    means = sums / count.clamp(min=1)[:, None]
+    kept = slice(None) if measured else slice(0)
+    return LossParts(
+        loss, means[:, 0], means[:, 2], count, regression, statistics[kept, 1], statistics[kept, 2], depth[kept]
+    )

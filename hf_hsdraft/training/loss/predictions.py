@@ -1,0 +1,68 @@
+"""What a drafter predicts, as losses see it: they need not know how its head is made.
+
+Letters in the shapes: S chains, K draft steps, D size of a drafted state, V' draft vocabulary, N predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...drafters.base.target_weights import TargetWeights
+
+
+class Predictions:
+    """What drafted states predict after given tokens.
+
+    Depth d of the chain at position i predicts x_{i+2+d}. Its parent, the last token that it may know, is x_{i+1+d}.
+
+    Attributes:
+        weights: what the drafter borrows of its target.
+        reads_tokens: whether drafted states depend on the path's tokens. If they do, each further token of a path takes
+            another forward.
+    """
+
+    weights: TargetWeights
+    reads_tokens: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters that `states`, `logits` and `final` depend on."""
+        raise NotImplementedError
+
+    def inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        """Returns what the drafter's forward takes besides what every forward of training takes.
+
+        Args:
+            tokens: `[S, k]`, int64, the parents of the first k depths.
+        """
+        return {}
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Returns for each depth what is known of the paths `[rows, ...]`; `None` where logits need nothing of it.
+
+        Args:
+            tokens: `[S, k]`, int64, the parents of the first k depths.
+            hidden_states: drafted states `[rows, D]` of these depths. Their rows are the first chains.
+        """
+        return [None] * len(hidden_states)
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """Returns logits `[N, V']` of drafted states `[N, D]`, with `states` `[N, ...]` of their paths if there are."""
+        raise NotImplementedError
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what stands for the target's final hidden states, `[N, width]`, of drafted states `[N, D]`.
+
+        The width is the one that the family names.
+        """
+        raise NotImplementedError
+
+
+def trained(*modules: nn.Module | None) -> list[nn.Parameter]:
+    """Returns the parameters of modules that are trained. `None` stands for a module that a drafter has not."""
+    known = [module for module in modules if module is not None]
+    return [parameter for module in known for parameter in module.parameters() if parameter.requires_grad]

@@ -1,0 +1,296 @@
+"""Foresight: the random numbers of a text's next draws, known before the draws, so that drafts can use them.
+
+`torch.multinomial` draws a token as the winner of a race. Each token gets an exponential random time, which is divided
+by the token's probability. The token with the least result is drawn. The times do not depend on the probabilities, and
+the state of the generator tells them beforehand. A drafter can run the same race with its own probabilities. Its winner
+is the target's token far more often than the drafter's most probable token is ("Coupling without Communication and
+Drafter-Invariant Speculative Decoding", Gumbel sampling; "Speculative Decoding via Exponential Races"). The emitted
+tokens stay the target's own draws, with the same random numbers, whatever was drafted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import TemperatureLogitsWarper
+
+from ..core.draft_tree import DraftTree
+from ..core.tensors import on_device
+from ..core.tuning import TUNING
+
+_FORESEEABLE = ("cpu", "cuda")
+_USUAL_TIME = 0.56  # geometric mean of the times: that of an exponential variable
+_TAKING = threading.Lock()  # held while numbers are taken off a generator, which threads may share
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The random numbers of one draw.
+
+    Attributes:
+        times: `[V]`, float32, exponential random times.
+        before: state of the generator before the draw.
+        after: state of the generator after the draw.
+    """
+
+    times: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+    def fit(self, probabilities: torch.Tensor) -> bool:
+        """Returns whether a draw from these probabilities uses these numbers. Dtype and shape decide."""
+        return probabilities.dtype == self.times.dtype and probabilities.shape == (1, len(self.times))
+
+    def winner(self, probabilities: torch.Tensor) -> int | None:
+        """Returns the token that these numbers draw from `[1, V]`; `None` where nothing can be drawn."""
+        speeds = probabilities / self.times
+        first = speeds.argmax(dim=-1, keepdim=True)
+        speed, token = torch.cat([speeds.gather(-1, first).double(), first.double()], dim=-1)[0].tolist()
+        return int(token) if 0.0 < speed < math.inf else None
+
+
+class Draws:
+    """Draws the tokens of one text as `torch.multinomial` does, and foresees the random numbers of its next draws.
+
+    A second generator runs ahead and makes the coming numbers. Most of the time of a draw goes into them. So a foreseen
+    draw uses the numbers that are there, and sets the generator to the state after the draw. The first foreseen draw is
+    made by `torch.multinomial` all the same. If it gives another token, all later draws are made by it too.
+
+    Args:
+        generator: generator of the random numbers. Other code may use it too: the numbers are foreseen anew then.
+            Another thread gets other numbers, unless it draws within microseconds of a draw that is made here.
+        vocab_size: number of tokens to draw from.
+    """
+
+    def __init__(self, generator: torch.Generator, vocab_size: int) -> None:
+        self._generator, self._vocab_size, self.device = generator, vocab_size, generator.device
+        self._ahead = torch.Generator(generator.device)  # runs ahead of `generator`
+        self._foreseen: list[_Numbers] = []  # numbers of the draws after the last settled one
+        self._drawn: list[torch.Tensor] = []  # states of `generator` after each draw since then
+        self._misses = 0  # number of draws in a row that used other numbers than foreseen
+        self._right: bool | None = None  # whether the first foreseen draw gave the foreseen token; `None` before it
+
+    @classmethod
+    def of_rows(cls, rows: int, device: torch.device, vocab_size: int) -> list[Draws] | None:
+        """Returns the draws of each row; `None` where `torch.multinomial` draws in a way that is not known here.
+
+        A single text draws from the device's own generator, as plain decoding does. Each row of a batch has a generator
+        of its own, seeded from the device's. With a shared generator, the numbers of a row would depend on how many
+        tokens the other rows accept, and so on what was foreseen.
+        """
+        if not _draws_are_races(device, vocab_size):
+            return None
+        if rows == 1:
+            return [cls(_default_generator(device), vocab_size)]
+        seeds = torch.randint(2**63 - 1, (rows,), device=device).tolist()
+        return [cls(torch.Generator(device).manual_seed(seed), vocab_size) for seed in seeds]
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether the last draws were as foreseen. They are not where other code draws in between."""
+        return self._misses < TUNING.most_misses and self._right is not False
+
+    def foresee(self, count: int) -> list[torch.Tensor]:
+        """Returns the times `[V]`, float32, of each of the next `count` draws. The draws will use these tensors."""
+        state = self._generator.get_state()
+        if self._foreseen and not _same(state, self._foreseen[0].before):
+            self._foreseen.clear()
+        if len(self._foreseen) < count:
+            state = self._foreseen[-1].after if self._foreseen else state
+            self._ahead.set_state(state)
+            while len(self._foreseen) < count:
+                # The shape is that of a draw, because on a GPU the numbers depend on it.
+                times = torch.empty(1, self._vocab_size, dtype=torch.float32, device=self.device)
+                times.exponential_(generator=self._ahead)
+                before, state = state, self._ahead.get_state()
+                self._foreseen.append(_Numbers(times[0], before, state))
+        return [numbers.times for numbers in self._foreseen[:count]]
+
+    def __call__(self, probabilities: torch.Tensor) -> int:
+        """Draws the next token from `[1, V]`."""
+        place = len(self._drawn)
+        numbers = self._foreseen[place] if place < len(self._foreseen) else None
+        if numbers is not None and not numbers.fit(probabilities):
+            numbers = None
+            self._misses += 1
+        if numbers is not None and self._right and self._take(numbers):
+            token = numbers.winner(probabilities)
+            if token is not None:
+                self._misses = 0
+                self._drawn.append(numbers.after)
+                return token
+            self._generator.set_state(numbers.before)  # nothing can be drawn, and `torch.multinomial` says why
+        token = int(torch.multinomial(probabilities, num_samples=1, generator=self._generator))
+        after = self._generator.get_state()
+        if numbers is not None:
+            as_foreseen = _same(after, numbers.after)
+            self._misses = 0 if as_foreseen else self._misses + 1
+            if as_foreseen and self._right is None:
+                self._right = token == numbers.winner(probabilities)
+        self._drawn.append(after)
+        return token
+
+    def _take(self, numbers: _Numbers) -> bool:
+        """Moves the generator past these numbers. Returns False, and moves nothing, if they are not its next ones.
+
+        This comes before the draw, which may wait for a device: no other thread may get the same numbers meanwhile.
+        """
+        with _TAKING:
+            if not _same(self._generator.get_state(), numbers.before):
+                return False
+            self._generator.set_state(numbers.after)
+            return True
+
+    def settle(self, count: int) -> None:
+        """Keeps the first `count` draws since the last call of this method. The others will be made again.
+
+        Rows of a batch that go in step have such others, and texts under a lossy rule that looks ahead. Exact rules
+        never set the device's own generator back.
+        """
+        if count < len(self._drawn):
+            self._generator.set_state(self._drawn[count - 1])
+        del self._foreseen[:count]
+        self._drawn.clear()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two states of generators are equal. No other Python thread runs during the comparison."""
+    return one.numpy().tobytes() == other.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What the drafts of a call may know of the draws to come.
+
+    Attributes:
+        draws: draws of each row.
+        warpers: the processors of the target's scores `[n, V]` that do not look at the text: temperature, top-k and the
+            like.
+        vocab_size: number of tokens to draw from.
+    """
+
+    draws: Sequence[Draws]
+    warpers: Sequence[LogitsProcessor]
+    vocab_size: int
+
+    @property
+    def warper_names(self) -> tuple[str, ...]:
+        """Names of the warpers: the cost of drafting depends on them."""
+        return tuple(type(warper).__name__ for warper in self.warpers)
+
+    def race(self, rows: Sequence[int], depth: int, vocab_ids: torch.Tensor) -> Race | None:
+        """Returns the races of the next `depth` draws of some rows, among the tokens of a draft vocabulary `[V']`.
+
+        It is `None` where the draws cannot be foreseen.
+        """
+        if not all(self.draws[row].foreseeable for row in rows):
+            return None
+        return Race([self.draws[row].foresee(depth) for row in rows], self.warpers, vocab_ids)
+
+    def scored(self, trees: Mapping[int, DraftTree]) -> dict[int, DraftTree]:
+        """Returns the trees of some rows with scores that take the coming draws into account.
+
+        It is for n-grams, where no probability is known but the node's own. A token with a short time is drawn more
+        often. If the probability were the target's at this place, the odds against the node would be proportional to
+        its time. But the probability was counted over many places. At some of them the token is nearly certain and at
+        others nearly impossible, and there the time decides little. So the odds change by the square root of the time.
+        Nodes that are more than `TUNING.draws_ahead` draws ahead keep their odds.
+        """
+        drafted = {row: tree for row, tree in trees.items() if len(tree) > 1 and self.draws[row].foreseeable}
+        times = self._times(drafted) if drafted else {}
+        return {row: _scored(tree, times[row]) if row in times else tree for row, tree in trees.items()}
+
+    def _times(self, trees: Mapping[int, DraftTree]) -> dict[int, list[float]]:
+        """Returns the times of each tree's nodes besides the root. They leave the device in one transfer."""
+        all_nodes = [node for tree in trees.values() for node in zip(tree.tokens[1:], tree.depths[1:], strict=True)]
+        split = on_device(all_nodes, self.draws[0].device).split([len(tree) - 1 for tree in trees.values()])
+        parts = []
+        for (row, tree), nodes in zip(trees.items(), split, strict=True):
+            foreseen = self.draws[row].foresee(min(max(tree.depths), TUNING.draws_ahead))
+            tokens = nodes[:, 0].clamp(max=self.vocab_size - 1)  # a token beyond is never drawn, so any time will do
+            times = [of_draw[tokens] for of_draw in foreseen]
+            known = torch.stack([*times, torch.full_like(times[0], _USUAL_TIME)])
+            parts.append(known.gather(0, (nodes[None, :, 1] - 1).clamp(max=len(foreseen)))[0])
+        found = iter(torch.cat(parts).tolist())
+        return {row: [next(found) for _ in tree.tokens[1:]] for row, tree in trees.items()}
+
+
+def _scored(tree: DraftTree, times: Sequence[float]) -> DraftTree:
+    """Returns a tree with scores that take the times of its nodes besides the root into account."""
+    scores = [0.0]
+    for node, time in enumerate(times, 1):
+        parent = tree.parents[node]
+        odds_against = math.expm1(tree.scores[parent] - tree.scores[node]) * math.sqrt(time / _USUAL_TIME)
+        scores.append(scores[parent] - math.log1p(max(odds_against, 0.0)))
+    return replace(tree, scores=tuple(scores))
+
+
+@dataclass(frozen=True)
+class Race:
+    """The races that decide the draws at each depth of a draft.
+
+    Attributes:
+        times: for each row and depth the times `[V]`.
+        warpers: see `Foresight`.
+        vocab_ids: `[V']`, or `[B, V']` with a part for each row, int64, the token id of each column of the logits.
+    """
+
+    times: Sequence[Sequence[torch.Tensor]]
+    warpers: Sequence[LogitsProcessor]
+    vocab_ids: torch.Tensor
+
+    def among(self, columns: torch.Tensor) -> Race:
+        """Returns the same races among the tokens of some columns only: `[C]`, or `[B, C]` for each row."""
+        return Race(self.times, self.warpers, self.vocab_ids[columns])
+
+    def __call__(self, level: int, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the log-probabilities `[B, n, V']` that tokens are drawn at depth `level`, by the drafter's logits.
+
+        The token with the greatest difference of its logit and the logarithm of its time wins. The drafter's logits are
+        not exactly the target's, so another token may win too. For the same reason the target's warpers may leave out
+        other tokens. A token is the more likely to stay, the higher its logit is above the least that stays here.
+        """
+        logits, scaled = logits.float(), logits.float()
+        kept = scaled.flatten(0, 1)
+        for warper in self.warpers:
+            kept = warper(None, kept)
+            if isinstance(warper, TemperatureLogitsWarper):
+                scaled = scaled / warper.temperature
+        if any(not isinstance(warper, TemperatureLogitsWarper) for warper in self.warpers):
+            left_out = kept.view(logits.shape) == -torch.inf
+            least = logits.masked_fill(left_out, torch.inf).amin(dim=-1, keepdim=True)
+            scaled = scaled + torch.where(left_out.any(dim=-1, keepdim=True), logsigmoid(logits - least), 0.0)
+        ids = self.vocab_ids.expand(len(self.times), -1)
+        times = torch.stack([row[level - 1][of.to(row[0].device)] for row, of in zip(self.times, ids, strict=True)])
+        return (TUNING.race_sharpness * (scaled - times[:, None].to(logits.device).log())).log_softmax(dim=-1)
+
+
+@cache
+def _draws_are_races(device: torch.device, vocab_size: int) -> bool:
+    """Returns whether `torch.multinomial` draws by such a race, with the same random numbers. Tried once a device."""
+    if device.type not in _FORESEEABLE:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    for _ in range(4):
+        probabilities = torch.rand(1, vocab_size, dtype=torch.float32, device=device, generator=generator)
+        probabilities /= probabilities.sum()
+        draws = Draws(generator, vocab_size)
+        draws.foresee(1)
+        draws(probabilities)
+        if not draws._right:
+            return False
+    return True
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """Returns the generator that `torch.multinomial` uses on a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
