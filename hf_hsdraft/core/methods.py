@@ -1,0 +1,77 @@
+"""Methods that are not the core, by what they offer. This file is the only one that reaches into `methods/`.
+
+`methods/index.json` says which module of `methods/` offers what:
+
+    {"verification": {"fly": "lossy.fly"}, "model_type": {"cascade": "cascade.register"}}
+
+A module registers what it offers when it is imported, and it is imported when somebody asks for the name. Without the
+folder nothing is offered, and everything else works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, MutableMapping
+from functools import cache
+from importlib import resources
+from types import ModuleType
+from typing import TypeVar
+
+Offer = TypeVar("Offer")
+
+_PACKAGE = f"{__package__.partition('.')[0]}.methods"
+
+
+@cache
+def _index() -> dict[str, dict[str, str]]:
+    try:
+        return json.loads(resources.files(_PACKAGE).joinpath("index.json").read_text(encoding="utf-8"))
+    except (ModuleNotFoundError, FileNotFoundError):
+        return {}
+
+
+def offered(kind: str) -> list[str]:
+    """Returns the names that methods offer of a kind, such as `"verification"`. Imports none of them."""
+    return list(_index().get(kind, {}))
+
+
+def load(kind: str, name: str) -> ModuleType:
+    """Imports the module that offers a name.
+
+    Raises:
+        KeyError: No method offers it.
+    """
+    return importlib.import_module(f"{_PACKAGE}.{_index()[kind][name]}")
+
+
+class Registry(MutableMapping[str, Offer]):
+    """What the core has under some names, and what methods offer under others, which are loaded when asked for.
+
+    Args:
+        kind: Name of the table in `index.json`.
+        core: Entries of the core.
+    """
+
+    def __init__(self, kind: str, core: dict[str, Offer] | None = None) -> None:
+        self.kind, self.loaded = kind, dict(core or {})
+
+    def __getitem__(self, name: str) -> Offer:
+        if name not in self.loaded and name in offered(self.kind):
+            load(self.kind, name)
+        return self.loaded[name]
+
+    def __setitem__(self, name: str, offer: Offer) -> None:
+        self.loaded[name] = offer
+
+    def __delitem__(self, name: str) -> None:
+        del self.loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.loaded or name in offered(self.kind)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.fromkeys([*self.loaded, *offered(self.kind)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
