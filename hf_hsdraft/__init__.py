@@ -23,9 +23,7 @@ if needs_newer() is None:
     from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
     from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
     from .drafters.hidden_state.modeling_hsdraft import HSDrafter
-    from .drafters.language_model.layer_skip import LayerSkipDrafter
     from .drafters.language_model.lm_drafter import CausalLMDrafter
-    from .drafters.language_model.steered_lm import SteeredLMDrafter
     from .drafters.ngrams.cacheback import CachebackDrafter
     from .drafters.self_speculation.configuration_self import SelfDraftConfig
     from .drafters.self_speculation.modeling_self import SelfDrafter
@@ -41,6 +39,8 @@ if needs_newer() is None:
     from .gpu.device_acceleration import DeviceAcceleration
     from .hub.care import register_care
     from .hub.package_care import PackageCare
+    from .methods.layer_skip.layer_skip import LayerSkipDrafter
+    from .methods.steering.steered_lm import SteeredLMDrafter
     from .remote.connecting import connect
     from .runtime.target_loading import load_target
 

@@ -20,9 +20,9 @@ from packaging.specifiers import SpecifierSet
 from safetensors.torch import save
 
 from hf_hsdraft import BlockDrafter, HSDrafter
-from hf_hsdraft.drafters.base.path_lm import PathLM, PathLMSizes
-from hf_hsdraft.drafters.base.refiner_files import save_refiner
 from hf_hsdraft.hub.drafter_files import digests
+from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.methods.refinement.refiner_files import save_refiner
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 TOKEN = "hf_NeverToBeSeenAnywhere"

@@ -18,7 +18,7 @@ from hf_hsdraft.bench.report import BenchResult, _main_table
 from hf_hsdraft.bench.systems import make_systems, parse_variants
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.hub.drafter_files import CARD, OPTIONS
-from hf_hsdraft.verify.pivot import FILE, Pivot, PivotClassifier, _loaded, tap_of
+from hf_hsdraft.methods.lossy.pivot import FILE, Pivot, PivotClassifier, _loaded, tap_of
 from hf_hsdraft.verify.registry import VERIFIERS, is_lossy
 
 NEW = {"do_sample": False, "max_new_tokens": 24}

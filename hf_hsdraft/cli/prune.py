@@ -68,10 +68,10 @@ def skip_layers(
     """
     from ..bench.measure import encode_prompts
     from ..bench.run import spread
+    from ..methods.layer_skip.layer_search import as_drafter, check_target, search, written_texts
     from ..runtime.target_loading import DEFAULT_TARGET, load_target
     from ..training.data.conversations import read_prompts
     from ..training.evaluate.parity import PROMPTS
-    from ..training.loop.layer_search import as_drafter, check_target, search, written_texts
     from ..training.loop.progress import Reporter
     from ..training.loop.pruning import check_empty
 

@@ -13,10 +13,10 @@ import typer
 from ._shared import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption, console, drafter_of, load_pair
 
 if TYPE_CHECKING:
-    from ..bench.checked_tasks import Item
-    from ..bench.quality import Quality
-    from ..training.evaluate.pivot_labels import Labels
-    from ..training.evaluate.pivots import Place, Plan
+    from ..methods.lossy.checked_tasks import Item
+    from ..methods.lossy.pivot_labels import Labels
+    from ..methods.lossy.pivot_training import Place, Plan
+    from ..methods.lossy.quality import Quality
 
 app = typer.Typer()
 TasksOption = Annotated[
@@ -88,10 +88,10 @@ def quality(
     picture: Annotated[Path | None, typer.Option(help="Write the curve of accuracy against speed here, a PNG.")] = None,
 ) -> None:
     """Compares lossy rules with plain decoding and exact drafting, by answers that can be checked."""
-    from ..bench.checked_tasks import items_of
     from ..bench.machine import processor
-    from ..bench.quality import Quality, rules_of, trained_with
     from ..core.checks import public_name
+    from ..methods.lossy.checked_tasks import items_of
+    from ..methods.lossy.quality import Quality, rules_of, trained_with
 
     try:
         wanted = rules_of(_names(rules), _numbers(thresholds))
@@ -160,9 +160,9 @@ def _answer(
     from rich.progress import Progress
 
     from ..bench.calls import Settings
-    from ..bench.quality import GREEDY, SAMPLED, Answer, measure_quality, systems_of
-    from ..bench.quality_figures import write_quality
-    from ..bench.quality_log import AnswerLog, run_of
+    from ..methods.lossy.quality import GREEDY, SAMPLED, Answer, measure_quality, systems_of
+    from ..methods.lossy.quality_figures import write_quality
+    from ..methods.lossy.quality_log import AnswerLog, run_of
 
     model, tokenizer, drafter = pair
     systems = systems_of(drafter, list(found.rules.values()), found.timed)
@@ -186,7 +186,7 @@ def _answer(
 
 def _show(found: Quality, picture: Path | None) -> None:
     """Prints the tables and definitions, and draws the picture if one is wanted."""
-    from ..bench.quality_figures import as_document, draw_quality, tables_of
+    from ..methods.lossy.quality_figures import as_document, draw_quality, tables_of
 
     for table in tables_of(found):
         console.print(table)
@@ -222,9 +222,9 @@ def train_verifier(
 
     It lies beside the drafter's weights. Ask the tasks that it is to be used for: of others it knows nothing.
     """
-    from ..bench.checked_tasks import items_of
-    from ..training.evaluate.pivot_labels import Labels, run_of
-    from ..training.evaluate.pivots import Plan, fit, save_beside
+    from ..methods.lossy.checked_tasks import items_of
+    from ..methods.lossy.pivot_labels import Labels, run_of
+    from ..methods.lossy.pivot_training import Plan, fit, save_beside
 
     try:
         asked = items_of(_names(tasks), questions or [], items, seed)
@@ -255,7 +255,7 @@ def _labelled(pair: tuple[Any, Any, Any], asked: list[Item], plan: Plan, kept: L
     """
     from rich.progress import Progress
 
-    from ..training.evaluate import pivots
+    from ..methods.lossy import pivot_training as pivots
 
     model, tokenizer, drafter = pair
     with Progress(console=console, transient=True) as progress:

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import safe_open
 
 from ..core.checks import public_name
-from ..verify.pivot import FILE, PivotClassifier
+from ..methods.lossy.pivot import FILE, PivotClassifier
 from ..verify.registry import is_lossy
 from .card_figures import figures_section, is_chain
 from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, STEERING, read_json, weight_files

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..methods.refinement.p_best_trees import p_best_trees
 from .beam_trees import beam_trees
-from .p_best_trees import p_best_trees
 from .sampled_trees import gumbel_trees, stochastic_beam_trees
 from .tree_builders import TreeBuilder
 

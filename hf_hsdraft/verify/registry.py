@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.options import Option
-from .fly import FLy
+from ..methods.lossy.fly import FLy
+from ..methods.lossy.pivot import Pivot
+from ..methods.lossy.typical import Typical
 from .own_choice import OwnChoice
-from .pivot import Pivot
 from .rejection import Rejection
-from .typical import Typical
 from .verdict import Verifier
 
 VERIFIERS: dict[str, Verifier] = {

@@ -13,10 +13,10 @@ import torch
 
 from ...core.tensors import Transform
 from ...core.tuning import TUNING
+from ...methods.refinement.refinement import Refinement
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from .candidates import biased
-from .refinement import Refinement
 
 
 class TokenBias:

@@ -14,6 +14,7 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
+from ...methods.refinement.refinement import Refiner
 from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import Expansion, TreeLimits
@@ -22,7 +23,6 @@ from .draft_memory import DraftMemory
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
 from .protocol import Accepted, Ask, Session
-from .refinement import Refiner
 from .row_context import RowContext, Slots
 from .target_weights import TargetWeights
 

@@ -15,13 +15,13 @@ from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...hub.checkpoint import LOOSE_MASK
+from ...methods.refinement.refinement import REFINEMENT, check_refinement
 from ...runtime.last_state import before_norm, check_last_state
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import DraftCall
 from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
-from ..base.refinement import REFINEMENT, check_refinement
 from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows

@@ -10,13 +10,13 @@ import torch
 
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.tuning import TUNING
+from ...methods.refinement.refinement import Refiner
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import TreeLimits
 from ...verify.foresight import Foresight
 from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Session
-from ..base.refinement import Refiner
 from ..base.target_weights import TargetWeights
 from .expansion import Expansion
 from .network import HSDraftNetwork

@@ -1,11 +1,11 @@
 """Small language models with the target's tokenizer as drafters, steered ones, and parts of the target itself."""
 
+from ...methods.layer_skip.layer_skip import LayerSkipConfig, LayerSkipDrafter
+from ...methods.steering.steered_lm import SteeredLMDrafter, has_steering
 from ..base.formats import Format, register_format
 from ..base.registry import register_drafter
-from .layer_skip import LayerSkipConfig, LayerSkipDrafter
 from .lm_drafter import CausalLMDrafter
 from .lm_files import DRAFTING_OPTIONS, describe, why_no_causal_lm, why_not_by_config
-from .steered_lm import SteeredLMDrafter, has_steering
 
 register_format(
     Format(

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ...methods.refinement.refinement import REFINEMENT, check_refinement
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import DraftCall, Drafter
-from ..base.refinement import REFINEMENT, check_refinement
 from ..base.target_sizes import check_sizes
 from .configuration_specformer import SpecFormerConfig
 from .specformer_network import SpecFormerNetwork

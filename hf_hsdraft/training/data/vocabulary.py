@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...drafters.base.refiner_files import leave_refiner
+from ...methods.refinement.refiner_files import leave_refiner
 from .conversations import TokenizedConversation
 
 

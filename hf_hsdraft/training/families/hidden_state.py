@@ -17,10 +17,10 @@ from ...drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ...drafters.hidden_state.expansion import Expansion
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.model_card import trunk_in_words
+from ...methods.growth.growing import grown
 from ...trees.tree_builders import Expansion as TreeExpansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
-from .growth import grown
 from .identity import record_target
 from .noting import NotingSession
 from .travelling import TravellingFamily

@@ -13,7 +13,6 @@ from torch import nn
 from ...core.checks import public_name
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Session
-from ...drafters.base.refiner_files import leave_refiner
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
@@ -21,6 +20,7 @@ from ...drafters.language_model.lm_expansion import LMExpansion
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_texts import LMTexts
 from ...drafters.language_model.lm_trial import ability_of
+from ...methods.refinement.refiner_files import leave_refiner
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion

@@ -11,7 +11,7 @@ import torch
 
 from ...core.checks import public_name
 from ...drafters.base.decoder_layer import LayerSizes
-from ...drafters.base.refiner_files import leave_refiner
+from ...methods.refinement.refiner_files import leave_refiner
 from .family import TrainableFamily
 
 _OPTIONS = ("tree_size", "beam_width")  # drafting options, which these configurations do not hold

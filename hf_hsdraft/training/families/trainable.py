@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.checks import few
+from ...methods.steering.steering_training import SteeredLMFamily
 from ..data.plan import TrainingPlan
 from .block import BlockFamily
 from .eagle3 import EagleFamily
@@ -14,7 +15,6 @@ from .hidden_state import HiddenStateFamily
 from .lm import LMFamily
 from .self_speculation import SelfFamily
 from .specformer import SpecFormerFamily
-from .steered_lm import SteeredLMFamily
 
 _FAMILIES: tuple[TrainableFamily, ...] = (
     HiddenStateFamily(),

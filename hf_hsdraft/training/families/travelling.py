@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...drafters.base.refiner_files import leave_refiner
+from ...methods.refinement.refiner_files import leave_refiner
 from ..data.vocabulary import with_draft_vocabulary
 from .family import Choose, TrainableFamily
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.draft_tree import DraftTree, from_nodes
-from .beam_trees import searched
-from .tree_builders import Expansion, TreeLimits
+from ...core.draft_tree import DraftTree, from_nodes
+from ...trees.beam_trees import searched
+from ...trees.tree_builders import Expansion, TreeLimits
 
 
 def p_best_trees(

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ...core.checks import few, printable
+from ...drafters.base.target_weights import TargetWeights
 from ...hub.drafter_files import REFINER_CONFIG, REFINER_WEIGHTS, DamagedFile, read_json, sha256
 from .path_lm import PathLM, PathLMSizes
-from .target_weights import TargetWeights
 
 _FIELDS = ("embedding_size", "draft_vocab_size", "length", "width", "inner_size", "rank")
 _of_drafters: weakref.WeakKeyDictionary[Any, PathLM] = weakref.WeakKeyDictionary()

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..core.checks import is_number
-from ..core.options import Option
+from ...core.checks import is_number
+from ...core.options import Option
 from .relaxed import Mismatch, Relaxed
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..core.checks import is_integer, is_number
-from ..core.options import Option
+from ...core.checks import is_integer, is_number
+from ...core.options import Option
 from .relaxed import Mismatch, Relaxed, normalised_entropy
 
 LONGEST_WINDOW = 64

@@ -20,10 +20,10 @@ import torch
 from ...core.checks import is_number
 from ...core.options import Option
 from ...core.tensors import Transform, on_device
-from .draft_options import DraftOptions
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.target_weights import TargetWeights
 from .path_lm import PathLM
 from .refiner_files import has_refiner, refiner_of
-from .target_weights import TargetWeights
 
 REFINEMENT = Option(
     "refinement",

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import logging
 
-from ..core.checks import is_integer, is_number, printable
-from ..core.options import Option
+from ...core.checks import is_integer, is_number, printable
+from ...core.options import Option
 from .relaxed import Mismatch, Relaxed, normalised_entropy
 
 logger = logging.get_logger(__name__)

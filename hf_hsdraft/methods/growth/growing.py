@@ -10,10 +10,10 @@ import copy
 import torch
 from torch import nn
 
-from ...drafters.base.refiner_files import leave_refiner
 from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.network import HSDraftLayer
+from ..refinement.refiner_files import leave_refiner
 
 
 @torch.no_grad()
