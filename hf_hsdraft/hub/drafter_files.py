@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ..core.checks import few, printable
-from ..verify.registry import rule_files
+from ..verify.registry import RULE_FILES
 
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
 FORMAT_VERSION = 2
@@ -25,7 +25,6 @@ FORMAT_VERSION = 2
 CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
-RULE_FILES = tuple(rule_files())  # what lossy rules have learned of the target
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
 REFINER = REFINER_CONFIG, REFINER_WEIGHTS = ("refiner/config.json", "refiner/model.safetensors")
 STEERING = "steering.safetensors"  # beside a language model: what steers it by the target's hidden states

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..core.checks import few
-from ..verify.registry import is_lossy, lossy_options
+from ..verify.registry import is_lossy, rule_options
 from .care import care
 from .drafter_files import (
     CONFIG,
@@ -261,7 +261,7 @@ def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _unpublished(options: dict[str, Any]) -> str:
     """What a warning says of saved options of lossy rules that are not as published; empty where all are."""
-    published = {name: option.default for name, option in lossy_options().items()}
+    published = {option.name: option.default for option in rule_options(options, lossy=True)}
     told = [f"{name}={options[name]!r}, not {default!r}" for name, default in published.items()
             if options.get(name, default) not in (None, default)]  # fmt: skip
     return f". It would then be used with saved options that are not the published ones: {few(told)}" if told else ""
