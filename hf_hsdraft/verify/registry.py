@@ -14,7 +14,6 @@ from .verdict import Verifier
 
 VERIFIERS: Registry[Verifier] = Registry("verification", {"walk": OwnChoice(), "rejection": Rejection()})
 OPTION_NAMES = frozenset(offered("verification_option"))  # of rules that need not be loaded
-RULE_FILES = tuple(offered("verification_file"))  # what rules have learned of a target, beside a drafter's weights
 
 
 def is_lossy(name: Any) -> bool:
@@ -39,7 +38,7 @@ def rule_options(*given: Mapping[str, Any], lossy: bool = False) -> list[Option]
 
 def rules_learned_in(folder: Path) -> list[Verifier]:
     """Returns the rules that have a file in a drafter's folder."""
-    for name in RULE_FILES:
+    for name in offered("file"):
         if (folder / name).is_file():
-            load("verification_file", name)
+            load("file", name)
     return [rule for rule in VERIFIERS.loaded.values() if rule.file and (folder / rule.file).is_file()]

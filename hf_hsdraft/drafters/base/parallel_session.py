@@ -14,7 +14,6 @@ import torch
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ...methods.refinement.refinement import Refiner
 from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
@@ -23,6 +22,7 @@ from .draft_memory import DraftMemory
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
 from .protocol import Accepted, Ask, Session
+from .refiners import refiner_of
 from .row_context import RowContext, Slots
 from .target_weights import TargetWeights
 
@@ -69,7 +69,7 @@ class ParallelSession(Session):
         self._foresight = foresight if not options.drawn and fits else None
         self._context = context
         self._rows = [_Row() for _ in context.lengths]
-        self._refiner = Refiner.of(drafter, options, weights, len(self._rows))
+        self._refiner = refiner_of(drafter, options, weights, len(self._rows))
 
     def columns(self, news: Accepted) -> Columns:
         """Returns what is kept of news until they are read, where the drafter is."""

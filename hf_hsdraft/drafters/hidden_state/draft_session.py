@@ -10,13 +10,13 @@ import torch
 
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.tuning import TUNING
-from ...methods.refinement.refinement import Refiner
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import TreeLimits
 from ...verify.foresight import Foresight
 from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Session
+from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from .expansion import Expansion
 from .network import HSDraftNetwork
@@ -81,7 +81,7 @@ class HSDraftSession(Session):
         self._foresight = foresight if not self._options.drawn and fits else None
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(batch_size)]
-        self._refiner = Refiner.of(drafter, self._options, weights, batch_size)
+        self._refiner = refiner_of(drafter, self._options, weights, batch_size)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:

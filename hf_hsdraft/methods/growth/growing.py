@@ -10,10 +10,10 @@ import copy
 import torch
 from torch import nn
 
+from ...drafters.base.refiners import leave_folder
 from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.network import HSDraftLayer
-from ..refinement.refiner_files import leave_refiner
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> 
     config = HSDraftConfig.from_dict(drafter.config.to_dict() | sizes)
     larger = HSDrafter(config).to(drafter.device, drafter.dtype)
     larger.generation_config = copy.deepcopy(drafter.generation_config)
-    leave_refiner(larger)
+    leave_folder(larger)
     larger.name_or_path = drafter.name_or_path
     different = {"layers", "step_modules", "roll_norm", "roll_proj"}
     for name, part in drafter.named_children():

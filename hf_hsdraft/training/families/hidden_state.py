@@ -12,6 +12,7 @@ from torch import nn
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Session
+from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ...drafters.hidden_state.expansion import Expansion
@@ -68,7 +69,7 @@ class HiddenStateFamily(TravellingFamily):
     name = "hidden-state"
     drafter = HSDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
-    plain_options = {"reuse": "none", "refinement": 0.0}  # noqa: RUF012
+    plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     takes_adapters = True
 
     def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:
