@@ -27,7 +27,6 @@ INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
 METHOD_FILES = tuple(offered("file"))  # what methods keep beside the weights of a drafter
-STEERING = "steering.safetensors"  # beside a language model: what steers it by the target's hidden states
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
 DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and files of methods
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")

@@ -13,9 +13,10 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import safe_open
 
 from ..core.checks import public_name
+from ..core.methods import offered
 from ..verify.registry import is_lossy, rules_learned_in
 from .card_figures import figures_section, is_chain
-from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, STEERING, read_json, weight_files
+from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
 from .markdown import code, table
 from .publication import MARK, is_generated, stands_alone
 from .speculators_format import target_of
@@ -119,7 +120,7 @@ def render_card(folder: Path, name: str) -> str:
     of_paper = adapts is not None or "injector" in config
     told = bool(config.get("reads_states")) or "speculators_model_type" in config
     told = told or not config.keys().isdisjoint(("target_tap_layers", "draft_layers"))
-    reads_states = of_paper or told or (folder / STEERING).is_file()
+    reads_states = of_paper or told or any((folder / name).is_file() for name in offered("reader of states"))
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]

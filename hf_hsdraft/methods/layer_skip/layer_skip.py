@@ -15,6 +15,7 @@ from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.loading_arguments import give_options
 from ...drafters.base.protocol import DraftCall
+from ...drafters.base.registry import register_drafter
 from ...drafters.base.special_tokens import ANY, AnySpecialTokens
 from ...drafters.base.weightless_drafter import WeightlessDrafter
 from ...drafters.language_model.layer_subset import are_layers, with_layers
@@ -172,3 +173,6 @@ def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
 
 
 _parts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+register_drafter(LayerSkipConfig.model_type, LayerSkipConfig, LayerSkipDrafter)

@@ -22,11 +22,11 @@ from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_trial import ability_of
 from ...drafters.language_model.lm_vocabulary import shared_tokens
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import STEERING
 from ...runtime.target_limits import decoder_layers, text_config
 from .steered_texts import KnownVectors, SteeredTexts
 from .steering import Steering, SteeringSizes
 
+STEERING = "steering.safetensors"  # beside the language model, as in index.json
 _SIZES = "sizes"  # name of the metadata of that file
 _NO_STEERING = (
     "this SteeredLMDrafter has no steering yet: give it one by drafter.steer_by(steering), train one by `hsdraft train "
@@ -198,6 +198,3 @@ def _sizes(text: str) -> SteeringSizes:
         if right and taps == sorted(set(taps)):
             return SteeringSizes(tuple(taps), numbers[0], tuple(inner))
     raise ValueError(f"sizes {printable(text)} are invalid")
-
-
-__all__ = ["SteeredLMDrafter"]

@@ -18,7 +18,6 @@ from ...drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ...drafters.hidden_state.expansion import Expansion
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.model_card import trunk_in_words
-from ...methods.growth.growing import grown
 from ...trees.tree_builders import Expansion as TreeExpansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
@@ -75,12 +74,6 @@ class HiddenStateFamily(TravellingFamily):
     def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:
         drafter.config.target_reference = None  # it is recorded anew at the end
         super().continued(drafter, fields)
-
-    def grown(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
-        config = drafter.config
-        has = config.num_step_modules, config.num_hidden_layers
-        wanted = fields.get("num_step_modules", has[0]), fields.get("num_hidden_layers", has[1])
-        return grown(drafter, *map(max, has, wanted)) if wanted != has else drafter
 
     def layers(self, drafter: HSDrafter) -> list[nn.Module]:
         return [*drafter.layers, *(layer for step in drafter.step_modules for layer in step.layers)]  # type: ignore
