@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from .. import cli as commands
 from .._version import __version__
+from ..core.methods import load, offered
 from ..transformers_version import needs_newer
 
 app = typer.Typer(
@@ -25,6 +26,8 @@ app = typer.Typer(
 for found in pkgutil.iter_modules(commands.__path__):
     if not found.name.startswith("_") and found.name != "main":
         app.add_typer(importlib.import_module(f"{commands.__name__}.{found.name}").app)
+for name in offered("command"):
+    app.add_typer(load("command", name).app)
 
 
 @app.callback(invoke_without_command=True)
