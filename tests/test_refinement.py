@@ -330,15 +330,15 @@ def test_it_is_off_by_default_and_changed_from_call_to_call(target, prompt, tmp_
     assert DraftOptions.of(drafter).own["refinement"] == 0.0
     made = Refiner.of.__func__
 
-    def noting(cls, drafter, options, *others):
-        shares.append(options.own["refinement"])
-        return made(cls, drafter, options, *others)
+    def noting(cls, drafter, share, *others):
+        shares.append(share)
+        return made(cls, drafter, share, *others)
 
     monkeypatch.setattr(Refiner, "of", classmethod(noting))
     for share in (0.0, 0.3):
         drafter.generation_config.refinement = share
         target.generate(prompt, max_new_tokens=6, do_sample=False, assistant_model=drafter)
-    assert shares == [0.0, 0.3]
+    assert shares == [0.3]
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, "much", math.nan])
