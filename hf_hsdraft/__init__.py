@@ -17,7 +17,6 @@ if needs_newer() is None:
     from .drafters.base.registry import register_drafter
     from .drafters.block.configuration import BlockConfig
     from .drafters.block.drafter import BlockDrafter
-    from .drafters.cascade.cascade_drafter import CascadeDrafter
     from .drafters.eagle.configuration_eagle import EagleConfig
     from .drafters.eagle.modeling_eagle import EagleDrafter
     from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
@@ -27,10 +26,6 @@ if needs_newer() is None:
     from .drafters.language_model.lm_drafter import CausalLMDrafter
     from .drafters.language_model.steered_lm import SteeredLMDrafter
     from .drafters.ngrams.cacheback import CachebackDrafter
-    from .drafters.self_speculation.configuration_self import SelfDraftConfig
-    from .drafters.self_speculation.modeling_self import SelfDrafter
-    from .drafters.specformer.configuration_specformer import SpecFormerConfig
-    from .drafters.specformer.modeling_specformer import SpecFormerDrafter
     from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
     from .engine.grammar_processor import GrammarProcessor
     from .engine.row_processors import register_form
@@ -41,6 +36,11 @@ if needs_newer() is None:
     from .gpu.device_acceleration import DeviceAcceleration
     from .hub.care import register_care
     from .hub.package_care import PackageCare
+    from .methods.cascade.cascade_drafter import CascadeDrafter
+    from .methods.self_speculation.configuration_self import SelfDraftConfig
+    from .methods.self_speculation.modeling_self import SelfDrafter
+    from .methods.specformer.configuration_specformer import SpecFormerConfig
+    from .methods.specformer.modeling_specformer import SpecFormerDrafter
     from .remote.connecting import connect
     from .runtime.target_loading import load_target
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SpecFormerDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.base.collapsed_frames import CollapsedFrames
+from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
+from hf_hsdraft.methods.specformer.ctc_loss import CTCLoss, ctc_losses
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loss.co_training import CoTraining
-from hf_hsdraft.training.loss.ctc_loss import CTCLoss, ctc_losses
 
 STEPS, LABELS = 5, 3
 

@@ -28,8 +28,8 @@ from hf_hsdraft.drafters.base.refiner_files import has_refiner, load_refiner, re
 from hf_hsdraft.drafters.block.block_session import BlockSession
 from hf_hsdraft.drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
-from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
+from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary

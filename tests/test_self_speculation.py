@@ -22,7 +22,7 @@ from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.bench.tiny import VOCABULARY
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.runtime.first_layers import FirstLayers
+from hf_hsdraft.methods.self_speculation.first_layers import FirstLayers
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.runtime.tree_reading import read_trees
 from hf_hsdraft.training.data.conversations import TokenizedConversation

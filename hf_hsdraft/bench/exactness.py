@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ..core.draft_tree import DraftTree
-from ..drafters.cascade.held_chain import Choice, HeldChain
+from ..methods.cascade.held_chain import Choice, HeldChain
 from ..trees.builder_registry import DRAWING, TREE_BUILDERS
 from ..trees.tree_builders import Expansion, TreeLimits
 from ..verify.registry import VERIFIERS

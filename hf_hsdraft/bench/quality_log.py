@@ -13,8 +13,8 @@ import torch
 
 from ..core.kept_rows import keep, read_kept
 from ..drafters.base.weightless_drafter import WeightlessDrafter
-from ..drafters.cascade.cascade_drafter import CascadeDrafter
 from ..hub.drafter_files import sha256
+from ..methods.cascade.cascade_drafter import CascadeDrafter
 from .checked_tasks import Item
 from .quality import Answer
 from .systems import System

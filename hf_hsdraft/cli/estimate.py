@@ -113,7 +113,7 @@ def _parsed(shares: str) -> list[float]:
     Raises:
         BadParameter: they are not three numbers of 0 or more and below 1.
     """
-    from ..bench.hierarchy_estimate import check_shares
+    from ..methods.cascade.hierarchy_estimate import check_shares
 
     try:
         found = [float(share) for share in shares.split(",")]
@@ -161,7 +161,7 @@ def _decoding(
         hierarchy: name of a middle model and the shares of `estimated_levels`; `None` leaves hierarchies out.
     """
     from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
-    from ..bench.hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
+    from ..methods.cascade.hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
     from ..runtime.target_loading import load_config
 
     config, device, length = load_config(target), Device(*speeds), drafting["length"]

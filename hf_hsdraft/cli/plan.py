@@ -10,7 +10,7 @@ import typer
 from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
 
 if TYPE_CHECKING:
-    from ..bench.hierarchy import Plan
+    from ..methods.cascade.hierarchy import Plan
 
 app = typer.Typer()
 NGRAMS = "n-grams"
@@ -44,11 +44,11 @@ def plan(
     a drafter alone with its own defaults.
     """
     from ..bench.default_prompts import DEFAULT_PROMPTS, NOTE
-    from ..bench.hierarchy_costs import Measuring
-    from ..bench.hierarchy_run import Plans, compare
     from ..bench.measure import encode_prompts
     from ..bench.run import spread
     from ..drafters.ngrams.cacheback import CachebackDrafter
+    from ..methods.cascade.hierarchy_costs import Measuring
+    from ..methods.cascade.hierarchy_run import Plans, compare
     from ..runtime.target_loading import load_target
     from ..training.data.conversations import read_prompts
     from ..training.loop.pruning import check_empty
@@ -87,7 +87,7 @@ def plan(
 
 def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | None, measured: bool, out: Path) -> str:
     """Saves the recommended hierarchy, unless it is none or something simpler was faster; returns what is told."""
-    from ..bench.hierarchy_run import cascade_of
+    from ..methods.cascade.hierarchy_run import cascade_of
 
     if len(chosen.names) < 2:
         return f"not saved: what is recommended, {chosen.title}, is no hierarchy of drafters"

@@ -18,11 +18,11 @@ from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from ..methods.self_speculation.first_layers import FirstLayers
 from ..trees.tree_masks import AttentionKind
 from .cache_marks import Mark, as_given, mark, restore, roll_back
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
-from .first_layers import FirstLayers
 from .last_state import LastState
 from .target_call import Names, TargetCall, dropped
 from .target_limits import check_cache, text_config

@@ -4,7 +4,8 @@ A folder whose `__init__` registers its family cannot be entered without all tha
 are used without the rest, as the plugin for vLLM does, a file of the folder registers the family.
 """
 
-from .. import block, cascade, eagle, self_speculation, specformer
+from ...methods import cascade, self_speculation, specformer
+from .. import block, eagle
 from .. import language_model as causal_lm
 from ..hidden_state import hidden_state_family
 from ..ngrams import ngram_family

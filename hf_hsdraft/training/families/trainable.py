@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.checks import few
+from ...methods.self_speculation.training import SelfFamily
+from ...methods.specformer.training import SpecFormerFamily
 from ..data.plan import TrainingPlan
 from .block import BlockFamily
 from .eagle3 import EagleFamily
 from .family import TrainableFamily
 from .hidden_state import HiddenStateFamily
 from .lm import LMFamily
-from .self_speculation import SelfFamily
-from .specformer import SpecFormerFamily
 from .steered_lm import SteeredLMFamily
 
 _FAMILIES: tuple[TrainableFamily, ...] = (

@@ -13,11 +13,11 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
 
+from ...methods.specformer.ctc_loss import check_objective
 from ...runtime.text_configs import text_config
 from ..data.conversations import Conversation, tokenize_conversation
 from ..families.family import TrainableFamily
 from ..files import write_json
-from ..loss.ctc_loss import check_objective
 
 _PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
 

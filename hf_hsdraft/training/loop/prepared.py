@@ -9,11 +9,11 @@ from typing import Any
 
 from ...hub.care import care
 from ...hub.drafter_files import CONFIG, find_folder
+from ...methods.specformer.ctc_loss import CTC
 from ..data.gather import check_not_empty, most_in_sources
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan
 from ..families.trainable import family_for
-from ..loss.ctc_loss import CTC
 from .arguments import DrafterTrainingArguments, training_arguments
 
 

@@ -24,13 +24,13 @@ from ...bench.measure import pooled_tau
 from ...drafters.base.refiner_files import leave_refiner
 from ...drafters.base.target_weights import TargetWeights
 from ...engine.call_output import DraftStatistics
+from ...methods.specformer.ctc_loss import CTC, CTCLoss, labels_for
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import TokenizedConversation
 from ..data.features import Features, read_features
 from ..evaluate.calibration import Calibration
 from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
-from ..loss.ctc_loss import CTC, CTCLoss, labels_for
 from ..loss.draft_opd import replay, two_streams
 from ..loss.loss import (
     CHUNK_LOGITS,

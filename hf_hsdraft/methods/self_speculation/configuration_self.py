@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.checks import is_integer
+from ...drafters.base.draft_options import MOST_NODES
+from ...drafters.base.travelling_config import TravellingConfig, as_dict, as_list, demand
 from ...hub.drafter_files import FORMAT_VERSION
-from ...runtime.layer_split import weights_of_a_layer
-from ..base.draft_options import MOST_NODES
-from ..base.travelling_config import TravellingConfig, as_dict, as_list, demand
+from .layer_split import weights_of_a_layer
 
 # The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.
 LIMITS = {

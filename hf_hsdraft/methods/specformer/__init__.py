@@ -1,6 +1,6 @@
 """Drafters whose slots are made of one attended position, all depths at once ("SpecFormer")."""
 
-from ..base.registry import register_drafter
+from ...drafters.base.registry import register_drafter
 from .configuration_specformer import SpecFormerConfig
 from .modeling_specformer import SpecFormerDrafter
 

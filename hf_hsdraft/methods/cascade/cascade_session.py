@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...core.draft_tree import DraftTree
+from ...drafters.base.protocol import Accepted, Ask, Reader, Session
 from ...verify.foresight import Foresight
-from ..base.protocol import Accepted, Ask, Reader, Session
 from .held_chain import Choice, HeldChain
 from .state_feed import StateFeed
 

@@ -16,6 +16,11 @@ from transformers import GenerationConfig
 from ...core.checks import is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
+from ...drafters.base.by_config import load_by_config
+from ...drafters.base.draft_options import DraftOptions, default_options
+from ...drafters.base.loading_arguments import Placement, take_options
+from ...drafters.base.protocol import DraftCall, Drafter, Session
+from ...drafters.base.special_tokens import ANY, AnySpecialTokens
 from ...hub.care import push_saved
 from ...hub.drafter_files import (
     CONFIG,
@@ -29,11 +34,6 @@ from ...hub.drafter_files import (
 from ...hub.publication import complete_folder
 from ...runtime.capture_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
-from ..base.by_config import load_by_config
-from ..base.draft_options import DraftOptions, default_options
-from ..base.loading_arguments import Placement, take_options
-from ..base.protocol import DraftCall, Drafter, Session
-from ..base.special_tokens import ANY, AnySpecialTokens
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
 from .state_feed import StateFeed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.protocol import Accepted, Reader, Session
+from ...drafters.base.protocol import Accepted, Reader, Session
 
 
 class StateFeed:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...drafters.base.collapsed_frames import CollapsedFrames
 from ...drafters.base.target_weights import TargetWeights
-from ..families.trainable import family_of
-from .loss import CHUNK_LOGITS, ChainLabels, LossParts, loss_parts, sum_over_chunks
+from ...training.families.trainable import family_of
+from ...training.loss.loss import CHUNK_LOGITS, ChainLabels, LossParts, loss_parts, sum_over_chunks
+from .collapsed_frames import CollapsedFrames
 
 CTC = "ctc"
 _MOST = 60.0  # nats of a label that frames have no room for; measured, not trained on

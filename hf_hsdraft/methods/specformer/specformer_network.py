@@ -17,10 +17,10 @@ from transformers.utils import ModelOutput
 from ...core.attention import batched_attention
 from ...core.norms import RMSNorm
 from ...core.tensors import is_unhooked
-from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
-from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.state_network import StateNetwork
-from ..base.target_weights import TargetWeights
+from ...drafters.base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ...drafters.base.packed_texts import DraftContext, PackedTexts
+from ...drafters.base.state_network import StateNetwork
+from ...drafters.base.target_weights import TargetWeights
 from .configuration_specformer import SpecFormerConfig
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.refusals import DraftingRefused
-from ..drafters.base.protocol import Drafter
+from ...core.refusals import DraftingRefused
+from ...drafters.base.protocol import Drafter
 
 Pair = tuple[str, str]  # names of a drafter and of the model that verifies it
 

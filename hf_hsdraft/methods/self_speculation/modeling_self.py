@@ -9,13 +9,13 @@ from transformers import GenerationConfig
 
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
-from ...runtime.layer_split import why_not_split
-from ..base.draft_options import default_options
-from ..base.draft_reads import Read, weights_of
-from ..base.protocol import DraftCall, Drafter
-from ..base.target_sizes import check_sizes
+from ...drafters.base.draft_options import default_options
+from ...drafters.base.draft_reads import Read, weights_of
+from ...drafters.base.protocol import DraftCall, Drafter
+from ...drafters.base.target_sizes import check_sizes
 from .configuration_self import SelfDraftConfig
 from .imitation_network import ImitationNetwork
+from .layer_split import why_not_split
 from .self_session import SelfSession
 
 LAYER_REUSE = Option(

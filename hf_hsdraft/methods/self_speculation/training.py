@@ -16,15 +16,15 @@ from torch import nn
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.self_speculation.modeling_self import SelfDrafter
-from ...drafters.self_speculation.self_session import SelfSession
+from ...training.families.family import Choose
+from ...training.families.identity import record_name
+from ...training.families.noting import NotingSession
+from ...training.families.travelling import TravellingFamily
+from ...training.loss.predictions import Predictions, trained
+from ...training.loss.timid import start_timidly
 from ...trees.tree_builders import Expansion
-from ..loss.predictions import Predictions, trained
-from ..loss.timid import start_timidly
-from .family import Choose
-from .identity import record_name
-from .noting import NotingSession
-from .travelling import TravellingFamily
+from .modeling_self import SelfDrafter
+from .self_session import SelfSession
 
 
 @dataclass(frozen=True)

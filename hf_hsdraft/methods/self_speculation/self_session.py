@@ -11,12 +11,12 @@ from transformers.utils import logging
 
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Ask, DraftCall, Session
+from ...drafters.base.target_weights import TargetWeights
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import Expansion, TreeLimits
 from ...verify.foresight import Race
-from ..base.draft_options import DraftOptions
-from ..base.protocol import Ask, DraftCall, Session
-from ..base.target_weights import TargetWeights
 from .imitation_network import ImitationNetwork
 
 logger = logging.get_logger(__name__)

@@ -9,15 +9,15 @@ import torch
 
 from ...core.attention import batched_attention
 from ...core.tensors import on_device
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.parallel_expansion import TokenBias
+from ...drafters.base.parallel_session import Columns, ParallelSession
+from ...drafters.base.protocol import Accepted, Ask
+from ...drafters.base.row_context import RowContext, Slots
+from ...drafters.base.target_weights import TargetWeights
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
-from ..base.collapsed_frames import CollapsedFrames
-from ..base.draft_options import DraftOptions
-from ..base.parallel_expansion import TokenBias
-from ..base.parallel_session import Columns, ParallelSession
-from ..base.protocol import Accepted, Ask
-from ..base.row_context import RowContext, Slots
-from ..base.target_weights import TargetWeights
+from .collapsed_frames import CollapsedFrames
 from .specformer_network import SpecFormerNetwork
 
 

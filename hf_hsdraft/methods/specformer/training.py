@@ -9,17 +9,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...drafters.base.collapsed_frames import CollapsedFrames
 from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.specformer.modeling_specformer import SpecFormerDrafter
-from ...drafters.specformer.specformer_session import SpecFormerSession
+from ...training.families.identity import record_name
+from ...training.families.noting import NotingParallelSession
+from ...training.families.travelling import TravellingFamily
+from ...training.loss.predictions import Predictions, trained
+from ...training.loss.timid import start_timidly
 from ...trees.tree_builders import Expansion
-from ..loss.predictions import Predictions, trained
-from ..loss.timid import start_timidly
-from .identity import record_name
-from .noting import NotingParallelSession
-from .travelling import TravellingFamily
+from .collapsed_frames import CollapsedFrames
+from .modeling_specformer import SpecFormerDrafter
+from .specformer_session import SpecFormerSession
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..core.draft_tree import DraftTree
-from ..core.tensors import device_of, on_device
-from ..trees.drafted_levels import DraftedLevels
-from ..trees.tree_masks import AttentionKind, TreeBatch
-from .cache_marks import Mark, mark, roll_back
-from .fingerprint import fingerprint
+from ...core.draft_tree import DraftTree
+from ...core.tensors import device_of, on_device
+from ...runtime.cache_marks import Mark, mark, roll_back
+from ...runtime.fingerprint import fingerprint
+from ...runtime.misreading import same_but_rounding
+from ...runtime.target_call import TargetCall
+from ...runtime.target_limits import known_until, text_config
+from ...runtime.text_configs import decoder_layers
+from ...runtime.tree_reading import node_inputs, read_trees
+from ...trees.drafted_levels import DraftedLevels
+from ...trees.tree_masks import AttentionKind, TreeBatch
 from .layer_split import LayerSplit
-from .misreading import same_but_rounding
 from .read_ahead import KeysValues, Path, ReadAhead, columns_of, gathered, node_paths
-from .target_call import TargetCall
-from .target_limits import known_until, text_config
-from .text_configs import decoder_layers
-from .tree_reading import node_inputs, read_trees
 
 logger = logging.get_logger(__name__)
 

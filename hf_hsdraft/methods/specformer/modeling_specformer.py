@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..base.draft_options import DraftOptions, default_options
-from ..base.draft_reads import Read, weights_of
-from ..base.protocol import DraftCall, Drafter
-from ..base.refinement import REFINEMENT, check_refinement
-from ..base.target_sizes import check_sizes
+from ...drafters.base.draft_options import DraftOptions, default_options
+from ...drafters.base.draft_reads import Read, weights_of
+from ...drafters.base.protocol import DraftCall, Drafter
+from ...drafters.base.refinement import REFINEMENT, check_refinement
+from ...drafters.base.target_sizes import check_sizes
 from .configuration_specformer import SpecFormerConfig
 from .specformer_network import SpecFormerNetwork
 from .specformer_session import SpecFormerSession

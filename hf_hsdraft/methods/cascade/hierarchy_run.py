@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
-from ..drafters.base.protocol import Drafter
-from ..drafters.cascade.cascade_drafter import CascadeDrafter
-from .calls import Run, Settings
+from ...bench.calls import Run, Settings
+from ...bench.run import Inputs, Measured, measure
+from ...bench.systems import PLAIN, System, Variant, drafted_system
+from ...drafters.base.protocol import Drafter
+from .cascade_drafter import CascadeDrafter
 from .hierarchy import Levels, Plan, best_cascade, recommended, singles
-from .run import Inputs, Measured, measure
-from .systems import PLAIN, System, Variant, drafted_system
 
 _FEW = 20  # rounds below which a figure is rough
 CONDITION = (
