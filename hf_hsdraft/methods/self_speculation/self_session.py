@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from transformers.utils import logging
@@ -17,6 +17,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import Expansion, TreeLimits
 from ...verify.foresight import Race
+from .first_layers import FirstLayers
 from .imitation_network import ImitationNetwork
 
 logger = logging.get_logger(__name__)
@@ -37,7 +38,7 @@ class ImitationExpansion(Expansion):
 
     drafter: ImitationNetwork
     weights: TargetWeights
-    first: Any
+    first: FirstLayers
     depth: int
     temperature: float = 1.0
     race: Race | None = None
@@ -74,7 +75,8 @@ class SelfSession(Session):
         config = drafter.config
         self._drafter, self._weights, self._options = drafter, weights, call.options
         self._rows = list(range(call.rows))
-        self._first = call.first_layers(config.draft_layers, call.options.own["layer_reuse"])
+        reuse = call.options.own["layer_reuse"]
+        self._first: FirstLayers | None = call.read_ahead(partial(FirstLayers, count=config.draft_layers, reuse=reuse))
         self._device = device_of(call.target)
         fits = call.foresight is not None and int(weights.vocab_ids.max()) < call.foresight.vocab_size
         self._foresight = call.foresight if fits and not call.options.drawn else None
@@ -98,6 +100,7 @@ class SelfSession(Session):
 
     def expansion(self, depth: int, options: DraftOptions) -> Expansion:
         """Returns the children of the nodes of all rows."""
+        assert self._first is not None
         ids, temperature, race = self._weights.vocab_ids, options.draw_temperature, None
         if self._foresight is not None:
             race = self._foresight.race(self._rows, depth, ids)
@@ -105,6 +108,7 @@ class SelfSession(Session):
 
     def _grown(self, wanted: dict[int, Ask]) -> dict[int, DraftTree]:
         """The trees of some texts. All rows that the target reads are in each forward; the others add nothing to it."""
+        assert self._first is not None
         ask, options = next(iter(wanted.values())), self._options
         if ask.chain and options.beam_width > 1:  # the target has turned out to read no trees
             options = options.as_chain()

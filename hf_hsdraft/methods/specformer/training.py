@@ -13,11 +13,13 @@ from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.identity import record_name
 from ...training.families.noting import NotingParallelSession
+from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
 from ...trees.tree_builders import Expansion
 from .collapsed_frames import CollapsedFrames
+from .configuration_specformer import SpecFormerConfig
 from .modeling_specformer import SpecFormerDrafter
 from .specformer_session import SpecFormerSession
 
@@ -95,6 +97,9 @@ class SpecFormerFamily(TravellingFamily):
             rows = rows[drafter.draft_vocab_ids().to(rows.device)]
             start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
 
+    def only_objective(self, config: SpecFormerConfig) -> str:
+        return "ctc" if config.ctc else ""
+
     def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> SlotPredictions:
         return (FramePredictions if drafter.config.ctc else SlotPredictions)(drafter, weights)
 
@@ -112,3 +117,6 @@ class SpecFormerFamily(TravellingFamily):
 
 class _NotingSession(NotingParallelSession, SpecFormerSession):
     pass
+
+
+TRAINABLE[SpecFormerFamily.name] = SpecFormerFamily()

@@ -1,4 +1,4 @@
-"""The families of drafters that can be trained. A new one is one more name here."""
+"""The families of drafters that can be trained. Those of methods are loaded when they are asked for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.checks import few
-from ...methods.self_speculation.training import SelfFamily
-from ...methods.specformer.training import SpecFormerFamily
+from ...core.methods import Registry
 from ..data.plan import TrainingPlan
 from .block import BlockFamily
 from .eagle3 import EagleFamily
@@ -16,16 +15,14 @@ from .hidden_state import HiddenStateFamily
 from .lm import LMFamily
 from .steered_lm import SteeredLMFamily
 
-_FAMILIES: tuple[TrainableFamily, ...] = (
+_CORE: tuple[TrainableFamily, ...] = (
     HiddenStateFamily(),
     BlockFamily(),
     EagleFamily(),
-    SelfFamily(),
-    SpecFormerFamily(),
     SteeredLMFamily(),  # before the drafters that it derives from
     LMFamily(),
 )
-TRAINABLE = {family.name: family for family in _FAMILIES}
+TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family for family in _CORE})
 
 
 def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
+from ...drafters.language_model.lm_limits import kind_of, most_tokens
+from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, shared_length
 from ...runtime.target_limits import text_config
 from ...trees.tree_masks import AttentionKind
-from ..base.protocol import Reader
-from .lm_limits import kind_of, most_tokens
-from .lm_texts import LMTexts, groups_of_rows, shared_length
 
 
-class LMReader(Reader):
-    """Reads texts of a call by a language model.
+class LMReader:
+    """Reads texts with drafts after them by a language model, so that the drafts can be verified.
 
     Args:
         model: the language model; not changed.
@@ -23,6 +22,10 @@ class LMReader(Reader):
         kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
         most_pending: greatest number of tokens of a text that may be taken back.
         taps: indices of the hidden states that are wanted too.
+
+    Attributes:
+        vocab_size: number of tokens that it knows.
+        kind: what the time of its forwards depends on; hashable.
     """
 
     def __init__(
@@ -39,9 +42,18 @@ class LMReader(Reader):
         self._model = model  # which the texts do not keep alive
 
     def room(self) -> int:
+        """Returns the greatest number of tokens that a text may have."""
         return self._room
 
     def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """Returns logits `[n, V]` after the last n tokens of some texts, in one forward if the model can.
+
+        What was read before of the same beginning of a text is not read again; what differs from it is taken back.
+
+        Args:
+            texts: all tokens of each text, drafted ones included.
+            counts: for each text the number n, at least 1.
+        """
         logits: dict[int, torch.Tensor] = {}
         for group in self._groups:
             if any(row in texts for row in group.rows):
@@ -69,9 +81,11 @@ class LMReader(Reader):
         return {row: output.logits[place, -counts[row] :] for place, row in enumerate(group.rows) if row in texts}
 
     def states(self, row: int, text: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Returns hidden states `[taps * D]` at the first tokens of a text, as far as they have been read."""
         return self._states[row][: shared_length(self._known[row], text)]
 
     def keep(self, rows: Sequence[int]) -> None:
+        """From here on only these texts go on."""
         for group in self._groups:
             group.keep(rows)
         self._groups = [group for group in self._groups if group.rows]

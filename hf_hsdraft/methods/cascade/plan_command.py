@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
 
 if TYPE_CHECKING:
-    from ..methods.cascade.hierarchy import Plan
+    from .hierarchy import Plan
 
 app = typer.Typer()
 NGRAMS = "n-grams"
@@ -43,15 +43,15 @@ def plan(
     slower than the best drafter alone with drafts of fixed sizes. With --measure, nothing is saved that was slower than
     a drafter alone with its own defaults.
     """
-    from ..bench.default_prompts import DEFAULT_PROMPTS, NOTE
-    from ..bench.measure import encode_prompts
-    from ..bench.run import spread
-    from ..drafters.ngrams.cacheback import CachebackDrafter
-    from ..methods.cascade.hierarchy_costs import Measuring
-    from ..methods.cascade.hierarchy_run import Plans, compare
-    from ..runtime.target_loading import load_target
-    from ..training.data.conversations import read_prompts
-    from ..training.loop.pruning import check_empty
+    from ...bench.default_prompts import DEFAULT_PROMPTS, NOTE
+    from ...bench.measure import encode_prompts
+    from ...bench.run import spread
+    from ...drafters.ngrams.cacheback import CachebackDrafter
+    from ...runtime.target_loading import load_target
+    from ...training.data.conversations import read_prompts
+    from ...training.loop.pruning import check_empty
+    from .hierarchy_costs import Measuring
+    from .hierarchy_run import Plans, compare
 
     if out is not None:
         check_empty(out)
@@ -87,7 +87,7 @@ def plan(
 
 def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | None, measured: bool, out: Path) -> str:
     """Saves the recommended hierarchy, unless it is none or something simpler was faster; returns what is told."""
-    from ..methods.cascade.hierarchy_run import cascade_of
+    from .hierarchy_run import cascade_of
 
     if len(chosen.names) < 2:
         return f"not saved: what is recommended, {chosen.title}, is no hierarchy of drafters"
@@ -104,8 +104,8 @@ def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:
     Raises:
         ValueError: two have the same name.
     """
-    from ..core.checks import public_name
-    from ..generate.by_name import load_drafter
+    from ...core.checks import public_name
+    from ...generate.by_name import load_drafter
 
     shown = [public_name(name) for name in names]
     if len({*shown, NGRAMS, "target"}) < len(shown) + 2:
