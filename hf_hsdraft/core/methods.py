@@ -40,8 +40,10 @@ def load(kind: str, name: str) -> ModuleType:
     """Imports the module that offers a name.
 
     Raises:
-        KeyError: No method offers it.
+        ImportError: No method offers it.
     """
+    if name not in offered(kind):
+        raise ImportError(f"no method here offers the {kind} {name}: is it in the folder {_PACKAGE}?")
     return importlib.import_module(f"{_PACKAGE}.{_index()[kind][name]}")
 
 

@@ -108,6 +108,7 @@ class HSDraftSession(Session):
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
 
     def suppose(self, news: Sequence[Accepted]) -> None:
+        """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
         device, dtype = self.drafter.device, self.drafter.dtype
         for each in news:
             state = self._rows[each.row]

@@ -48,7 +48,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     takes_tree_builders = True
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
-    settled_options = tuple(option.name for option in own_options)
+    settled_options = tuple(option.name for option in own_options)  # not in a cascade, which takes tokens back
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
         "that does so"
@@ -67,7 +67,8 @@ class HSDrafter(HSDraftNetwork, Drafter):
         return self.config.num_draft_steps
 
     @property
-    def supposes(self) -> bool:  # type: ignore[override]
+    def supposes(self) -> bool:
+        """Whether its sessions can take back what they were told."""
         return self.config.sliding_window is None or self.config.sliding_window > _LEAST_WINDOW
 
     def default_generation_config(self) -> GenerationConfig:

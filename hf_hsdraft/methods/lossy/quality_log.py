@@ -7,13 +7,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ...bench.systems import System
+from ...drafters.base.protocol import Drafter
 from ...drafters.base.weightless_drafter import WeightlessDrafter
-from ...drafters.cascade.cascade_drafter import CascadeDrafter
 from ...hub.drafter_files import sha256
 from .checked_tasks import Item
 from .kept_rows import keep, read_kept
@@ -76,6 +76,14 @@ def digest(items: Sequence[Item]) -> str:
     return hashlib.sha256(json.dumps([asdict(item) for item in items]).encode()).hexdigest()[:16]
 
 
+@runtime_checkable
+class HasLevels(Protocol):
+    """A drafter that is made of others, as a cascade is."""
+
+    levels: Sequence[Drafter]
+    tokens: Sequence[int]
+
+
 def model_digest(model: Any) -> str:
     """Returns a digest of what a target or a drafter answers by, whatever it is called and wherever it lies.
 
@@ -90,7 +98,7 @@ def model_digest(model: Any) -> str:
     options = {**model.generation_config.to_dict(), "transformers_version": None}
     document = model.document() if isinstance(model, WeightlessDrafter) else None
     about: list[Any] = [type(model).__name__, options, document]
-    if isinstance(model, CascadeDrafter):
+    if isinstance(model, HasLevels):
         about += [model.tokens, *map(model_digest, model.levels)]
     found.update(json.dumps(about, sort_keys=True, default=str).encode())
     for name, value in model.state_dict().items() if isinstance(model, torch.nn.Module) else ():

@@ -13,6 +13,7 @@ from ...drafters.base.protocol import Session
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
 from ...training.families.lm import LMFamily, NotingLM
+from ...training.families.trainable import TRAINABLE
 from ...training.families.trained_lm import TrainedLM
 from ...training.loss.branches import Branches
 from ...trees.tree_builders import Expansion
@@ -118,3 +119,6 @@ class SteeredLMFamily(LMFamily):
 
 class _NotingSession(NotingLM, SteeredLMSession):
     pass
+
+
+TRAINABLE[SteeredLMFamily.name] = SteeredLMFamily()

@@ -175,6 +175,14 @@ class TrainableFamily:
         width: int = config.hidden_size
         return width
 
+    def only_objective(self, config: Any) -> str:
+        """Returns the name of the only objective by which a drafter can learn; empty if there are others.
+
+        Args:
+            config: its configuration.
+        """
+        return ""
+
     def check_policy(self, data_policy: str) -> None:
         """Raises a ValueError for a data policy by which chains of this family cannot be trained."""
         if data_policy != "teacher" and not self.follows_drafts:
