@@ -59,7 +59,7 @@ def gptq(load: Load) -> Any:
     made = AutoRound(model, AutoTokenizer.from_pretrained(model.name_or_path), **scheme, device_map="cpu")
     made.quantize_and_save(folder, format="auto_round")
     [config] = Path(folder).rglob("config.json")
-    return AutoModelForCausalLM.from_pretrained(config.parent, device_map="cpu").float()
+    return AutoModelForCausalLM.from_pretrained(config.parent, device_map="cpu")
 
 
 def gguf(load: Load) -> Any:
