@@ -11,7 +11,6 @@ from ._version import __version__
 from .transformers_version import needs_newer, warn_if_untested
 
 if needs_newer() is None:
-    from .core.accelerator import register_acceleration
     from .core.draft_tree import DraftTree
     from .drafters.base.auto_drafter import AutoDrafter
     from .drafters.base.registry import register_drafter
@@ -38,7 +37,6 @@ if needs_newer() is None:
     from .generate.by_name import allow_names
     from .generate.generate_hook import install
     from .generate.hints import allow_hints
-    from .gpu.device_acceleration import DeviceAcceleration
     from .hub.care import register_care
     from .hub.package_care import PackageCare
     from .remote.connecting import connect
@@ -50,7 +48,6 @@ if needs_newer() is None:
     allow_attachments()
     allow_hints()
     register_care(PackageCare())
-    register_acceleration(DeviceAcceleration)
     register_form(GrammarProcessor)
 else:
 
