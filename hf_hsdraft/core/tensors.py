@@ -1,4 +1,4 @@
-"""Small words about tensors and modules."""
+"""Tensor and module helpers, and the parts that networks share: a norm, and attention."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
@@ -45,3 +46,39 @@ def device_of(model: Any) -> torch.device:
 def side_by_side(*modules: nn.Module) -> Transform:
     """What modules make of the same input, joined in the last axis."""
     return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Divides the last axis by its root mean square and scales it, in the type of its inputs."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def shared_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the rows take from the values, `[n, heads * head_dim]`.
+
+    The heads of a group stand where queries do: no key is read twice, and none is copied.
+
+    Args:
+        queries: `[n, heads, head_dim]`.
+        keys, values: `[kv_heads, P, head_dim]`.
+        seen: `[n, P]`, bool, True where a row may look; `None` for everywhere.
+    """
+    rows, heads, _ = queries.shape
+    groups = heads // len(keys)
+    if rows == 1:
+        mask = seen if seen is None or groups == 1 else seen.expand(groups, -1)
+        grouped = queries.view(1, len(keys), groups, -1)
+        return F.scaled_dot_product_attention(grouped, keys[None], values[None], mask).reshape(1, -1)
+    grouped = queries.unflatten(1, (len(keys), groups)).permute(1, 2, 0, 3).flatten(1, 2)
+    mask = None if seen is None else seen.repeat(groups, 1)
+    mixed = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], mask)
+    return mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1)

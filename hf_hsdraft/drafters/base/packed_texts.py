@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ...core.attention import attention_of_chains, shared_attention
+from ...core.attention import attention_of_chains
+from ...core.tensors import shared_attention
 from .sight import SEEN_BY_ALL, Sight
 
 # Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with

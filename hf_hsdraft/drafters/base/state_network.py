@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.norms import RMSNorm
+from ...core.tensors import RMSNorm
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .target_weights import TargetWeights, borrow
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.attention import shared_attention
+from ...core.tensors import shared_attention
 from ...core.tuning import TUNING
 from ..base.packed_texts import Attend
 

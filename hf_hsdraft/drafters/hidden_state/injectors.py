@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.norms import RMSNorm
+from ...core.tensors import RMSNorm
 from ..base.candidates import best_of, biased
 from .configuration_hsdraft import HSDraftConfig
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...core.norms import RMSNorm
-from ...core.tensors import Transform, side_by_side
+from ...core.tensors import RMSNorm, Transform, side_by_side
 from ..base.packed_texts import Attend, DraftContext, PackedTexts
 from ..base.state_network import StateNetwork
 from .configuration_hsdraft import HSDraftConfig

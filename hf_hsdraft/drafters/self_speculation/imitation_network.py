@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...core.norms import RMSNorm
+from ...core.tensors import RMSNorm
 from ..base.state_network import StateNetwork
 from .configuration_self import SelfDraftConfig
 

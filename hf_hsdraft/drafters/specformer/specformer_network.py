@@ -15,8 +15,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from ...core.attention import batched_attention
-from ...core.norms import RMSNorm
-from ...core.tensors import is_unhooked
+from ...core.tensors import RMSNorm, is_unhooked
 from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
 from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.state_network import StateNetwork
