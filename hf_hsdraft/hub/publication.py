@@ -26,13 +26,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..core.checks import public_name
+from ..core.checks import FORMAT_VERSION, public_name
 from .care import ENTRY, care
 from .drafter_files import (
     CARD,
     CONFIG,
     DOCUMENTS,
-    FORMAT_VERSION,
     INDEX,
     RECIPE,
     REFINER,

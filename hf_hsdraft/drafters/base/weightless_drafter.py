@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.checks import FORMAT_VERSION
 from ...hub.care import care
 from ...hub.drafter_files import (
     CONFIG,
-    FORMAT_VERSION,
     HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import is_integer
+from ...core.checks import FORMAT_VERSION, is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.care import push_saved
 from ...hub.drafter_files import (
     CONFIG,
-    FORMAT_VERSION,
     HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
@@ -33,7 +32,7 @@ from ..base.by_config import load_by_config
 from ..base.draft_options import DraftOptions, default_options
 from ..base.loading_arguments import Placement, take_options
 from ..base.protocol import DraftCall, Drafter, Session
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY, AnySpecialTokens
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
 from .state_feed import StateFeed

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import DraftCall, Drafter
@@ -21,7 +22,7 @@ from .reuse import REUSE_OPTIONS, reuse_of
 _LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
 
 
-class HSDrafter(HSDraftNetwork, Drafter):
+class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
 
     Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from ...core.tensors import RMSNorm, Transform, side_by_side
 from ..base.packed_texts import Attend, DraftContext, PackedTexts
-from ..base.state_network import StateNetwork
+from ..base.target_weights import StateNetwork
 from .configuration_hsdraft import HSDraftConfig
 from .injectors import INJECTORS
 from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, read, roll, rotary_frequencies

@@ -16,7 +16,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options
 from ..base.loading_arguments import give_options
 from ..base.protocol import DraftCall
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY, AnySpecialTokens
 from ..base.weightless_drafter import WeightlessDrafter
 from .layer_subset import are_layers, with_layers
 from .lm_session import CausalLMSession

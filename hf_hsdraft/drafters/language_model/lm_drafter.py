@@ -22,7 +22,7 @@ from ..base.draft_options import default_options, is_misspelt, nearest_option, o
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
 from ..base.protocol import DraftCall, Drafter, Reader
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_reader import LMReader
 from .lm_session import CausalLMSession

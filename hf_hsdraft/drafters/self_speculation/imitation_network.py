@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from ...core.tensors import RMSNorm
-from ..base.state_network import StateNetwork
+from ..base.target_weights import StateNetwork
 from .configuration_self import SelfDraftConfig
 
 

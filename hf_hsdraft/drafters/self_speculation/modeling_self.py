@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
+from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.layer_split import why_not_split
 from ..base.draft_options import default_options
 from ..base.draft_reads import Read, weights_of
@@ -27,7 +28,7 @@ LAYER_REUSE = Option(
 )
 
 
-class SelfDrafter(ImitationNetwork, Drafter):
+class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
     """Drafting by the target's own first layers, an imitation network and the target's head (FastVLM; LayerSkip).
 
     The layers read each drafted token in the target's own cache, so whatever the prompt held, images included, is

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...hub.drafter_files import FORMAT_VERSION
+from ...core.checks import FORMAT_VERSION, MOST_NODES
 from ..base.decoder_layer import LayerSizes
-from ..base.draft_options import MOST_NODES
 from ..base.travelling_config import TravellingConfig, as_dict, as_list, demand
 
 # The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.

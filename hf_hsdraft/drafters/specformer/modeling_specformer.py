@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import DraftCall, Drafter
@@ -17,7 +18,7 @@ from .specformer_network import SpecFormerNetwork
 from .specformer_session import SpecFormerSession
 
 
-class SpecFormerDrafter(SpecFormerNetwork, Drafter):
+class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
     """A drafter whose slots are drafted at once, after attention over the accepted positions ("SpecFormer").
 
     A draft takes one forward of two attentions and a feed-forward block, however deep it is and however many texts a

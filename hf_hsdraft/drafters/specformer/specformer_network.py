@@ -18,8 +18,7 @@ from ...core.attention import batched_attention
 from ...core.tensors import RMSNorm, is_unhooked
 from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.state_network import StateNetwork
-from ..base.target_weights import TargetWeights
+from ..base.target_weights import StateNetwork, TargetWeights
 from .configuration_specformer import SpecFormerConfig
 
 
