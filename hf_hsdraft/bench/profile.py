@@ -20,9 +20,9 @@ from ..core.cache_name import CACHE, given_cache
 from ..cpu.packed_weights import PackedWeights, packed_now
 from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from ..drafters.hidden_state.expansion import Expansion
+from ..drafters.hidden_state.network import WorkingWeights
 from ..drafters.hidden_state.roll_out import RollOut
 from ..drafters.hidden_state.static_roll_out import StaticRollOut
-from ..drafters.hidden_state.working_weights import WorkingWeights
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting

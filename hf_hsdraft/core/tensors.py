@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
+# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
+# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
+Attend = Callable[..., torch.Tensor]
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -82,3 +85,14 @@ def shared_attention(
     mask = None if seen is None else seen.repeat(groups, 1)
     mixed = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], mask)
     return mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1)
+
+
+def best_of(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns where the `count` greatest of logits `[..., V]` are: `[..., V]`, bool."""
+    best = logits.topk(count, dim=-1, sorted=False).indices
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True)
+
+
+def biased(logits: torch.Tensor, bias: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
+    """Returns logits `[..., V]` with a bias where `reach`, bool, is True; `None` for everywhere."""
+    return logits + (bias if reach is None else bias.masked_fill(~reach, 0.0))

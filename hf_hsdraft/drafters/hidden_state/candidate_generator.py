@@ -14,11 +14,10 @@ from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask
 from ..base.target_weights import TargetWeights
 from .draft_session import HSDraftSession
-from .network import HSDraftNetwork
+from .network import HSDraftNetwork, WorkingWeights
 from .quick_weights import QuickWeights
 from .roll_out import RollOut
 from .target_match import warn_of_poor_guesses
-from .working_weights import WorkingWeights
 
 
 class HSCandidateGenerator(HSDraftSession, CandidateGenerator):

@@ -19,10 +19,10 @@ from ..base.protocol import Accepted, Ask, Session
 from ..base.refinement import Refiner
 from ..base.target_weights import TargetWeights
 from .expansion import Expansion
-from .network import HSDraftNetwork
-from .reuse import Leftover, ensemble, reuse_of
+from .injectors import Leftover, ensemble
+from .network import HSDraftNetwork, WorkingWeights
+from .reuse import reuse_of
 from .roll_out import RollOut
-from .working_weights import WorkingWeights
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps, embeddings of the following tokens, and positions
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
+from transformers.utils import ModelOutput
 
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
+from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.protocol import DraftCall, Drafter
 from ..base.refinement import REFINEMENT, check_refinement
 from ..base.target_sizes import check_sizes
@@ -18,8 +22,24 @@ from .draft_session import HSDraftSession
 from .draft_support import support
 from .network import HSDraftNetwork
 from .reuse import REUSE_OPTIONS, reuse_of
+from .trunk import read, roll
 
 _LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
+
+
+@dataclass
+class HSDrafterOutput(ModelOutput):
+    """Output of [`HSDrafter.forward`].
+
+    Attributes:
+        hidden_states: K tensors `[S, D]`: g_0 .. g_{K-1} of each chain; g_d predicts the token at start + 2 + d.
+        context: the context cache with the new positions appended.
+        loss: what the drafter's `loss_function` made of the labels, if there were any.
+    """
+
+    loss: Any = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    context: DraftContext | None = None
 
 
 class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
@@ -58,6 +78,42 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__(config)
         self.generation_config = self.default_generation_config()
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        context: DraftContext | None = None,
+        num_draft_steps: int | None = None,
+        num_rolled: int | None = None,
+        labels: Any = None,
+    ) -> HSDrafterOutput:
+        """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
+
+        Args:
+            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
+            embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
+            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
+            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together. What
+                the context holds belongs to them too, unless it says to which.
+            context: what earlier calls read; `None` for nothing. Not changed.
+            num_draft_steps: K of this call, the configuration's by default.
+            num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
+            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
+                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
+        """
+        steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
+        past = DraftContext() if context is None else context
+        texts = PackedTexts(past, position_ids, document_ids, starts, self.config.sliding_window, steps)
+        trunk = self.trunk()
+        x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
+        states = roll(trunk, x, ropes, texts, num_rolled)
+        loss = None if labels is None else self.loss_function(self, states, labels)
+        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]

@@ -19,8 +19,7 @@ from torch import nn
 from ...core.tensors import RMSNorm, is_unhooked
 from ...cpu.products import Product, are_rounded, are_weights, joined
 from .injectors import INJECTORS, Injector
-from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep
-from .working_weights import WorkingWeights
+from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep, WorkingWeights
 
 
 @dataclass(frozen=True)
