@@ -37,8 +37,6 @@ if needs_newer() is None:
     from .generate.by_name import allow_names
     from .generate.generate_hook import install
     from .generate.hints import allow_hints
-    from .hub.care import register_care
-    from .hub.package_care import PackageCare
     from .remote.connecting import connect
     from .runtime.target_loading import load_target
 
@@ -47,7 +45,6 @@ if needs_newer() is None:
     install()
     allow_attachments()
     allow_hints()
-    register_care(PackageCare())
     register_form(GrammarProcessor)
 else:
 

@@ -16,7 +16,6 @@ from transformers import GenerationConfig
 from ...core.checks import FORMAT_VERSION, is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
-from ...hub.care import push_saved
 from ...hub.drafter_files import (
     CONFIG,
     HUB_ARGUMENTS,
@@ -26,6 +25,7 @@ from ...hub.drafter_files import (
     read_json,
 )
 from ...hub.publication import complete_folder
+from ...hub.pushing import push_saved
 from ...runtime.capture_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ..base.by_config import load_by_config

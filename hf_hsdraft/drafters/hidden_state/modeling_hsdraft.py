@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
+from ...core.tensors import device_of
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
@@ -17,11 +18,15 @@ from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.protocol import DraftCall, Drafter
 from ..base.refinement import REFINEMENT, check_refinement
 from ..base.target_sizes import check_sizes
+from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import HSDraftSession
-from .draft_support import support
 from .network import HSDraftNetwork
+from .quick_weights import QuickWeights, quick_weights
 from .reuse import REUSE_OPTIONS, reuse_of
+from .roll_out import RollOut
+from .static_roll_out import static_roll_out
+from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import read, roll
 
 _LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
@@ -66,6 +71,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
+    travels_as = ChainDrafter
     takes_tree_builders = True
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, REFINEMENT)
@@ -144,10 +150,31 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         check_sizes(self.config, target)
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        support().warn_of_misfit(self, target, tokenizer, all_processes)
+        if all_processes or has_other_tokens(self, tokenizer):
+            warn_of_mismatch(target, self, tokenizer)  # that reads a text: all processes do so, or none
 
     def session(self, call: DraftCall) -> HSDraftSession:
-        return support().session(self, call)
+        modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
+        working = quick_weights(self, *modules)
+        return HSDraftSession(
+            self,
+            self.borrow(*modules, with_head=False),
+            call.options,
+            batch_size=call.rows,
+            working=working,
+            foresight=call.foresight,
+            roll_out=self._compiled_roll_out(call, working),
+            target=call.target,
+        )
+
+    def _compiled_roll_out(self, call: DraftCall, working: QuickWeights) -> RollOut | None:
+        """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
+        if working.spare is None or call.compile_config is None or call.slots is None:
+            return None
+        if self.device.type != device_of(call.target).type or call.rows > 1 or call.options.depth == 0:
+            return None
+        made = static_roll_out(self, working, call.slots, call.options.depth, call.compile_config)
+        return call.stack.enter_context(made)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         head = self.config.draft_vocab_size * self.config.hidden_size
