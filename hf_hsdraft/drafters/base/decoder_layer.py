@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...core.norms import RMSNorm
+from ...core.tensors import RMSNorm
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 

@@ -12,7 +12,7 @@ from ...runtime.target_limits import decoder_layers
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import LAYER_LIMITS, MOST_LAYERS
 from ..base.plain_config import PlainConfig
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY, AnySpecialTokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 

@@ -12,7 +12,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import LAYER_LIMITS, MOST_LAYERS
 from ..base.plain_config import PlainConfig
-from ..base.special_tokens import AnySpecialTokens
+from ..base.travelling_config import AnySpecialTokens
 
 _LIMITS = {
     "vocab_size": 2**22, "target_hidden_size": 2**17, "draft_vocab_size": 2**22, "num_hidden_layers": MOST_LAYERS,

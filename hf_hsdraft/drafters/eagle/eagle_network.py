@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...core.norms import RMSNorm
+from ...core.tensors import Attend, RMSNorm
 from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
-from ..base.packed_texts import Attend, DraftContext, PackedTexts
+from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.target_weights import TargetWeights
 from .configuration_eagle import EagleConfig
 
