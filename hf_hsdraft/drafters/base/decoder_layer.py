@@ -1,11 +1,12 @@
-"""A pre-norm decoder layer of Llama and Qwen3, as published drafters are made of: parameters by their usual names.
+"""The pre-norm decoder layer of Llama and Qwen3 that drafters are made of: parameters have their usual names.
 
-What a layer attends to is the caller's: these modules make queries, keys and values, and take what was mixed of them.
+The caller decides what a layer attends to: it hands in `attend`, which gets queries, keys and values.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ...core.norms import RMSNorm
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
+
+# Mixes the values that queries see. It takes queries `[..., n, heads, head_dim]`, and keys and values
+# `[..., n, kv_heads, head_dim]` of the same positions; with `rows`, the queries are of these rows alone. It returns
+# `[..., n, heads * head_dim]`.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class LayerSizes:
 
 
 class Attention(nn.Module):
-    """The products of attention.
+    """Grouped-query attention.
 
     Args:
         sizes: of the layer.
@@ -76,6 +82,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, sizes.hidden_size, bias=sizes.output_bias)
         self.q_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
+
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
+        """Returns what inputs `[..., n, input_size]` take of what they see, `[..., n, D]`, or those at `rows` alone."""
+        keys, values = self.keys(x, rope), self.values(x)
+        if rows is not None:
+            x, rope = x[rows], (rope[0][rows], rope[1][rows])
+        return self.o_proj(attend(self.queries(x, rope), keys, values, rows))
 
     def queries(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Returns the rotated queries `[..., n, heads, head_dim]` of inputs `[..., n, input_size]`."""
@@ -112,6 +125,32 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward block, each after a norm and with a residual.
+
+    Args:
+        sizes: of the layer.
+        input_size: width of what queries, keys and values are made of; that of the states by default.
+    """
+
+    def __init__(self, sizes: LayerSizes, input_size: int | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.self_attn = Attention(sizes, input_size)
+        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.mlp = FeedForward(sizes)
+
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
+        """Returns the states `[..., n, D]` after this layer, or those at `rows` alone."""
+        return self.joined(x, self.input_layernorm(x), rope, attend, rows)
+
+    def joined(self, x: torch.Tensor, inputs: torch.Tensor, rope: Rope, attend: Attend, rows: Any) -> torch.Tensor:
+        """Returns the same with the residual `x` and `inputs` that attention reads."""
+        mixed = self.self_attn(inputs, rope, attend, rows)
+        x = (x if rows is None else x[rows]) + mixed
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Rotary:

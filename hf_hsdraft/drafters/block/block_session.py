@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +127,7 @@ class BlockSession(ParallelSession):
         anchors = self.weights.embed(torch.tensor(list(roots), device=drafter.device))
         masks: dict[Sight, torch.Tensor | None] = {}  # layers share them
 
-        def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
             sight = drafter.config.sights[index]
             if sight not in masks:
                 masks[sight] = self._seen(sight, rows, positions)

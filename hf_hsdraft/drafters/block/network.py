@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,16 +17,14 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from ...core.norms import RMSNorm
-from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
 from ..base.target_weights import TargetWeights, borrow
 from .block_context import training_attention
 from .configuration import BlockConfig
 from .convolution import BlockConvolution
 from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
 
-# Mixes the values of what slots see. It takes the layer's index, queries `[B, slots, heads, head_dim]`, and keys and
-# values `[B, slots, kv_heads, head_dim]` of the block itself. It returns `[B, slots, heads * head_dim]`.
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, with the layer's index in front
 
 
 @dataclass
@@ -41,20 +40,16 @@ class BlockDrafterOutput(ModelOutput):
     hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
-class BlockLayer(nn.Module):
-    """A decoder layer whose slots also see the context.
+class BlockLayer(DecoderLayer):
+    """A decoder layer whose slots also see the context: with convolutions (DFlash2), or with the norms of Gemma 4.
 
     Args:
         config: of the drafter.
     """
 
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
+        super().__init__(config.sizes)
         sizes = config.sizes
-        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.self_attn = Attention(sizes)
-        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.mlp = FeedForward(sizes)
         self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
         if sizes.gemma:
             self.pre_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
@@ -67,12 +62,11 @@ class BlockLayer(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, x: torch.Tensor, rope: Rope, index: int, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
         """Returns the slots after this layer, `[B, slots, D]`."""
 
         def attention(x: torch.Tensor) -> torch.Tensor:
-            part = self.self_attn
-            return part.o_proj(attend(index, part.queries(x, rope), part.keys(x, rope), part.values(x)))
+            return self.self_attn(x, rope, attend)
 
         if self.pre_feedforward_layernorm is not None:
             x = x + self.post_attention_layernorm(attention(self.input_layernorm(x)))
@@ -168,7 +162,7 @@ class BlockNetwork(nn.Module):
         attention = cast(BlockLayer, self.layers[index]).self_attn
         return attention.keys(states, rope), attention.values(states)
 
-    def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendByLayer) -> torch.Tensor:
         """Returns the slots of blocks after the last norm, `[B, slots, D]`.
 
         Args:
@@ -178,7 +172,7 @@ class BlockNetwork(nn.Module):
         """
         x, rope = embeds, self.rotary(positions, embeds.dtype)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, index, attend)
+            x = layer(x, rope, partial(attend, index))
         return self.norm(x)
 
     def block_embeds(self, anchors: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
