@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...drafters.base.protocol import Session
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Ask, Session
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration_eagle import EagleConfig
 from ...drafters.eagle.eagle_session import EagleSession
@@ -107,10 +107,10 @@ class EagleFamily(PublishedFamily):
 class _NotingSession(NotingSession, EagleSession):
     """Notes expansions of a copy of what was read: what is drafted is written over by later rounds."""
 
-    def expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
-        read = self.texts
-        self.texts = copy.copy(read)
-        self.texts.context, self.texts.texts = read.context.copy_of(0), list(read.texts)
-        self.note(super().expansion(rows, depth, temperature))
-        self.texts = read
-        return super().expansion(rows, depth, temperature)
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        self.read_pending([0])
+        read = self._context
+        self._context = read.copy_of(0)
+        self.note(super().expansion(asks, depth, options))
+        self._context = read
+        return super().expansion(asks, depth, options)
