@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Session
+from ...drafters.base.protocol import Ask, Session
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
 from ...training.families.identity import record_name
@@ -93,9 +93,9 @@ class SelfFamily(TravellingFamily):
 class _NotingSession(NotingSession, SelfSession):
     """Notes expansions that read in a copy of the cache: the target's own goes on."""
 
-    def expansion(self, depth: int, options: DraftOptions) -> Expansion:
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         first = self._first
         self._first = first.apart()
-        self.note(super().expansion(depth, options))
+        self.note(super().expansion(asks, depth, options))
         self._first = first
-        return super().expansion(depth, options)
+        return super().expansion(asks, depth, options)

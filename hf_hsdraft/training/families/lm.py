@@ -213,10 +213,10 @@ class Repeatable(Expansion):
 class NotingLM(NotingSession):
     """Notes expansions of a copy of what was read: what is drafted is dropped after each round."""
 
-    def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
+    def expansion_of(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
         own = texts.copied()
-        self.note(Repeatable(super()._expansion(own, first, depth, options), own))  # type: ignore[misc]
-        expansion: LMExpansion = super()._expansion(texts, first, depth, options)  # type: ignore[misc]
+        self.note(Repeatable(super().expansion_of(own, first, depth, options), own))  # type: ignore[misc]
+        expansion: LMExpansion = super().expansion_of(texts, first, depth, options)  # type: ignore[misc]
         return expansion
 
 
