@@ -17,7 +17,9 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ...core.checks import is_integer
 from ...core.norms import RMSNorm
+from .config_fields import check_fields, demand, described, setting
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 
@@ -27,38 +29,53 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, he
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
+@described
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a decoder layer, and what kind of layer it is.
+    """Sizes of a decoder layer, and what kind of layer it is. Every field is checked when it is built."""
 
-    Attributes:
-        hidden_size: width of the states.
-        intermediate_size: inner width of the feed-forward block.
-        num_attention_heads: number of query heads.
-        num_key_value_heads: number of heads of keys and values.
-        head_dim: width of a head.
-        rms_norm_eps: epsilon of the norms.
-        attention_bias: whether the products for queries, keys and values have a bias.
-        output_bias: whether the product after attention has one.
-        qk_norm: whether each head's queries and keys are normed, as in Qwen3.
-        hidden_act: activation of the feed-forward block, by transformers' name.
-        gemma: whether attention is that of Gemma 4: values are normed, and scores are not scaled. Its layers norm the
-            outputs of their parts too.
-        keys_are_values: whether values are made by the product for keys.
-    """
+    hidden_size: int = setting("width of the states", most=2**17)
+    intermediate_size: int = setting("inner width of the feed-forward block", most=2**20)
+    num_attention_heads: int = setting("number of query heads", most=2**12)
+    num_key_value_heads: int = setting("number of heads of keys and values", most=2**12)
+    head_dim: int = setting("width of a head", most=2**13)
+    rms_norm_eps: float = setting("epsilon of the norms", 1e-6)
+    attention_bias: bool = setting("whether the products for queries, keys and values have a bias", False)
+    output_bias: bool = setting("whether the product after attention has one", False)
+    qk_norm: bool = setting("whether each head's queries and keys are normed, as in Qwen3", False)
+    hidden_act: str = setting("activation of the feed-forward block, by transformers' name", "silu")
+    gemma: bool = setting(
+        "whether attention is that of Gemma 4: values are normed, and scores are not scaled. Its layers norm the "
+        "outputs of their parts too",
+        False,
+    )
+    keys_are_values: bool = setting("whether values are made by the product for keys", False)
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    hidden_act: str = "silu"
-    gemma: bool = False
-    keys_are_values: bool = False
+    def __post_init__(self) -> None:
+        check_fields(self)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+        demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
+
+    @classmethod
+    def like(cls, config: Any, **fields: Any) -> LayerSizes:
+        """Returns sizes like those of a target, by its text's configuration; `fields` are set otherwise."""
+        heads = own_integer(config, "num_attention_heads") or 1
+        groups = own_integer(config, "num_key_value_heads") or heads
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": own_integer(config, "intermediate_size") or 4 * config.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups if heads % groups == 0 else heads,
+            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+        }
+        return cls(**{**sizes, **fields})
+
+
+def own_integer(config: Any, name: str) -> int | None:
+    """Returns a field of a target's configuration where it is one number for all layers."""
+    value = getattr(config, name, None)
+    return value if is_integer(value) else None
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...drafters.base.plain_config import PlainConfig
+from ...drafters.base.config_fields import PlainConfig
 from ...drafters.base.special_tokens import AnySpecialTokens
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
