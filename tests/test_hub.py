@@ -20,9 +20,9 @@ from packaging.specifiers import SpecifierSet
 from safetensors.torch import save
 
 from hf_hsdraft import BlockDrafter, HSDrafter
-from hf_hsdraft.drafters.base.path_lm import PathLM, PathLMSizes
-from hf_hsdraft.drafters.base.refiner_files import save_refiner
 from hf_hsdraft.hub.drafter_files import digests
+from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.methods.refinement.refiner_files import save_refiner
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 TOKEN = "hf_NeverToBeSeenAnywhere"
@@ -62,7 +62,6 @@ CODE = {
     "ended_rows.py",
     "expansion.py",
     "fingerprint.py",
-    "first_layers.py",
     "fly.py",
     "foresight.py",
     "generate_hook.py",
@@ -71,7 +70,6 @@ CODE = {
     "hub_entry.py",
     "injectors.py",
     "last_state.py",
-    "layer_split.py",
     "local_target.py",
     "misreading.py",
     "modeling_hsdraft.py",
@@ -91,7 +89,6 @@ CODE = {
     "pretrained_drafter.py",
     "protocol.py",
     "publication.py",
-    "read_ahead.py",
     "recorder.py",
     "refinement.py",
     "refiner_files.py",

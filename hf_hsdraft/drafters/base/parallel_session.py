@@ -13,7 +13,7 @@ from .decoder_layer import LayerSizes
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
 from .protocol import Accepted, Ask
-from .refinement import Refiner
+from .refiners import refiner_of
 from .target_weights import TargetWeights
 from .tree_session import ReadingSession
 
@@ -39,7 +39,7 @@ class ParallelSession(ReadingSession):
         foresight: Foresight | None = None,
     ) -> None:
         super().__init__(drafter, weights, options, rows, layers, sizes, foresight)
-        self._refiner = Refiner.of(drafter, options, weights, rows)
+        self._refiner = refiner_of(drafter, options, weights, rows)
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
         """Returns the slots `[B, slots, D]` of some texts.

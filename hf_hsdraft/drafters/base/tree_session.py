@@ -16,7 +16,7 @@ from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
 from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeLimits
+from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
 from ...verify.foresight import Foresight, Race
 from .decoder_layer import LayerSizes
 from .draft_memory import DraftMemory
@@ -82,7 +82,7 @@ class TreeSession(Session):
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]
         limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        build = TREE_BUILDERS[options.tree_builder]
+        build: TreeBuilder = TREE_BUILDERS[options.tree_builder]
         if options.tree_builder == "beam" and options.beam_width > 1 and not expansion.has_states:
             build = best_first_trees
         return build(expansion, roots, ids, limits)

@@ -34,8 +34,10 @@ from ...hub.drafter_files import (
 from ...hub.publication import complete_folder
 from ...runtime.capture_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
+from ...trees.builder_registry import TREE_BUILDERS
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
+from .levels import Settling, SupposingSession, model_of, reader_of, supposes
 from .state_feed import StateFeed
 
 _MOST = 64  # tokens that a level may pass up
@@ -166,11 +168,11 @@ class CascadeDrafter(nn.Module, Drafter):
 
     @property
     def device(self) -> torch.device:
-        return device_of(self.levels[-1].verifying_model)
+        return device_of(model_of(self.levels[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.levels[-1].verifying_model.dtype
+        return model_of(self.levels[-1]).dtype
 
     @property
     def reach(self) -> tuple[int, ...]:
@@ -202,8 +204,10 @@ class CascadeDrafter(nn.Module, Drafter):
             raise ValueError(f"level {index} of this cascade, {_named(level)}: {error}") from None
 
     def check_together(self, options: DraftOptions) -> None:
-        if options.tree_builder == "p_best":
-            raise ValueError("tree_builder='p_best' is invalid for a CascadeDrafter: its levels pass chains up")
+        if TREE_BUILDERS[options.tree_builder].whole:
+            raise ValueError(
+                f"tree_builder={options.tree_builder!r} is invalid for a CascadeDrafter: its levels pass chains up"
+            )
 
     def check(self, target: Any) -> None:
         for index, (level, model) in enumerate(self._pairs(target)):
@@ -222,16 +226,17 @@ class CascadeDrafter(nn.Module, Drafter):
 
     def session(self, call: DraftCall) -> Session:
         first, *others = self.levels
-        models = [level.verifying_model for level in others]
+        models = [model_of(level) for level in others]
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
         temperature, pending = call.options.draw_temperature if call.options.drawn else None, sum(self.reach) + 1
         options = self._of_first(call.options, pending)
-        session = first.session(replace(call, target=models[0], options=options, foresight=None, slots=None))
+        session: Session = first.session(replace(call, target=models[0], options=options, foresight=None, slots=None))
         taps = first.taps_of(models[0])
         if taps:
             call.stack.enter_context(no_hooks_left(models[0]))
         for index, level in enumerate(others, 1):
-            reader = level.reader(call.rows, pending, taps if index == 1 else ())
+            assert isinstance(session, SupposingSession)
+            reader = reader_of(level, call.rows, pending, taps if index == 1 else ())
             feed = StateFeed(session, reader) if taps and index == 1 else None
             step = Step(self.tokens[index], self.reach[index - 1], temperature, vocab_size)
             session = CascadeSession(session, reader, step, call.rows, feed, call.foresight)
@@ -248,7 +253,8 @@ class CascadeDrafter(nn.Module, Drafter):
         """
         first, tokens = self.levels[0], self.tokens[0]
         drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
-        plain = {option.name: option.default for option in first.own_options if option.name in first.settled_options}
+        settled = first.settled_options if isinstance(first, Settling) else ()
+        plain = {option.name: option.default for option in first.own_options if option.name in settled}
         return replace(
             own,
             own={**own.own, **plain},
@@ -263,7 +269,7 @@ class CascadeDrafter(nn.Module, Drafter):
 
     def _pairs(self, target: Any) -> Iterator[tuple[Drafter, Any]]:
         """Each level with the model that verifies its drafts."""
-        yield from zip(self.levels, [*(level.verifying_model for level in self.levels[1:]), target], strict=True)
+        yield from zip(self.levels, [*map(model_of, self.levels[1:]), target], strict=True)
 
 
 def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
@@ -274,13 +280,13 @@ def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
     if len(levels) < 2:
         raise ValueError(f"a cascade of {len(levels)} levels is none: expected a drafter and a model that verifies it")
     for index, level in enumerate(levels[1:], 1):
-        if level.verifying_model is None:
+        if model_of(level) is None:
             raise ValueError(
                 f"level {index} is {_named(level)}, which cannot verify: expected a language model, as a "
                 "CausalLMDrafter has"
             )
     first = levels[0]
-    if not first.supposes:
+    if not supposes(first):
         raise ValueError(
             f"level 0 is {_named(first)}, which cannot take back what it was told: expected a drafter that "
             "can: a CachebackDrafter, a CausalLMDrafter, or an HSDrafter without a narrow window"

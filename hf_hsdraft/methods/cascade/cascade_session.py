@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...core.draft_tree import DraftTree
-from ...drafters.base.protocol import Accepted, Ask, Reader, Session
+from ...drafters.base.protocol import Accepted, Ask, Session
 from ...verify.foresight import Foresight
 from .held_chain import Choice, HeldChain
+from .levels import SupposingSession
+from .lm_reader import LMReader
 from .state_feed import StateFeed
 
 
@@ -49,8 +51,8 @@ class CascadeSession(Session):
 
     def __init__(
         self,
-        lower: Session,
-        reader: Reader,
+        lower: SupposingSession,
+        reader: LMReader,
         step: Step,
         rows: int,
         feed: StateFeed | None = None,
@@ -91,6 +93,7 @@ class CascadeSession(Session):
             self._lower.observe(news)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
+        """See `SupposingSession`."""
         self._supposed.update({each.row: list(each.tokens) for each in news})
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ from ...drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .hierarchy_fits import Fits, fitting
+from .levels import model_of, reader_of
 
 DEEPEST = 10  # greatest number of tokens of a chain that is measured
 _COUNTS = (1, 2, 3, 5, 9, 13, 21)  # tokens of the forwards that are timed
@@ -138,7 +139,7 @@ def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
     """
     drafter = CausalLMDrafter(model)
     drafter.check(model)
-    reader = drafter.reader(1, max(_COUNTS))
+    reader = reader_of(drafter, 1, max(_COUNTS))
     seconds: dict[int, list[float]] = {count: [] for count in _COUNTS}
     for repeat in range(repeats + 1):
         for count in _COUNTS:
@@ -182,7 +183,7 @@ class Measuring:
         Raises:
             DraftingRefused: a drafter fits neither the target nor a middle model. Nothing is measured then.
         """
-        middles = {name: each.verifying_model for name, each in self.drafters.items()}
+        middles = {name: model_of(each) for name, each in self.drafters.items()}
         models = {name: model for name, model in middles.items() if model is not None} | {TARGET: self.target}
         fits = fitting(self.drafters, models, TARGET, self.tokenizer)
         self.tell("plain decoding")

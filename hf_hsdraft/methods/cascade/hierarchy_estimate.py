@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import typer
+
 from ...bench.decoding_estimate import Device
 from ...training.evaluate.estimate import target_parts
 from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
@@ -39,6 +41,31 @@ def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int =
     if even == 1:
         return Curve(((1, max(reading, token)), (2, 2 * token)))
     return Curve(((1, reading), (even, reading), (2 * even, 2 * even * token)))
+
+
+def tell(config: Any, middle: Any, shares: str, device: Device, length: int, other: float) -> list[str]:
+    """Returns what `hsdraft estimate --middle` tells, see `estimated_levels` and `estimate_cascade`.
+
+    Args:
+        shares: as the option `--shares` has them.
+
+    Raises:
+        BadParameter: they are no shares, or the middle model has other tokens.
+    """
+    try:
+        found = [float(share) for share in shares.split(",")]
+    except ValueError:
+        told = f"{shares!r} is invalid: expected three numbers of 0 or more and below 1, as 0.4,0.4,0.8"
+        raise typer.BadParameter(told, param_hint="--shares") from None
+    for check, hint in (
+        (lambda: check_shares(found), "--shares"),
+        (lambda: check_vocabularies(config, middle), "--middle"),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=hint) from None
+    return [*estimate_cascade(estimated_levels(config, middle, found, device, length), other), SAME_TOKENS]
 
 
 def check_shares(shares: Sequence[float]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.refusals import DraftingRefused
 from ...drafters.base.protocol import Drafter
+from .levels import supposes
 
 Pair = tuple[str, str]  # names of a drafter and of the model that verifies it
 
@@ -61,7 +62,7 @@ def fitting(drafters: Mapping[str, Drafter], models: Mapping[str, Any], target: 
 
 def _misfit(drafter: Drafter, model: Any, is_middle: bool) -> str:
     """Returns why a drafter cannot draft for a model; empty if it can."""
-    if is_middle and not drafter.supposes:
+    if is_middle and not supposes(drafter):
         return f"a {type(drafter).__name__} cannot take back what a middle model told it"
     try:
         drafter.check(model)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...drafters.base.protocol import Accepted, Reader, Session
+from ...drafters.base.protocol import Accepted
+from .levels import SupposingSession
+from .lm_reader import LMReader
 
 
 class StateFeed:
@@ -17,7 +19,7 @@ class StateFeed:
         reader: of the model, with the taps of the session's drafter.
     """
 
-    def __init__(self, lower: Session, reader: Reader) -> None:
+    def __init__(self, lower: SupposingSession, reader: LMReader) -> None:
         self._lower, self._reader = lower, reader
         self._told: dict[int, int] = {}  # number of positions of each text that the session has observed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from transformers.utils import logging
@@ -17,6 +17,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import TreeSession
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
+from .first_layers import FirstLayers
 from .imitation_network import ImitationNetwork
 
 logger = logging.get_logger(__name__)
@@ -37,7 +38,7 @@ class ImitationExpansion(Expansion):
 
     drafter: ImitationNetwork
     weights: TargetWeights
-    first: Any
+    first: FirstLayers
     depth: int
     temperature: float = 1.0
     race: Race | None = None
@@ -75,7 +76,8 @@ class SelfSession(TreeSession):
         super().__init__(call.options, weights.vocab_ids.to(device_of(call.target)), call.foresight)
         self._drafter, self._weights = drafter, weights
         self._rows = list(range(call.rows))
-        self._first = call.first_layers(config.draft_layers, call.options.own["layer_reuse"])
+        reuse = call.options.own["layer_reuse"]
+        self._first: FirstLayers | None = call.read_ahead(partial(FirstLayers, count=config.draft_layers, reuse=reuse))
         sizes = config.draft_layers, config.num_hidden_layers, config.intermediate_size, config.draft_vocab_size
         self.kind = *sizes, drafter.dtype, drafter.device
         if self._first is None and call.options.depth > 0:
@@ -100,5 +102,6 @@ class SelfSession(TreeSession):
         return [trees[ask.row] for ask in asks]
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        assert self._first is not None
         race = self.race([ask.row for ask in asks], depth)
         return ImitationExpansion(self._drafter, self._weights, self._first, depth, options.draw_temperature, race)

@@ -19,6 +19,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
 from ...training.families.identity import record_name
 from ...training.families.noting import NotingSession
+from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
@@ -95,7 +96,11 @@ class _NotingSession(NotingSession, SelfSession):
 
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         first = self._first
+        assert first is not None
         self._first = first.apart()
         self.note(super().expansion(asks, depth, options))
         self._first = first
         return super().expansion(asks, depth, options)
+
+
+TRAINABLE[SelfFamily.name] = SelfFamily()

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.trainable import family_of
 from ...training.loss.loss import CHUNK_LOGITS, ChainLabels, LossParts, loss_parts, sum_over_chunks
+from ...training.loss.objectives import WHOLE_LOSSES, WholeLoss
 from .collapsed_frames import CollapsedFrames
 
 CTC = "ctc"
@@ -106,20 +107,11 @@ def ctc_losses(frames: torch.Tensor, choices: torch.Tensor, lengths: torch.Tenso
     return losses * (lengths > 0)
 
 
-def check_objective(config: Any, args: Any) -> None:
-    """Raises a ValueError where objective, drafter and the way of training do not go together.
-
-    Args:
-        config: configuration of the drafter.
-        args: arguments of the training.
-    """
-    frames, steps = bool(getattr(config, "ctc", False)), config.num_draft_steps
-    if frames != (args.objective == CTC):
-        wanted = "expected 'ctc', as its slots are frames with a blank" if frames else "its slots have no blank"
-        raise ValueError(f"objective={args.objective!r} is invalid for a drafter with ctc={frames}: {wanted}")
-    if args.ctc_labels is not None and not (frames and args.ctc_labels <= steps):
+def _check(config: Any, args: Any) -> None:
+    """See `WholeLoss.check`."""
+    if args.ctc_labels is not None and args.ctc_labels > config.num_draft_steps:
         raise ValueError(
-            f"ctc_labels={args.ctc_labels} is invalid: expected at most num_draft_steps={steps}, and objective='ctc'"
+            f"ctc_labels={args.ctc_labels} is invalid: expected at most num_draft_steps={config.num_draft_steps}"
         )
     only_values = {
         "data_policy": "teacher", "depth_weighting": "fixed", "rolled_fraction": 1.0, "regression_weight": 0.0,
@@ -127,13 +119,17 @@ def check_objective(config: Any, args: Any) -> None:
     }  # fmt: skip
     for name, only in only_values.items():
         value = getattr(args, name)
-        if frames and value != only:
+        if value != only:
             raise ValueError(
                 f"{name}={value!r} is invalid with objective='ctc', which compares all frames of a chain with the text "
                 f"at once: expected {only!r}"
             )
 
 
-def labels_for(config: Any, args: Any) -> int:
-    """Returns the number of labels of a chain: as asked for, or half the number of frames, rounded up."""
-    return args.ctc_labels or (config.num_draft_steps + 1) // 2
+def _made(args: Any, drafter: Any, weights: TargetWeights, teacher_head: torch.Tensor, chunk_logits: int) -> CTCLoss:
+    """See `WholeLoss.made`. By default a chain has half as many labels as frames, rounded up."""
+    num_labels = args.ctc_labels or (drafter.config.num_draft_steps + 1) // 2
+    return CTCLoss(weights, teacher_head, num_labels, chunk_logits)
+
+
+WHOLE_LOSSES[CTC] = WholeLoss({"ctc": True}, _check, _made)

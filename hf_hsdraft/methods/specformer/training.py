@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 from ...drafters.base.protocol import Session
+from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.identity import record_name
 from ...training.families.noting import NotingParallelSession
+from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
 from ...trees.tree_builders import Expansion
 from .collapsed_frames import CollapsedFrames
+from .configuration_specformer import SpecFormerConfig
 from .modeling_specformer import SpecFormerDrafter
 from .specformer_session import SpecFormerSession
 
@@ -86,7 +89,7 @@ class SpecFormerFamily(TravellingFamily):
     name = "specformer"
     drafter = SpecFormerDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
-    plain_options = {"refinement": 0.0}  # noqa: RUF012
+    plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
 
     def start_from_target(self, drafter: SpecFormerDrafter, target: Any, finals: torch.Tensor) -> None:
@@ -94,6 +97,9 @@ class SpecFormerFamily(TravellingFamily):
             rows = target.get_output_embeddings().weight.detach()
             rows = rows[drafter.draft_vocab_ids().to(rows.device)]
             start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
+
+    def only_objective(self, config: SpecFormerConfig) -> str:
+        return "ctc" if config.ctc else ""
 
     def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> SlotPredictions:
         return (FramePredictions if drafter.config.ctc else SlotPredictions)(drafter, weights)
@@ -112,3 +118,6 @@ class SpecFormerFamily(TravellingFamily):
 
 class _NotingSession(NotingParallelSession, SpecFormerSession):
     pass
+
+
+TRAINABLE[SpecFormerFamily.name] = SpecFormerFamily()
