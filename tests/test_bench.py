@@ -34,7 +34,7 @@ from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.cli._measured import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
-from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
+from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.training.data.conversations import read_jsonl
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from conftest import make_drafter, make_target
+from hf_hsdraft.hub.care import care
 from transformers import AutoModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import hf_hsdraft
 from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.hub.care import care
 from hf_hsdraft.hub.code_files import closure, flattened, relative_imports, write_flat
 
 PACKAGE = Path(hf_hsdraft.__file__).parent

@@ -19,9 +19,6 @@ from safetensors.torch import load_file
 from ..core.checks import few, printable
 from ..core.methods import offered
 
-# 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
-FORMAT_VERSION = 2
-
 CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...core.checks import is_integer
-from ...core.norms import RMSNorm
+from ...core.tensors import RMSNorm
 from .config_fields import check_fields, demand, described, setting
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from ...core.checks import printable
-from ...hub.care import care
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, WEIGHTS
+from ...hub.fetching import loading
+from ...hub.model_card import write_card
 from ...hub.publication import bring_known, complete_folder
+from ...hub.pushing import push
 from .formats import recognise
 from .protocol import Drafter
 
@@ -69,7 +71,7 @@ class PublishedDrafter(Drafter):
         """
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
-        with care().loading(name, bool(hub.get("local_files_only"))):
+        with loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
             form = recognise(checkpoint)
             other = f"{printable(name)} is of the format {form.name}, not a {cls.__name__}: load it by AutoDrafter"
@@ -102,12 +104,12 @@ class PublishedDrafter(Drafter):
                 bring_known(self.loaded_from, partial)
             for name, tensor in files.loose.items():
                 torch.save(tensor.detach().cpu(), partial / name)
-            care().write_card(partial, folder.resolve().name)
+            write_card(partial, folder.resolve().name)
         if LOOSE_MASK not in files.loose:
             (folder / LOOSE_MASK).unlink(missing_ok=True)  # that of a former drafter
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
+        """Sends what `save_pretrained` writes to the Hub; see `hub.pushing.push` for arguments and errors."""
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return care().push(Path(folder), repo_id, **kwargs)
+            return push(Path(folder), repo_id, **kwargs)

@@ -11,10 +11,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ...core.checks import LONGEST_NAME, is_code_file, is_integer, is_number, public_name, short
-from ...hub.drafter_files import FORMAT_VERSION
-from ...runtime.text_configs import decoder_layers
-from .special_tokens import AnySpecialTokens
+from ...core.checks import FORMAT_VERSION, LONGEST_NAME, is_code_file, is_integer, is_number, public_name, short
 
 logger = logging.get_logger(__name__)
 
@@ -80,7 +77,7 @@ class TravellingConfig(PreTrainedConfig):
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
-            "target_num_hidden_layers": decoder_layers(config),
+            "target_num_hidden_layers": own_integer(config, "num_decoder_layers") or config.num_hidden_layers,
             "num_attention_heads": heads,
             "num_key_value_heads": key_value_heads if heads % key_value_heads == 0 else heads,
             "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
@@ -282,3 +279,40 @@ def default_tap_layers(num_hidden_layers: int) -> list[int]:
     """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
     wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
     return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})
+
+
+class _Any:
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "any"
+
+
+ANY = _Any()
+
+
+class AnySpecialTokens:
+    """The configuration of a drafter, as a pipeline compares it with that of a target.
+
+    A pipeline takes an assistant without a tokenizer only if both configurations have the same special tokens. A
+    drafter writes no such tokens, and the target alone decides what ends a text. So it fits any special tokens.
+
+    Args:
+        config: The configuration that all other fields are read from.
+    """
+
+    bos_token_id = eos_token_id = pad_token_id = ANY
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self._config, name)

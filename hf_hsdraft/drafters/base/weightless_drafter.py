@@ -9,18 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...hub.care import care
+from ...core.checks import FORMAT_VERSION
 from ...hub.drafter_files import (
     CONFIG,
-    FORMAT_VERSION,
     HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
     find_folder,
     read_json,
 )
+from ...hub.fetching import loading
+from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import stored_options
 from ...hub.publication import complete_folder
+from ...hub.pushing import push
 from .loading_arguments import Placement
 from .protocol import Drafter
 
@@ -72,7 +74,7 @@ class WeightlessDrafter(Drafter):
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
         Placement.taken_from(kwargs)
-        with care().loading(name, bool(hub.get("local_files_only"))):
+        with loading(name, bool(hub.get("local_files_only"))):
             folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
             check_is_drafter(folder, cls.config_class.model_type)
             document, options = read_json(folder / CONFIG), stored_options(folder / OPTIONS)
@@ -94,10 +96,10 @@ class WeightlessDrafter(Drafter):
         with complete_folder(folder) as partial:
             (partial / CONFIG).write_text(json.dumps({**head, **self.document()}) + "\n", encoding="utf-8")
             self.generation_config.save_pretrained(partial)
-            care().write_card(partial, folder.resolve().name)
+            write_card(partial, folder.resolve().name)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends what `save_pretrained` writes to the Hub; see [`RepositoryCare`] for arguments and errors."""
+        """Sends what `save_pretrained` writes to the Hub; see `hub.pushing.push` for arguments and errors."""
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return care().push(Path(folder), repo_id, **kwargs)
+            return push(Path(folder), repo_id, **kwargs)

@@ -12,7 +12,7 @@ from ...runtime.target_limits import decoder_layers
 from ..base.config_fields import PlainConfig, check_fields, demand, described, most_of, setting
 from ..base.decoder_layer import LayerSizes, own_integer
 from ..base.layer_fields import MOST_LAYERS
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY, AnySpecialTokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 

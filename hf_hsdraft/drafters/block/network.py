@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...core.norms import RMSNorm
+from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
 from ..base.target_weights import TargetWeights, borrow
 from .block_context import training_attention

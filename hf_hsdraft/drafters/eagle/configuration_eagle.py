@@ -12,7 +12,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..base.config_fields import PlainConfig, check_fields, demand, described, setting
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
-from ..base.special_tokens import AnySpecialTokens
+from ..base.travelling_config import AnySpecialTokens
 
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
 DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the depth of the authors' trees

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...core.norms import RMSNorm
+from ...core.tensors import Attend as PackedAttend
+from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
-from ..base.packed_texts import Attend as PackedAttend
 from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.target_weights import TargetWeights
 from .configuration_eagle import EagleConfig

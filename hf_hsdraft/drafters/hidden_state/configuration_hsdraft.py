@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...hub.drafter_files import FORMAT_VERSION
-from ..base.draft_options import MOST_NODES
+from ...core.checks import FORMAT_VERSION, MOST_NODES
 from ..base.travelling_config import TravellingConfig, as_dict, as_list, default_tap_layers, demand
 
 INJECTORS = ("low_rank", "path", "selector")

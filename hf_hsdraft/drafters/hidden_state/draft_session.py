@@ -19,10 +19,11 @@ from ..base.protocol import Accepted, Ask, Session
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from .expansion import Expansion
-from .network import HSDraftNetwork
-from .reuse import Leftover, ensemble, reuse_of
+from .injectors import Leftover, ensemble
+from .network import HSDraftNetwork, WorkingWeights
+from .reuse import reuse_of
 from .roll_out import RollOut
-from .working_weights import WorkingWeights
+from .target_match import warn_of_poor_guesses
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps, embeddings of the following tokens, and positions
 
@@ -57,6 +58,7 @@ class HSDraftSession(Session):
         working: what decoding multiplies by; made of drafter and weights by default.
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
         roll_out: what reads and rolls; one that grows by default.
+        target: whose hidden states these are; told of drafts that do poorly when the call ends.
     """
 
     def __init__(
@@ -69,9 +71,12 @@ class HSDraftSession(Session):
         working: WorkingWeights | None = None,
         foresight: Foresight | None = None,
         roll_out: RollOut | None = None,
+        target: Any = None,
     ) -> None:
         config = drafter.config
-        self.drafter, self.weights = drafter, weights
+        self.drafter, self.weights, self._target = drafter, weights, target
+        self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
+        self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by text
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
         sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
         self._options = options or DraftOptions.of(drafter)
@@ -96,16 +101,29 @@ class HSDraftSession(Session):
             hidden = self._rolled([ask.row for ask in wanted], depth)
             drafted = self._trees(wanted, hidden, [min(ask.depth, depth) for ask in wanted], options)
             trees.update(zip((ask.row for ask in wanted), drafted, strict=True))
+        self._guessed = trees
         return list(trees.values())
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
+            self._count_guess(self._guessed.get(each.row), each.tokens[0])
             self._rows[each.row].supposed.clear()
             self.settle(each.tokens[:-1], each.row)
             embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
             self.read(each.taps, each.following, each.positions, each.row, embeds)
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
+        self._guessed = {}
+
+    def _count_guess(self, tree: DraftTree | None, token: int) -> None:
+        first = [] if tree is None else [node for node, depth in enumerate(tree.depths) if depth == 1]
+        if tree is not None and first:
+            self.guesses += 1
+            self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
+
+    def end(self) -> None:
+        if self._target is not None:
+            warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
         """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""

@@ -14,15 +14,16 @@ from transformers import GenerationConfig
 from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
-from ...hub.care import care, push_saved
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import HUB_ARGUMENTS
+from ...hub.fetching import loading
+from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
 from ..base.protocol import DraftCall, Drafter
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
@@ -91,7 +92,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         """
         hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
-        with care().loading(name, bool(hub.get("local_files_only"))):
+        with loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
             reason = why_no_causal_lm(checkpoint)
             if reason:

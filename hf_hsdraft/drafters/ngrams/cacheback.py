@@ -15,7 +15,7 @@ from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ..base.draft_options import MOST_LEADING, default_options
 from ..base.protocol import DraftCall
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY, AnySpecialTokens
 from ..base.weightless_drafter import WeightlessDrafter
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession

@@ -13,18 +13,16 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import is_integer
+from ...core.checks import FORMAT_VERSION, is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...drafters.base.by_config import load_by_config
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
 from ...drafters.base.protocol import DraftCall, Drafter, Session
-from ...drafters.base.special_tokens import ANY, AnySpecialTokens
-from ...hub.care import push_saved
+from ...drafters.base.travelling_config import ANY, AnySpecialTokens
 from ...hub.drafter_files import (
     CONFIG,
-    FORMAT_VERSION,
     HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
@@ -32,6 +30,7 @@ from ...hub.drafter_files import (
     read_json,
 )
 from ...hub.publication import complete_folder
+from ...hub.pushing import push_saved
 from ...runtime.capture_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS

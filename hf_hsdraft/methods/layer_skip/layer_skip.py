@@ -16,7 +16,7 @@ from ...drafters.base.draft_options import default_options
 from ...drafters.base.loading_arguments import give_options
 from ...drafters.base.protocol import DraftCall
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.special_tokens import ANY, AnySpecialTokens
+from ...drafters.base.travelling_config import ANY, AnySpecialTokens
 from ...drafters.base.weightless_drafter import WeightlessDrafter
 from ...drafters.language_model.layer_subset import are_layers, with_layers
 from ...drafters.language_model.lm_session import CausalLMSession

@@ -21,7 +21,7 @@ from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import DraftOptions
-from ...hub.care import care
+from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.target_limits import text_config
 from ...verify.verdict import Nodes, Verdict, Verifier
@@ -275,4 +275,4 @@ def save_beside(drafter: Any, classifier: PivotClassifier, folder: Path, target:
     if drafter.loaded_from is None or folder.resolve() != drafter.loaded_from.resolve():
         drafter.save_pretrained(folder)
     classifier.save(folder / FILE)
-    care().write_card(folder, folder.resolve().name)
+    write_card(folder, folder.resolve().name)

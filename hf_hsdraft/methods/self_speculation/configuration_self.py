@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.checks import is_integer
-from ...drafters.base.draft_options import MOST_NODES
+from ...core.checks import FORMAT_VERSION, MOST_NODES, is_integer
 from ...drafters.base.travelling_config import TravellingConfig, as_dict, as_list, demand
-from ...hub.drafter_files import FORMAT_VERSION
 from .layer_split import weights_of_a_layer
 
 # The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.

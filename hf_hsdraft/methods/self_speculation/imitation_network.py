@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ...core.norms import RMSNorm
-from ...drafters.base.state_network import StateNetwork
+from ...core.tensors import RMSNorm
+from ...drafters.base.target_weights import StateNetwork
 from .configuration_self import SelfDraftConfig
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core.checks import FORMAT_VERSION, MOST_NODES
 from ...drafters.base.decoder_layer import LayerSizes
-from ...drafters.base.draft_options import MOST_NODES
 from ...drafters.base.travelling_config import TravellingConfig, as_dict, as_list, demand
-from ...hub.drafter_files import FORMAT_VERSION
 
 # The greatest values that make sense; beyond them lie typing errors and files that want to exhaust a machine.
 LIMITS = {

@@ -14,12 +14,10 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from ...core.attention import batched_attention
-from ...core.norms import RMSNorm
-from ...core.tensors import is_unhooked
+from ...core.tensors import RMSNorm, is_unhooked
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, rotary_of
 from ...drafters.base.packed_texts import DraftContext, PackedTexts
-from ...drafters.base.state_network import StateNetwork
-from ...drafters.base.target_weights import TargetWeights
+from ...drafters.base.target_weights import StateNetwork, TargetWeights
 from .configuration_specformer import SpecFormerConfig
 
 

@@ -14,7 +14,7 @@ from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Ask, Session
 from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ...drafters.hidden_state.draft_session import HSDraftSession
 from ...drafters.hidden_state.expansion import Expansion
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.model_card import trunk_in_words
@@ -98,7 +98,7 @@ class HiddenStateFamily(TravellingFamily):
         return _NotingSession(session, drafts)
 
 
-class _NotingSession(NotingSession, HSCandidateGenerator):
+class _NotingSession(NotingSession, HSDraftSession):
     def _grown(
         self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
     ) -> list[DraftTree]:

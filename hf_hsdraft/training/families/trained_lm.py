@@ -11,8 +11,8 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from ...drafters.base.config_fields import PlainConfig
-from ...drafters.base.special_tokens import AnySpecialTokens
 from ...drafters.base.target_weights import TargetWeights
+from ...drafters.base.travelling_config import AnySpecialTokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
 from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.target_limits import text_config
