@@ -7,17 +7,17 @@ hidden size, K drafts of a block, V' draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
+from ..base.drafter_output import DrafterOutput
 from ..base.target_weights import TargetWeights, borrow
 from .block_context import training_attention
 from .configuration import BlockConfig
@@ -25,19 +25,6 @@ from .convolution import BlockConvolution
 from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
 
 AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, with the layer's index in front
-
-
-@dataclass
-class BlockDrafterOutput(ModelOutput):
-    """Output of [`BlockNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors `[S, D]`: the drafting slots of each block. Slot d predicts the token at start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 class BlockLayer(DecoderLayer):
@@ -196,7 +183,7 @@ class BlockNetwork(nn.Module):
         num_rolled: int | None = None,
         labels: Any = None,
         mask_embeds: torch.Tensor | None = None,
-    ) -> BlockDrafterOutput:
+    ) -> DrafterOutput:
         """Drafts blocks after many positions of packed texts at once (DFlash, training).
 
         The block that starts at pair i has its anchor x_{i+1} at position i + 1, and sees the context up to i. Blocks
@@ -231,7 +218,7 @@ class BlockNetwork(nn.Module):
         rolled = len(starts) if num_rolled is None else num_rolled
         drafts = tuple(hidden[: len(starts) if depth == 0 else rolled, depth] for depth in range(hidden.shape[1]))
         loss = None if labels is None else self.loss_function(self, drafts, labels)
-        return BlockDrafterOutput(loss=loss, hidden_states=drafts)
+        return DrafterOutput(loss=loss, hidden_states=drafts)
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         """Returns draft logits `[..., V']` of slots `[..., D]`, before any token information."""

@@ -11,36 +11,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...core.tensors import Attend as PackedAttend
 from ...core.tensors import RMSNorm
 from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
+from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.target_weights import TargetWeights
 from .configuration_eagle import EagleConfig
 
 AttendRows = Callable[..., torch.Tensor]  # as `Attend`, with the layer's index in front
-
-
-@dataclass
-class EagleOutput(ModelOutput):
-    """Output of [`EagleNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors, `[S, D]` and then `[num_rolled, D]`: y_0 .. y_{K-1} of each chain. y_d predicts the
-            token at start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 class EagleLayer(DecoderLayer):
@@ -169,7 +154,7 @@ class EagleNetwork(nn.Module):
         num_rolled: int | None = None,
         path_embeds: torch.Tensor | None = None,
         labels: Any = None,
-    ) -> EagleOutput:
+    ) -> DrafterOutput:
         """Reads texts, then unrolls drafts from some of their positions (EAGLE-3's training-time test).
 
         A row of step s at start i has read the text up to i by the target's hidden states, and the s steps of its own
@@ -206,7 +191,7 @@ class EagleNetwork(nn.Module):
         loss = None
         if labels is not None:
             loss = cast(Callable[..., Any], self.loss_function)(self, states, labels)
-        return EagleOutput(loss=loss, hidden_states=tuple(states))
+        return DrafterOutput(loss=loss, hidden_states=tuple(states))
 
 
 def _of_packed(attend: PackedAttend) -> AttendRows:

@@ -5,31 +5,16 @@ Letters in the shapes: T positions, S chains, K depths, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...core.tensors import RMSNorm
+from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.target_weights import StateNetwork
 from .configuration_self import SelfDraftConfig
-
-
-@dataclass
-class ImitationOutput(ModelOutput):
-    """Output of [`ImitationNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors `[S, D]`: imitations along each chain. That of depth d predicts the token at
-            start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 class ImitationBlock(nn.Module):
@@ -96,7 +81,7 @@ class ImitationNetwork(StateNetwork):
         document_ids: torch.Tensor | None = None,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> ImitationOutput:
+    ) -> DrafterOutput:
         """Predicts along many chains of packed texts, each token after the text's own.
 
         A draft begins with the token after position i, which the first layers read. So its first prediction is made of
@@ -116,4 +101,4 @@ class ImitationNetwork(StateNetwork):
         places = [starts + 1, *(starts[:rolled] + 1 + depth for depth in range(1, self.config.num_draft_steps))]
         drafts = self.imitated(taps[torch.cat(places).clamp(max=last)]).split([len(each) for each in places])
         loss = None if labels is None else self.loss_function(self, drafts, labels)
-        return ImitationOutput(loss=loss, hidden_states=drafts)
+        return DrafterOutput(loss=loss, hidden_states=drafts)

@@ -5,33 +5,19 @@ Letters in the shapes: T pairs that are read, S or B texts or chains, K slots, D
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...core.attention import batched_attention
 from ...core.tensors import RMSNorm, is_unhooked
 from ...drafters.base.decoder_layer import Attention, DecoderLayer, rotary_of
+from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.packed_texts import DraftContext, PackedTexts
 from ...drafters.base.target_weights import StateNetwork, TargetWeights
 from .configuration_specformer import SpecFormerConfig
-
-
-@dataclass
-class SpecFormerOutput(ModelOutput):
-    """Output of [`SpecFormerNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors `[S, D]`: the slots of each chain. Slot d predicts the token at start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 def _of_slots(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
@@ -99,7 +85,7 @@ class SpecFormerNetwork(StateNetwork):
         document_ids: torch.Tensor | None = None,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> SpecFormerOutput:
+    ) -> DrafterOutput:
         """Drafts after many positions of packed texts at once.
 
         Args:
@@ -127,7 +113,7 @@ class SpecFormerNetwork(StateNetwork):
             first = torch.cat([first, self.slots(states[rolled:], 1)[:, 0]])
         drafts = (first, *further)
         loss = None if labels is None else self.loss_function(self, drafts, labels)
-        return SpecFormerOutput(loss=loss, hidden_states=drafts)
+        return DrafterOutput(loss=loss, hidden_states=drafts)
 
     def slots(self, states: torch.Tensor, count: int) -> torch.Tensor:
         """Returns the first slots `[B, count, D]` of states `[B, D]` that have attended to the text."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...drafters.base.config_fields import PlainConfig
+from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.travelling_config import AnySpecialTokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
@@ -19,19 +19,6 @@ from ...runtime.target_limits import text_config
 from ...trees.tree_masks import as_attention_takes_it
 from ..loss.branches import Branches
 from ..loss.predictions import Predictions, trained
-
-
-@dataclass
-class LMOutput(ModelOutput):
-    """What a forward of training gives.
-
-    Attributes:
-        loss: what `loss_function` makes of the states.
-        hidden_states: final states of each depth, `[S, D]` and `[R, D]`.
-    """
-
-    loss: Any = None
-    hidden_states: Any = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ class TrainedLM(CausalLMDrafter):
         path_embeds: torch.Tensor,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> LMOutput:
+    ) -> DrafterOutput:
         """Reads the texts of a pack, and the chains that leave them.
 
         Args:
@@ -116,7 +103,7 @@ class TrainedLM(CausalLMDrafter):
         states = self.states(inputs, rows, self.before(taps, document_ids, rolled, rows))
         hidden_states = states[starts + 1], *(states[place] for place in places.unbind(dim=1))
         loss = None if labels is None else self.loss_function(self, hidden_states, labels)
-        return LMOutput(loss=loss, hidden_states=hidden_states)
+        return DrafterOutput(loss=loss, hidden_states=hidden_states)
 
     def before(
         self, taps: torch.Tensor, document_ids: torch.Tensor, starts: torch.Tensor, rows: Branches
