@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Ask, Session
+from ...drafters.base.protocol import Ask
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration_eagle import EagleConfig
 from ...drafters.eagle.eagle_session import EagleSession
@@ -19,7 +19,7 @@ from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
 from .family import Choose
-from .noting import NotingSession
+from .noting import Noting
 from .published import PublishedFamily
 
 
@@ -100,17 +100,17 @@ class EagleFamily(PublishedFamily):
         parallel = "" if config.mask_token_id is None else ", all depths at once"
         return f"{config.num_hidden_layers} layers{parallel}"
 
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
+    @property
+    def noting_mixin(self) -> type[Noting]:
+        return _Noting
 
 
-class _NotingSession(NotingSession, EagleSession):
-    """Notes expansions of a copy of what was read: what is drafted is written over by later rounds."""
+class _Noting(Noting, EagleSession):
+    """Drafts from a copy of what was read, as what is drafted is written over by later rounds."""
 
-    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
-        self.read_pending([0])
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         read = self._context
         self._context = read.copy_of(0)
-        self.note(super().expansion(asks, depth, options))
+        made = self.expansion(asks, expansion.depth, options)
         self._context = read
-        return super().expansion(asks, depth, options)
+        return made
