@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...core.checks import is_integer
 from ...core.tensors import RMSNorm
-from .config_fields import check_fields, demand, described, setting
+from .config_fields import check_fields, demand, described, integer, setting
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 
@@ -34,11 +34,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 class LayerSizes:
     """Sizes of a decoder layer, and what kind of layer it is. Every field is checked when it is built."""
 
-    hidden_size: int = setting("width of the states", most=2**17)
-    intermediate_size: int = setting("inner width of the feed-forward block", most=2**20)
-    num_attention_heads: int = setting("number of query heads", most=2**12)
-    num_key_value_heads: int = setting("number of heads of keys and values", most=2**12)
-    head_dim: int = setting("width of a head", most=2**13)
+    hidden_size: int = setting("width of the states", limit=integer(2**17))
+    intermediate_size: int = setting("inner width of the feed-forward block", limit=integer(2**20))
+    num_attention_heads: int = setting("number of query heads", limit=integer(2**12))
+    num_key_value_heads: int = setting("number of heads of keys and values", limit=integer(2**12))
+    head_dim: int = setting("width of a head", limit=integer(2**13))
     rms_norm_eps: float = setting("epsilon of the norms", 1e-6)
     attention_bias: bool = setting("whether the products for queries, keys and values have a bias", False)
     output_bias: bool = setting("whether the product after attention has one", False)

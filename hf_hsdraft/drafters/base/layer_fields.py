@@ -7,8 +7,8 @@ from typing import Any
 
 from ...core.checks import short
 from ...core.fields import REQUIRED, Fields
-from .config_fields import most_of
 from .decoder_layer import LayerSizes
+from .plain_config import most_of
 
 MOST_LAYERS = 64
 # Sizes that not every format means, and that are no sizes of anything if they are negative.

@@ -9,9 +9,10 @@ from typing import Any
 
 from ...core.checks import is_integer, public_name
 from ...runtime.target_limits import decoder_layers
-from ..base.config_fields import PlainConfig, check_fields, demand, described, most_of, setting
+from ..base.config_fields import POSITIVE, check_fields, choice, demand, described, integer, number, setting
 from ..base.decoder_layer import LayerSizes, own_integer
 from ..base.layer_fields import MOST_LAYERS
+from ..base.plain_config import PlainConfig, most_of
 from ..base.travelling_config import ANY, AnySpecialTokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -46,51 +47,54 @@ class BlockConfig(PlainConfig):
     """
 
     vocab_size: int | None = setting(
-        "of the target; `None` where the drafter takes that of any target", most=2**22, optional=True
+        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
     )
-    target_hidden_size: int = setting("width of the target's hidden states and embeddings", most=2**17)
+    target_hidden_size: int = setting("width of the target's hidden states and embeddings", limit=integer(2**17))
     target_tap_layers: tuple[int, ...] = setting(
         "hidden states of the target that are read, ascending. 0 are the embeddings, k the output of layer k. The "
         "order is that of the columns of `fc`"
     )
     sizes: LayerSizes = setting("of the layers")
-    num_hidden_layers: int = setting("number of layers", most=MOST_LAYERS)
-    block_size: int = setting("number of slots", most=256)
+    num_hidden_layers: int = setting("number of layers", limit=integer(MOST_LAYERS))
+    block_size: int = setting("number of slots", limit=integer(256))
     sample_from_anchor: bool = setting("True for the anchor-first layout, False for fill-in")
     mask_token_id: int = setting("the token whose embedding stands for a mask")
     draft_vocab_size: int | None = setting(
-        "number of tokens that can be drafted; `None` for those of any target", most=2**22, optional=True
+        "number of tokens that can be drafted; `None` for those of any target", limit=integer(2**22), optional=True
     )
     rope: Mapping[str, Any] = setting(
         "`rope_parameters` and `max_position_embeddings`, see `rotary_of`", default_factory=dict
     )
     sights: tuple[Sight, ...] = setting("how far slots see, by layer", ())
     markov_rank: int = setting(
-        "rank of the head that tells slots the tokens before them (DSpark); 0 for none", 0, least=0, most=MOST_RANK
+        "rank of the head that tells slots the tokens before them (DSpark); 0 for none",
+        0,
+        limit=integer(MOST_RANK, least=0),
     )
-    markov_head_type: str = setting("type of that head", "vanilla", among=MARKOV_HEADS)
+    markov_head_type: str = setting("type of that head", "vanilla", choice(*MARKOV_HEADS))
     confidence_head: str = setting(
         '`"none"`, `"hidden"`, or `"markov"` where it reads the token before a slot too',
         "none",
-        among=("none", "hidden", "markov"),
+        choice("none", "hidden", "markov"),
     )
-    conv_kernel_size: int = setting("of the convolutions within a block (DFlash2); 0 for none", 0, least=0, most=256)
-    conv_group_size: int = setting("number of channels of a group of these", 16, most=2**17)
+    conv_kernel_size: int = setting(
+        "of the convolutions within a block (DFlash2); 0 for none", 0, limit=integer(256, least=0)
+    )
+    conv_group_size: int = setting("number of channels of a group of these", 16, limit=integer(2**17))
     selector_rank: int = setting(
-        "rank of the choice among candidates (DFlash2); 0 for none", 0, least=0, most=MOST_RANK
+        "rank of the choice among candidates (DFlash2); 0 for none", 0, limit=integer(MOST_RANK, least=0)
     )
-    selector_top_k: int = setting("number of candidates", 16, most=2**12)
+    selector_top_k: int = setting("number of candidates", 16, limit=integer(2**12))
     learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False)
     embedding_scale: float | None = setting(
         "factor of the target's embedding rows in a block; `None` for embeddings as the target makes them, but without "
         "a norm that it puts on them",
         1.0,
-        least=1e-12,
-        most=1e12,
+        POSITIVE,
         optional=True,
     )
-    output_multiplier: float = setting("factor of the logits", 1.0, least=1e-12, most=1e12)
-    final_logit_softcapping: float = setting("cap of the logits; 0 for none", 0.0, least=0, most=1e12)
+    output_multiplier: float = setting("factor of the logits", 1.0, POSITIVE)
+    final_logit_softcapping: float = setting("cap of the logits; 0 for none", 0.0, number())
     last_tap_is_normed: bool = setting(
         "whether the target's last hidden state is read after its final norm, as transformers gives it", True
     )

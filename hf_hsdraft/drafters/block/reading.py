@@ -17,8 +17,8 @@ from ...core.fields import REQUIRED, Fields
 from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import CONFIG
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
-from ..base.config_fields import most_of
 from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
+from ..base.plain_config import most_of
 from .configuration import MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
 
 _SPECULATORS = ("dflash", "dflash2", "dspark")

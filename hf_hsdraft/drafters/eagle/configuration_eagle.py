@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from ...core.checks import is_integer, public_name
 from ...runtime.target_limits import decoder_layers, text_config
-from ..base.config_fields import PlainConfig, check_fields, demand, described, setting
+from ..base.config_fields import check_fields, demand, described, integer, setting
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
+from ..base.plain_config import PlainConfig
 from ..base.travelling_config import AnySpecialTokens
 
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
@@ -32,9 +33,9 @@ class EagleConfig(PlainConfig):
     model_type: ClassVar[str] = "eagle3"
 
     layer: LayerSizes = setting("sizes of a layer, and what kind of layer it is")
-    vocab_size: int = setting("size of the target's vocabulary", most=2**22)
-    target_hidden_size: int = setting("width of the target's hidden states", most=2**17)
-    draft_vocab_size: int = setting("V', the number of tokens that the drafter can propose", most=2**22)
+    vocab_size: int = setting("size of the target's vocabulary", limit=integer(2**22))
+    target_hidden_size: int = setting("width of the target's hidden states", limit=integer(2**17))
+    draft_vocab_size: int = setting("V', the number of tokens that the drafter can propose", limit=integer(2**22))
     draft_vocab_ids: Sequence[int] | None = setting(
         "token ids behind the V' rows of the head, distinct; `None` for the first V'", None, repr=False
     )
@@ -43,7 +44,9 @@ class EagleConfig(PlainConfig):
         "i. `None` means 2, L // 2 and L - 3 of the L layers that the target turns out to have",
         None,
     )
-    num_hidden_layers: int = setting("number of layers. The first one alone reads embeddings too", 1, most=MOST_LAYERS)
+    num_hidden_layers: int = setting(
+        "number of layers. The first one alone reads embeddings too", 1, limit=integer(MOST_LAYERS)
+    )
     windows: Sequence[int | None] = setting(
         "number of positions that each layer attends to, the own one included; `None` for all", (None,)
     )
@@ -66,7 +69,7 @@ class EagleConfig(PlainConfig):
         "one depth after the other",
         None,
     )
-    num_draft_steps: int = setting("K, the greatest depth of a draft", DRAFT_STEPS, most=64)
+    num_draft_steps: int = setting("K, the greatest depth of a draft", DRAFT_STEPS, limit=integer(64))
     target_name: str = setting("name of the target, for messages and files", "")
     target_architectures: Sequence[str] = setting("class names of the target, for files", ())
 

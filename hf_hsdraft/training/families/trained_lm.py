@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...drafters.base.config_fields import PlainConfig
 from ...drafters.base.drafter_output import DrafterOutput
+from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.travelling_config import AnySpecialTokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
