@@ -34,16 +34,11 @@ def integer(most: int, least: int = 1) -> Limit:
     return Limit(lambda value: is_integer(value) and least <= value <= most, wanted, most)
 
 
-def number(least: float = 0.0) -> Limit:
-    return Limit(lambda value: is_number(value) and least <= value < 1e12, f"a number of {least:g} or more")
-
-
 def choice(*names: str) -> Limit:
     return Limit(lambda value: isinstance(value, str) and value in names, f"one of {', '.join(names)}")
 
 
 POSITIVE = Limit(lambda value: is_number(value) and 0.0 < value < 1e12, "a positive number")
-FLAG = Limit(lambda value: isinstance(value, bool), "true or false")
 
 
 def setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import re
@@ -111,36 +112,26 @@ class TravellingConfig(PreTrainedConfig):
     target_tokenizer_hash: str = setting("Digest of the target's tokenizer, if it is known", "", _LINE)
     weights_digest: Mapping[str, str] | None = setting(
         "SHA-256 of each file of weights, by name. `save_pretrained` writes it",
-        None,
-        _DIGESTS,
-        optional=True,
-        convert=as_dict,
-    )
+        None, _DIGESTS, optional=True, convert=as_dict
+    )  # fmt: skip
     code_files: Sequence[str] | None = setting(
         "Names of the `*.py` files that were saved too, so that a later version can replace them. `save_pretrained` "
         "writes them",
-        None,
-        _CODE,
-        optional=True,
-        convert=as_list,
-    )
+        None, _CODE, optional=True, convert=as_list
+    )  # fmt: skip
     format_version: int = setting(
         "Version of the files. Newer ones than this version's are refused, older ones load",
-        FORMAT_VERSION,
-        integer(10**6),
-    )
+        FORMAT_VERSION, integer(10**6)
+    )  # fmt: skip
     rms_norm_eps: float = setting("Epsilon of all RMS norms", 1e-5, POSITIVE)
     head: str = setting(
         '`"target"` uses the target\'s own output rows and stores none, `"trained"` has its own',
-        "target",
-        choice(*HEADS),
-    )
+        "target", choice(*HEADS)
+    )  # fmt: skip
     draft_vocab_size: int = setting(
         "V', the number of tokens the drafter can propose. `None` means all of them",
-        None,
-        integer(2**22),
-        derived=lambda config: config.vocab_size,
-    )
+        None, integer(2**22), derived=lambda config: config.vocab_size
+    )  # fmt: skip
     draft_vocab_ids: Sequence[int] | None = setting(
         "Token ids behind the V' rows, ascending. `None` means the first V'", None, convert=as_list
     )
@@ -218,7 +209,7 @@ class TravellingConfig(PreTrainedConfig):
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
-        return self if decoder or encoder else AnySpecialTokens(self)
+        return self if decoder or encoder else any_special_tokens(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -276,35 +267,25 @@ class AttendingConfig(TravellingConfig):
     target_tap_layers: Sequence[int] = setting(
         "Hidden states of the target that the drafter reads, ascending (0 = embeddings, i = output of layer i). `None` "
         "picks one low, one middle and one high layer (EAGLE-3, section 3.1)",
-        None,
-        convert=as_list,
-        derived=lambda config: default_tap_layers(config.target_num_hidden_layers),
-    )
+        None, convert=as_list, derived=lambda config: default_tap_layers(config.target_num_hidden_layers)
+    )  # fmt: skip
     hidden_size: int = setting(
         'Width of the drafted states; `target_hidden_size` unless `head="trained"`',
-        None,
-        integer(2**17),
-        derived=lambda config: config.target_hidden_size,
-    )
+        None, integer(2**17), derived=lambda config: config.target_hidden_size
+    )  # fmt: skip
     num_attention_heads: int = setting("Number of attention heads of a layer", 16, integer(2**12))
     num_key_value_heads: int = setting(
         "Number of key/value heads of a layer (grouped-query attention)",
-        None,
-        integer(2**12),
-        derived=lambda config: config.num_attention_heads,
-    )
+        None, integer(2**12), derived=lambda config: config.num_attention_heads
+    )  # fmt: skip
     head_dim: int = setting(
         "Width of one head. `None` means `hidden_size // num_attention_heads`",
-        None,
-        integer(2**13),
-        derived=lambda config: config.hidden_size // config.num_attention_heads,
-    )
+        None, integer(2**13), derived=lambda config: config.hidden_size // config.num_attention_heads
+    )  # fmt: skip
     intermediate_size: int = setting(
         "Inner width of the feed-forward blocks. `None` means four times that of the states",
-        None,
-        integer(2**20),
-        derived=lambda config: 4 * config.hidden_size,
-    )
+        None, integer(2**20), derived=lambda config: 4 * config.hidden_size
+    )  # fmt: skip
     sliding_window: int | None = setting(
         "Number of positions that the drafter attends to, the own one included; `None` for all. One that sees all "
         "drafts worse beyond the lengths it was trained on",
@@ -380,22 +361,13 @@ class _Any:
 ANY = _Any()
 
 
-class AnySpecialTokens:
-    """The configuration of a drafter, as a pipeline compares it with that of a target.
+def any_special_tokens(config: Any, *further: str) -> Any:
+    """A copy of a drafter's configuration that a pipeline finds equal to a target's in special tokens and `further`.
 
     A pipeline takes an assistant without a tokenizer only if both configurations have the same special tokens. A
-    drafter writes no such tokens, and the target alone decides what ends a text. So it fits any special tokens.
-
-    Args:
-        config: The configuration that all other fields are read from.
+    drafter writes no such tokens, and the target alone decides what ends a text.
     """
-
-    bos_token_id = eos_token_id = pad_token_id = ANY
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_config":  # while a copy is made
-            raise AttributeError(name)
-        return getattr(self._config, name)
+    twin = copy.copy(config)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", *further):
+        object.__setattr__(twin, name, ANY)  # it may be frozen
+    return twin

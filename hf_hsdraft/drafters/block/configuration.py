@@ -9,11 +9,11 @@ from typing import Any
 
 from ...core.checks import is_integer, public_name
 from ...runtime.target_limits import decoder_layers
-from ..base.config_fields import POSITIVE, check_fields, choice, demand, described, integer, number, setting
+from ..base.config_fields import POSITIVE, check_fields, choice, demand, described, integer, setting
 from ..base.decoder_layer import LayerSizes, own_integer
 from ..base.layer_fields import MOST_LAYERS
-from ..base.plain_config import PlainConfig, most_of
-from ..base.travelling_config import ANY, AnySpecialTokens
+from ..base.plain_config import PlainConfig, most_of, number
+from ..base.travelling_config import any_special_tokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -68,15 +68,13 @@ class BlockConfig(PlainConfig):
     sights: tuple[Sight, ...] = setting("how far slots see, by layer", ())
     markov_rank: int = setting(
         "rank of the head that tells slots the tokens before them (DSpark); 0 for none",
-        0,
-        limit=integer(MOST_RANK, least=0),
-    )
+        0, limit=integer(MOST_RANK, least=0)
+    )  # fmt: skip
     markov_head_type: str = setting("type of that head", "vanilla", choice(*MARKOV_HEADS))
     confidence_head: str = setting(
         '`"none"`, `"hidden"`, or `"markov"` where it reads the token before a slot too',
-        "none",
-        choice("none", "hidden", "markov"),
-    )
+        "none", choice("none", "hidden", "markov")
+    )  # fmt: skip
     conv_kernel_size: int = setting(
         "of the convolutions within a block (DFlash2); 0 for none", 0, limit=integer(256, least=0)
     )
@@ -89,10 +87,8 @@ class BlockConfig(PlainConfig):
     embedding_scale: float | None = setting(
         "factor of the target's embedding rows in a block; `None` for embeddings as the target makes them, but without "
         "a norm that it puts on them",
-        1.0,
-        POSITIVE,
-        optional=True,
-    )
+        1.0, POSITIVE, optional=True
+    )  # fmt: skip
     output_multiplier: float = setting("factor of the logits", 1.0, POSITIVE)
     final_logit_softcapping: float = setting("cap of the logits; 0 for none", 0.0, number())
     last_tap_is_normed: bool = setting(
@@ -127,7 +123,7 @@ class BlockConfig(PlainConfig):
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Returns this configuration as transformers compares it with that of a target."""
-        return AnySpecialTokens(self) if self.vocab_size is not None else _OfAnyTarget(self)
+        return any_special_tokens(self, *() if self.vocab_size is not None else ("vocab_size",))
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> BlockConfig:
@@ -230,12 +226,6 @@ class BlockConfig(PlainConfig):
             wanted = f"at most draft_vocab_size={self.draft_vocab_size}"
             _demand(self.selector_top_k <= (self.draft_vocab_size or 0), "selector_top_k", self.selector_top_k, wanted)
             _demand(self.markov_rank == 0, "markov_rank", self.markov_rank, "0 beside a selector of candidates")
-
-
-class _OfAnyTarget(AnySpecialTokens):
-    """The configuration of a drafter that takes any vocabulary."""
-
-    vocab_size = ANY
 
 
 def default_tap_layers(num_target_layers: int, count: int) -> list[int]:

@@ -13,7 +13,6 @@ from ..base.config_fields import check_fields, demand, described, integer, setti
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
 from ..base.plain_config import PlainConfig
-from ..base.travelling_config import AnySpecialTokens
 
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
 DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the depth of the authors' trees
@@ -53,9 +52,8 @@ class EagleConfig(PlainConfig):
     rope: Mapping[str, Any] = setting(
         "how positions are rotated: `rope_parameters`, or `rope_theta` and `rope_scaling`, and "
         "`max_position_embeddings`. A `rope_theta` that is missing is 10,000",
-        default_factory=dict,
-        hash=False,
-    )
+        default_factory=dict, hash=False
+    )  # fmt: skip
     norm_before_residual: bool = setting("whether the first layer's residual is the normed state", False)
     norm_before_fc: bool = setting("whether all hidden states of the target are normed together", False)
     fc_norm: bool = setting("whether each of them is normed by itself", False)
@@ -182,10 +180,6 @@ class EagleConfig(PlainConfig):
         if len(set(self.windows)) > 1:
             raise ValueError(f"windows={self.windows} is invalid in training: expected the same of each layer")
         return self.windows[0]
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 def default_taps(num_hidden_layers: int) -> tuple[int, ...]:

@@ -28,26 +28,22 @@ class HSDraftConfig(AttendingConfig):
         "A text by which the target is recognised, see `target_match`: its token ids `input_ids`, and the position "
         "`start` from which on the target wrote it. Of those tokens the target chooses `agreed` again, and the "
         "drafter's first choice hits `drafted`",
-        None,
-        convert=as_dict,
-    )
+        None, convert=as_dict
+    )  # fmt: skip
     num_hidden_layers: int = setting(
         "Number of layers of the trunk. All of them read the accepted text; g_0 comes of the last one", 1, integer(64)
     )
     num_roll_layers: int = setting(
         "Number of layers that a roll-out step goes through, which are the last ones; `None` means all. Fewer make the "
         "text's part deeper than the roll-out, which is what drafts cost",
-        None,
-        integer(64),
-        derived=lambda config: config.num_hidden_layers,
-    )
+        None, integer(64), derived=lambda config: config.num_hidden_layers
+    )  # fmt: skip
     num_step_modules: int = setting(
         "M, the number of parameter sets that take turns by step (PRISM, processing modules). The first one reads the "
         "text and gives g_0. Step k has set k, and all steps from M - 1 on have the last one. A set is the projection "
         "of the state before and the `num_roll_layers` layers. They share keys and values",
-        1,
-        integer(64),
-    )
+        1, integer(64)
+    )  # fmt: skip
     num_draft_steps: int = setting(
         "K, the number of hidden states rolled out per round, and so the depth of the draft tree", 6, integer(64)
     )
@@ -55,9 +51,8 @@ class HSDraftConfig(AttendingConfig):
         'How token information joins the hidden states. `"low_rank"` is the paper\'s bias W2 W1 e(parent); `"path"` is '
         'a gated network on hidden state, parent and the path from the root. `"selector"` scores pairs of the parent '
         "and each of the best candidates of a depth (DFlash2)",
-        "path",
-        choice(*INJECTORS),
-    )
+        "path", choice(*INJECTORS)
+    )  # fmt: skip
     injector_rank: int = setting("r, the rank through which token information reaches the logits", 128, integer(2**16))
     injector_hidden_size: int = setting("Inner width of the path injector", 256, integer(2**17))
     injector_top_k: int = setting("Number of candidates of a depth that the selector scores", 16, integer(2**16))

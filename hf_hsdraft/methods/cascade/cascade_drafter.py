@@ -19,8 +19,9 @@ from ...core.tensors import device_of
 from ...drafters.base.by_config import load_by_config
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
+from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import DraftCall, Drafter, Session
-from ...drafters.base.travelling_config import ANY, AnySpecialTokens
+from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import (
     CONFIG,
     HUB_ARGUMENTS,
@@ -43,17 +44,13 @@ _MOST = 64  # tokens that a level may pass up
 
 
 @dataclass(frozen=True)
-class CascadeConfig:
+class CascadeConfig(PlainConfig):
     """What transformers asks an assistant's configuration for."""
 
     model_type: ClassVar[str] = CASCADE
 
     vocab_size: Any = ANY  # only ids that all levels have are drafted
     is_encoder_decoder: bool = False
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 class CascadeDrafter(nn.Module, Drafter):

@@ -23,22 +23,17 @@ class SelfDraftConfig(TravellingConfig):
 
     target_layer_weights: int = setting(
         "Number of weights of one of the target's layers, for estimates; 0 if it is not known",
-        0,
-        integer(2**40, least=0),
-    )
+        0, integer(2**40, least=0)
+    )  # fmt: skip
     draft_layers: int = setting(
         "n, the number of the target's first layers that draft. `None` means a quarter of them",
-        None,
-        integer(4096),
-        derived=lambda config: max(1, config.target_num_hidden_layers // 4),
-    )
+        None, integer(4096), derived=lambda config: max(1, config.target_num_hidden_layers // 4)
+    )  # fmt: skip
     num_hidden_layers: int = setting("Number of blocks of the imitation network", 1, integer(64))
     intermediate_size: int = setting(
         "Inner width of its blocks. `None` means four times that of the states",
-        None,
-        integer(2**20),
-        derived=lambda config: 4 * config.target_hidden_size,
-    )
+        None, integer(2**20), derived=lambda config: 4 * config.target_hidden_size
+    )  # fmt: skip
     num_draft_steps: int = setting("K, the greatest depth of the draft tree", 5, integer(64))
     tree_size: int = setting("Number of nodes of the draft tree, the root not counted", 16, integer(MOST_NODES))
     beam_width: int = setting(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...drafters.base.config_fields import FLAG, integer, setting
+from ...drafters.base.config_fields import integer, setting
 from ...drafters.base.decoder_layer import LayerSizes
+from ...drafters.base.plain_config import FLAG
 from ...drafters.base.travelling_config import AttendingConfig, as_list
 
 
@@ -28,10 +29,8 @@ class SpecFormerConfig(AttendingConfig):
     target_tap_layers: Sequence[int] = setting(
         "Hidden states of the target that the drafter reads, ascending (0 = embeddings, i = output of layer i, the "
         "last one after the final norm). `None` picks the embeddings, a middle layer, and the last two (SpecFormer)",
-        None,
-        convert=as_list,
-        derived=lambda config: default_tap_layers(config.target_num_hidden_layers),
-    )
+        None, convert=as_list, derived=lambda config: default_tap_layers(config.target_num_hidden_layers)
+    )  # fmt: skip
     num_hidden_layers: int = setting("Number of layers over the slots; SpecFormer has one", 1, integer(64))
     num_draft_steps: int = setting("K, the number of slots, and so the depth of the draft tree", 8, integer(64))
     reads_tokens: bool = setting(
@@ -40,9 +39,8 @@ class SpecFormerConfig(AttendingConfig):
     ctc: bool = setting(
         "Whether slots are frames of which each may be blank, and are collapsed into a tree, see `collapsed_frames` "
         '("CTC drafter"). Such a drafter has learned by `objective="ctc"`',
-        False,
-        FLAG,
-    )
+        False, FLAG
+    )  # fmt: skip
 
     @property
     def sizes(self) -> LayerSizes:

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ...drafters.base.drafter_output import DrafterOutput
-from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.travelling_config import AnySpecialTokens
+from ...drafters.base.travelling_config import any_special_tokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
 from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.target_limits import text_config
@@ -22,7 +21,7 @@ from ..loss.predictions import Predictions, trained
 
 
 @dataclass(frozen=True)
-class LMTrainingConfig(CausalLMDrafterConfig, PlainConfig):
+class LMTrainingConfig(CausalLMDrafterConfig):
     """What training asks a drafter's configuration for. It is not saved: the folder is that of the language model.
 
     Attributes:
@@ -39,8 +38,8 @@ class LMTrainingConfig(CausalLMDrafterConfig, PlainConfig):
     target_name: str = ""
     hidden_size: int = 0
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        return AnySpecialTokens(CausalLMDrafterConfig())
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        return any_special_tokens(CausalLMDrafterConfig())
 
 
 class TrainedLM(CausalLMDrafter):
