@@ -15,7 +15,7 @@ from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import HUB_ARGUMENTS
+from ...hub.drafter_files import taken_for_hub
 from ...hub.fetching import loading
 from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
@@ -87,8 +87,7 @@ class CausalLMDrafter(nn.Module, Drafter):
             OSError: There is no such folder or repository, or it holds no model.
             ValueError: It is no causal language model of transformers, or an option is wrong.
         """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
             reason = why_no_causal_lm(checkpoint)

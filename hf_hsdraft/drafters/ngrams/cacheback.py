@@ -16,8 +16,8 @@ from ...runtime.target_limits import text_config
 from ..base.draft_options import MOST_LEADING, default_options
 from ..base.plain_config import PlainConfig
 from ..base.protocol import DraftCall
+from ..base.saved_drafter import WeightlessDrafter
 from ..base.travelling_config import ANY
-from ..base.weightless_drafter import WeightlessDrafter
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 

@@ -24,11 +24,11 @@ from ...drafters.base.protocol import DraftCall, Drafter, Session
 from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import (
     CONFIG,
-    HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
     find_folder,
     read_json,
+    taken_for_hub,
 )
 from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
@@ -102,8 +102,7 @@ class CascadeDrafter(nn.Module, Drafter):
             OSError: There is no such folder or repository, or a level is missing.
             ValueError: It holds something else, or its levels do not go together.
         """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
         given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
         loading = {name: value for name, value in given.items() if value is not None}

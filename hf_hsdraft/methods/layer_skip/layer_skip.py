@@ -17,8 +17,8 @@ from ...drafters.base.loading_arguments import give_options
 from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import DraftCall
 from ...drafters.base.registry import register_drafter
+from ...drafters.base.saved_drafter import WeightlessDrafter
 from ...drafters.base.travelling_config import ANY
-from ...drafters.base.weightless_drafter import WeightlessDrafter
 from ...drafters.language_model.layer_subset import are_layers, with_layers
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_trial import ability_of
