@@ -127,18 +127,14 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward block.
+    """The gated feed-forward block, of width `size` with `inner` width."""
 
-    Args:
-        sizes: of the layer.
-    """
-
-    def __init__(self, sizes: LayerSizes) -> None:
+    def __init__(self, size: int, inner: int, act: str = "silu") -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
-        self.act = ACT2FN[sizes.hidden_act]
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.act = ACT2FN[act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
@@ -157,7 +153,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.self_attn = Attention(sizes, input_size)
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.mlp = FeedForward(sizes)
+        self.mlp = FeedForward(sizes.hidden_size, sizes.intermediate_size, sizes.hidden_act)
 
     def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
         """Returns the states `[..., n, D]` after this layer, or those at `rows` alone."""

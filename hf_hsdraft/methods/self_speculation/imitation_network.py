@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...core.tensors import RMSNorm
+from ...drafters.base.decoder_layer import FeedForward
 from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.target_weights import StateNetwork
 from .configuration_self import SelfDraftConfig
 
 
-class ImitationBlock(nn.Module):
+class ImitationBlock(FeedForward):
     """A norm and a gated feed-forward block, with a residual.
 
     Args:
@@ -25,16 +25,11 @@ class ImitationBlock(nn.Module):
     """
 
     def __init__(self, config: SelfDraftConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
+        super().__init__(config.hidden_size, config.intermediate_size)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return x + super().forward(self.norm(x))
 
 
 class ImitationNetwork(StateNetwork):
