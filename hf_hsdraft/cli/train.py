@@ -6,7 +6,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -14,10 +14,8 @@ from ..core.methods import offered
 from ._shared import Dtype, Injector, TargetOption, checked_device, console
 
 app = typer.Typer()
-
-
-_FAMILIES = ("hidden-state", "block", "eagle3", "steered-lm", "lm", *offered("family"))
-Family: Any = StrEnum("Family", {name: name for name in _FAMILIES})
+_FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
+Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
 _DEFAULT_FAMILY = Family("hidden-state")
 
 

@@ -2,7 +2,7 @@
 
     config.json, generation_config.json     sizes, target, digests, the map to the code; drafting options
     model.safetensors                       weights
-    refiner/, pivot_verifier.safetensors    files of methods, where they were trained
+    refiner/ and others                     files of methods, see `METHOD_FILES`
     *.py, custom_generate/                  the code, for those who have not installed it
     training_recipe.json, figures.json      how it was trained, what was measured
     README.md, *.png                        the card, made of those

@@ -29,7 +29,7 @@ from .protocol import Drafter
 class SavedDrafter(Drafter):
     """A drafter that is saved with its options and a card. A family says by `write` what else its folder holds."""
 
-    loaded_from: Path | None = None  # where recipe, figures and a refiner may lie
+    loaded_from: Path | None = None  # holds recipe, figures and files of methods, if any
 
     def write(self, folder: Path, **kwargs: Any) -> None:
         """Writes configuration, and weights if there are any; `kwargs` are those of `save_pretrained`."""

@@ -1,6 +1,6 @@
 """What self-speculation brings: tau, the share of the target's work that is reused, and the speed-up.
 
-    python -m hf_hsdraft.bench.layer_reuse --drafters self4 self8 self15 --prompts heldout_prompts.jsonl --count 24
+    python benchmarks/layer_reuse.py --drafters self4 self8 self15 --prompts heldout_prompts.jsonl --count 24
 
 Plain decoding, drafts whose layers are reused, and drafts whose layers are computed anew decode each prompt in turn.
 """
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..drafters.base.auto_drafter import AutoDrafter
-from ..engine.call_output import DraftStatistics
-from ..runtime.target_loading import load_target
-from ..training.data.conversations import read_prompts
-from .measure import encode_prompt, pooled_tau
-from .run import spread, turn_order
+from hf_hsdraft.bench.measure import encode_prompt, pooled_tau
+from hf_hsdraft.bench.run import spread, turn_order
+from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
+from hf_hsdraft.engine.call_output import DraftStatistics
+from hf_hsdraft.runtime.target_loading import load_target
+from hf_hsdraft.training.data.conversations import read_prompts
 
 _WAYS = ("plain", "reuse", "anew")
 
