@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.checks import MOST_NODES
-from ...drafters.base.config_fields import demand, integer, setting
+from ...drafters.base.config_fields import check_fields, demand, integer, setting
 from ...drafters.base.travelling_config import TravellingConfig
 from .layer_split import weights_of_a_layer
 
@@ -59,6 +59,7 @@ class SelfDraftConfig(TravellingConfig):
         return [self.draft_layers]
 
     def check(self) -> None:
+        check_fields(self)
         layers, count = self.draft_layers, self.target_num_hidden_layers
         # Before the taps, which are derived from it.
         demand(layers < count, "draft_layers", layers, f"it must be below target_num_hidden_layers={count}")
