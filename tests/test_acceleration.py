@@ -10,9 +10,10 @@ from test_contract import NEW, batch_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hsdraft
+from hf_hsdraft import HSDrafter
 from hf_hsdraft.cpu import packed_weights, private_operators
 from hf_hsdraft.cpu.products import Product
-from hf_hsdraft.drafters.hidden_state import draft_support
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.runtime.acceleration import Acceleration
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
@@ -23,6 +24,12 @@ def test_only_one_module_of_the_runtime_asks_for_acceleration():
     modules = [path for room in ("runtime", "engine") for path in (PACKAGE / room).glob("*.py")]
     asking = [path.stem for path in modules if re.search(r"^from \.\.(cpu|gpu)\.", path.read_text(), re.M)]
     assert asking == ["acceleration"]
+
+
+def plain_session(drafter, call):
+    """A session by the drafter's modules as they are."""
+    weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
+    return HSDraftSession(drafter, weights, call.options, batch_size=call.rows, foresight=call.foresight)
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def unaccelerated(monkeypatch):
     monkeypatch.setattr(
         Acceleration, "forward", lambda self, inputs, comes_again, model=None: (model or self._target)(**inputs)
     )
-    monkeypatch.setattr(draft_support, "_registered", [draft_support.DraftSupport()])
+    monkeypatch.setattr(HSDrafter, "session", plain_session)
     monkeypatch.setattr(Product, "__init__", forbidden)
     monkeypatch.setattr(packed_weights.PackedWeight, "__call__", forbidden)
     for name in ("packed_product", "product_in_8_bits"):
