@@ -253,7 +253,7 @@ def test_a_chat_that_continues_a_cache_keeps_its_context(target, monkeypatch):
     drafted = SpecFormerSession.drafted
 
     def noting(self, asks, depth):
-        noted[-1].append((int(self._anchor(0)), drafted(self, asks, depth)))
+        noted[-1].append((int(self.anchors([0])), drafted(self, asks, depth)))
         return noted[-1][-1][1]
 
     monkeypatch.setattr(SpecFormerSession, "drafted", noting)

@@ -20,13 +20,13 @@ from .code_files import ENTRY
 from .drafter_files import (
     CONFIG,
     DESCRIBED,
-    HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
     check_weights,
     fetch,
     find_folder,
     read_json,
+    taken_for_hub,
     tensors,
 )
 from .fetching import loading
@@ -118,9 +118,9 @@ class PretrainedDrafter(PreTrainedModel):
         for name in ("variant", "state_dict"):
             if kwargs.pop(name, None) is not None:
                 raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        hub, subfolder = taken_for_hub(kwargs)
         kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
-        name, subfolder = os.fspath(pretrained_model_name_or_path), kwargs.pop("subfolder", None) or ""
+        name = os.fspath(pretrained_model_name_or_path)
         fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
         overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
         with loading(name, bool(hub.get("local_files_only"))):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.utils import ModelOutput
 
 from ...core.tensors import device_of
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
+from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.protocol import DraftCall, Drafter
 from ..base.refiners import REFINER_OPTIONS, check_refiners
@@ -30,21 +29,6 @@ from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import read, roll
 
 _LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
-
-
-@dataclass
-class HSDrafterOutput(ModelOutput):
-    """Output of [`HSDrafter.forward`].
-
-    Attributes:
-        hidden_states: K tensors `[S, D]`: g_0 .. g_{K-1} of each chain; g_d predicts the token at start + 2 + d.
-        context: the context cache with the new positions appended.
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    context: DraftContext | None = None
 
 
 class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
@@ -96,7 +80,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         num_draft_steps: int | None = None,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> HSDrafterOutput:
+    ) -> DrafterOutput:
         """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
 
         Args:
@@ -119,7 +103,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
         states = roll(trunk, x, ropes, texts, num_rolled)
         loss = None if labels is None else self.loss_function(self, states, labels)
-        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
+        return DrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
