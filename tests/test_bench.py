@@ -30,10 +30,10 @@ from hf_hsdraft.bench.run import measure, turn_order
 from hf_hsdraft.bench.summary import quantile, summarise
 from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, NEW, check_points, padded_batches, padded_prompt
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
-from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.cli._measured import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 from hf_hsdraft.training.data.conversations import read_jsonl
 

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter
 from hf_hsdraft.bench import hierarchy_costs, hierarchy_run
-from hf_hsdraft.bench.decoding_estimate import Device
 from hf_hsdraft.bench.hierarchy import (
     Acceptance,
     Curve,
@@ -44,6 +43,7 @@ from hf_hsdraft.bench.hierarchy_run import CONDITION, Compared, Plans, cascade_o
 from hf_hsdraft.bench.run import Measured
 from hf_hsdraft.cli import main as cli
 from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.training.evaluate.decoding_estimate import Device
 
 
 def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, **fields) -> Levels:

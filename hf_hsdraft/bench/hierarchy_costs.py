@@ -17,13 +17,13 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ..drafters.base.wrapped_drafter import WrappedDrafter
 from ..drafters.language_model.lm_drafter import CausalLMDrafter
 from .calls import ArrivalStreamer
 from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .hierarchy_fits import Fits, fitting
 from .machine import synchronise
 from .run import Inputs
-from .wrapped_drafter import WrappedDrafter
 
 DEEPEST = 10  # greatest number of tokens of a chain that is measured
 _COUNTS = (1, 2, 3, 5, 9, 13, 21)  # tokens of the forwards that are timed

@@ -15,7 +15,7 @@ import torch
 
 from ..core.checks import printable
 from ..engine.call_output import DraftStatistics
-from ..serve.limits import room_left
+from ..runtime.answer_limits import room_left
 
 DEFINITIONS = (
     "tau: tokens emitted per target forward, bonus included (plain decoding: 1). "

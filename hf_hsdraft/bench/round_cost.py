@@ -31,11 +31,11 @@ from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, Logit
 from ..core.draft_tree import DraftTree
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
+from ..drafters.base.wrapped_drafter import WrappedDrafter
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..verify.own_choice import OwnChoice, own_choice
 from ..verify.verdict import Nodes, Verdict, Verifier, walk
-from .wrapped_drafter import WrappedDrafter
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..core.draft_tree import DraftTree
 from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
+from ..drafters.base.wrapped_drafter import WrappedDrafter
 from ..runtime.target_limits import text_config
-from .wrapped_drafter import WrappedDrafter
 
 
 def random_tree(root: int, truth: Sequence[int], depth: int, vocab_size: int, rng: random.Random) -> DraftTree:

@@ -123,8 +123,8 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
 
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
-    from ..bench.decoding_check import check_texts
     from ..bench.measure import pooled_tau
+    from ..training.evaluate.decoding_check import check_texts
 
     checked = []
     for found in check_texts(drafter, target, inputs, max_new_tokens):

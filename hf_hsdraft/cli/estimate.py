@@ -160,9 +160,9 @@ def _decoding(
         speeds: bytes and operations per second of the device.
         hierarchy: name of a middle model and the shares of `estimated_levels`; `None` leaves hierarchies out.
     """
-    from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
     from ..bench.hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
     from ..runtime.target_loading import load_config
+    from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
 
     config, device, length = load_config(target), Device(*speeds), drafting["length"]
     made = _drafter(config, *drafter)

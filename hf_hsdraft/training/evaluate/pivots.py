@@ -18,10 +18,10 @@ import torch
 
 from ...bench.checked_tasks import Item
 from ...bench.measure import encode_prompt, end_tokens
-from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...hub.care import care
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.target_limits import text_config

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..drafters.base.protocol import Drafter
-from ..training.evaluate.arithmetic import Arithmetic
-from ..training.evaluate.estimate import Estimate, target_parts
+from ...drafters.base.protocol import Drafter
+from .arithmetic import Arithmetic
+from .estimate import Estimate, target_parts
 
 _NOT_COUNTED = (
     "not counted: launches, the host, attention scores, reading what was accepted into the drafter, and memory of "

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import DraftCall, Drafter, Session
-from ..verify.verdict import Verifier
+from ...verify.verdict import Verifier
+from .draft_options import DraftOptions
+from .protocol import DraftCall, Drafter, Session
 
 
 class WrappedDrafter(Drafter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..runtime.target_limits import furthest_position
+from .target_limits import furthest_position
 
 
 def room_left(target: Any, length: int) -> int:

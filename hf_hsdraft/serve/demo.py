@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
+from ..bench.measure import DEFINITIONS, encode_prompts, first_divergence
 from ..drafters.base.protocol import Drafter
-from ..serve.limits import room_left
-from .measure import DEFINITIONS, encode_prompts, first_divergence
+from ..runtime.answer_limits import room_left
 
 _DRAFTED, _OWN = "green", "default"
 _WARM_UP = 24  # number of tokens

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..engine.call_output import DraftStatistics
-from .measure import Divergence, first_divergence
+from ...bench.measure import Divergence, first_divergence
+from ...engine.call_output import DraftStatistics
 
 
 @dataclass(frozen=True)
