@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
-from hf_hsdraft.bench.measure import encode_prompt
 from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import default_drafter, embedded_gguf, target_folder
 
 Load = Callable[..., Any]  # keywords of `from_pretrained` to a model

@@ -17,7 +17,7 @@ import transformers
 
 from hf_hsdraft import AutoDrafter, load_target
 from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
-from hf_hsdraft.bench.measure import encode_batch, encode_prompt
+from hf_hsdraft.runtime.prompt_inputs import encode_batch, encode_prompt
 from hf_hsdraft.runtime.target_loading import default_drafter
 
 

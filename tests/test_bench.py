@@ -21,7 +21,6 @@ from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
 from hf_hsdraft.bench.documents import main as write_documents
 from hf_hsdraft.bench.first_calls import FirstCalls, run_first_calls
 from hf_hsdraft.bench.machine import PeakMemory
-from hf_hsdraft.bench.measure import Divergence, encode_prompt
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.plots import draw_bench
 from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET, profile
@@ -35,6 +34,8 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
+from hf_hsdraft.engine.divergence import Divergence
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.training.data.conversations import read_jsonl
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}

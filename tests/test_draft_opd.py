@@ -13,7 +13,7 @@ from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, Pack, sample_c
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 
-from hf_hsdraft.bench.measure import end_tokens
+from hf_hsdraft.runtime.answer_limits import end_tokens
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan

@@ -17,7 +17,6 @@ from hf_hsdraft import CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDraf
 from hf_hsdraft.bench import quality as quality_module
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
-from hf_hsdraft.bench.measure import encode_prompt
 from hf_hsdraft.bench.prompt_questions import main as write_questions
 from hf_hsdraft.bench.prompt_questions import questions_of, text_of
 from hf_hsdraft.bench.quality import (
@@ -33,6 +32,7 @@ from hf_hsdraft.bench.quality_figures import as_document, bootstrap, row_of, tab
 from hf_hsdraft.bench.quality_log import AnswerLog, digest, model_digest, run_of
 from hf_hsdraft.bench.systems import PLAIN
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.training.evaluate import pivots
 from hf_hsdraft.training.evaluate.pivots import Place, Plan, collect, fit, label, utility
 from hf_hsdraft.verify.lossy_rule import Rule

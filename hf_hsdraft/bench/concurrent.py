@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..runtime.prompt_inputs import encode_prompt
 from .machine import PeakMemory
-from .measure import encode_prompt
 
 _MB = 10**6
 DEFINITION = (

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..runtime.prompt_inputs import encode_prompt
 from .machine import processor, synchronise
-from .measure import encode_prompt
 
 DEFINITION = (
     "seconds: of the first generate() of a process, without loading target and drafter; plain and drafted calls take "

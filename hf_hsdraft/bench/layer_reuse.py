@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ..drafters.base.auto_drafter import AutoDrafter
-from ..engine.call_output import DraftStatistics
+from ..engine.call_output import DraftStatistics, pooled_tau
+from ..runtime.prompt_inputs import encode_prompt
 from ..runtime.target_loading import load_target
 from ..training.data.conversations import read_prompts
-from .measure import encode_prompt, pooled_tau
 from .run import spread, turn_order
 
 _WAYS = ("plain", "reuse", "anew")

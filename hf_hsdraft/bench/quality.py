@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..drafters.base.draft_options import DraftOptions
+from ..runtime.answer_limits import end_tokens
+from ..runtime.prompt_inputs import encode_prompts
 from ..verify.lossy_rule import Rule
 from ..verify.verdict import Verifier
 from .calls import Settings, time_call
 from .checked_tasks import Item
-from .measure import encode_prompts, end_tokens
 from .run import WARM_UP_TOKENS, turn_order
 from .systems import PLAIN, System, with_options
 

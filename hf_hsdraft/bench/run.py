@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.divergence import Divergence, first_divergence
 from ..training.data.conversations import Prompt
 from .calls import Run, Settings, time_call
-from .measure import Divergence, first_divergence
 from .systems import PLAIN, System
 
 WARM_UP_TOKENS = 96  # enough for the rounds in which a pace learns what forwards cost

@@ -29,11 +29,11 @@ from rich.table import Table
 from ..core.tuning import TUNING
 from ..drafters.ngrams.cacheback import CachebackDrafter
 from ..generate.by_name import load_drafter
+from ..runtime.prompt_inputs import encode_prompt
 from ..runtime.target_loading import load_target, target_folder
 from ..training.data.conversations import read_prompts
 from ..vllm_plugin.speculation import NGRAMS, speculation_of
 from .machine import processor
-from .measure import encode_prompt
 from .run import spread
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -90,8 +90,8 @@ def check(
     A drafter that cannot be trained here decodes: it says whether the texts are those of plain decoding, and tau. Of a
     drafter that can be trained it compares, depth by depth, what training computes with what decoding uses.
     """
-    from ..bench.measure import encode_prompts
     from ..generate.by_name import load_drafter
+    from ..runtime.prompt_inputs import encode_prompts
     from ..runtime.target_loading import load_target
     from ..training.data.conversations import read_prompts
     from ..training.evaluate.parity import PROMPTS
@@ -123,7 +123,7 @@ def _check_training(drafter: Any, target: Any, inputs: list[Any], max_new_tokens
 
 
 def _check_decoding(drafter: Any, target: Any, inputs: list[Any], max_new_tokens: int) -> None:
-    from ..bench.measure import pooled_tau
+    from ..engine.call_output import pooled_tau
     from ..training.evaluate.decoding_check import check_texts
 
     checked = []

@@ -46,9 +46,9 @@ def plan(
     from ..bench.default_prompts import DEFAULT_PROMPTS, NOTE
     from ..bench.hierarchy_costs import Measuring
     from ..bench.hierarchy_run import Plans, compare
-    from ..bench.measure import encode_prompts
     from ..bench.run import spread
     from ..drafters.ngrams.cacheback import CachebackDrafter
+    from ..runtime.prompt_inputs import encode_prompts
     from ..runtime.target_loading import load_target
     from ..training.data.conversations import read_prompts
     from ..training.loop.pruning import check_empty

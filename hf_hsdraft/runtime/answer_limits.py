@@ -27,7 +27,7 @@ def room_left(target: Any, length: int) -> int:
     return window - length
 
 
-def end_tokens(target: Any, config: Any = None) -> list[int]:
+def end_tokens(target: Any, config: Any = None) -> set[int]:
     """Returns the ids of the tokens that end an answer.
 
     Args:
@@ -36,4 +36,4 @@ def end_tokens(target: Any, config: Any = None) -> list[int]:
     """
     configs = (config, target.generation_config)
     found: Any = next((each.eos_token_id for each in configs if each is not None and each.eos_token_id is not None), [])
-    return found if isinstance(found, list) else [found]
+    return set(found) if isinstance(found, list | tuple) else {found}

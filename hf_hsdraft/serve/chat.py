@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from .conversation import Answer, Conversation
-from .demo import DraftColourStreamer
+from .streamers import DraftColourStreamer
 
 HELP = """/clear   forget the conversation
 /plain   answer without the drafter

@@ -5,69 +5,20 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
-from transformers.generation.streamers import BaseStreamer
 
-from ..bench.measure import DEFINITIONS, encode_prompts, first_divergence
 from ..drafters.base.protocol import Drafter
+from ..engine.divergence import first_divergence
 from ..runtime.answer_limits import room_left
+from ..runtime.prompt_inputs import encode_prompts
+from .streamers import DRAFTED, DraftColourStreamer
 
-_DRAFTED, _OWN = "green", "default"
+DEFINITIONS = (
+    "tau: tokens emitted per target forward, bonus included (plain decoding: 1). "
+    "speed-up: tokens/s over plain generate(), same settings and process, alternating."
+)
 _WARM_UP = 24  # number of tokens
-
-
-class PieceStreamer(BaseStreamer):
-    """Hands on the text of tokens as they come. The last token of each round is the target's own, others are drafted.
-
-    Text waits for as long as its last character is incomplete.
-
-    Attributes:
-        ids: the tokens so far.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.ids: list[int] = []
-        self._shown = 0  # number of characters
-        self._prompt = True
-
-    def show(self, text: str, drafted: bool) -> None:
-        """Takes the next piece of text."""
-        raise NotImplementedError
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt:
-            self._prompt = False
-            return
-        tokens = value.flatten().tolist()
-        for index, token in enumerate(tokens):
-            self.ids.append(token)
-            text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
-            if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                continue
-            self.show(text[self._shown :], drafted=index < len(tokens) - 1)
-            self._shown = len(text)
-
-    def end(self) -> None:
-        rest = self._tokenizer.decode(self.ids, skip_special_tokens=True)[self._shown :]
-        self.show(rest, drafted=False)
-
-
-class DraftColourStreamer(PieceStreamer):
-    """Prints tokens as they come, with accepted drafts in colour."""
-
-    def __init__(self, tokenizer: Any, console: Console) -> None:
-        super().__init__(tokenizer)
-        self._console = console
-
-    def show(self, text: str, drafted: bool) -> None:
-        self._console.print(Text(text, style=_DRAFTED if drafted else _OWN), end="", soft_wrap=True)
-
-    def end(self) -> None:
-        super().end()
-        self._console.print()
 
 
 def _why_more(statistics: Any) -> str:
@@ -89,7 +40,7 @@ def run_demo(target: Any, tokenizer: Any, drafter: Drafter, prompt: str, max_new
             warm_up = {**settings, "max_new_tokens": min(_WARM_UP, room)}
             target.generate(**inputs, **warm_up, assistant_model=assistant)
     console.print(Text(prompt, style="bold"), soft_wrap=True)
-    console.print(f"[{_DRAFTED}]drafted and accepted[/], the target's own\n" if console.color_system else "")
+    console.print(f"[{DRAFTED}]drafted and accepted[/], the target's own\n" if console.color_system else "")
     streamer = DraftColourStreamer(tokenizer, console)
     output = target.generate(**inputs, **settings, assistant_model=drafter, streamer=streamer)
     statistics = output.statistics

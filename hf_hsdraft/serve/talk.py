@@ -16,7 +16,7 @@ from transformers import StoppingCriteria
 
 from ..engine.observers import Observer, Round
 from .conversation import Answer, Conversation
-from .demo import PieceStreamer
+from .streamers import PieceStreamer
 
 LAST_ROUNDS = 8  # rounds whose trees are kept
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...bench.measure import Divergence, first_divergence
 from ...engine.call_output import DraftStatistics
+from ...engine.divergence import Divergence, first_divergence
 
 
 @dataclass(frozen=True)

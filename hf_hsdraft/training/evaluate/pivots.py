@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from ...bench.checked_tasks import Item
-from ...bench.measure import encode_prompt, end_tokens
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...hub.care import care
 from ...hub.pretrained_drafter import PretrainedDrafter
+from ...runtime.answer_limits import end_tokens
+from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import text_config
 from ...verify.pivot import FILE, PivotClassifier, tap_of
 from ...verify.relaxed import Mismatch, Relaxed, normalised_entropy

@@ -18,9 +18,9 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
-from ...bench.measure import encode_prompt
 from ...core.checks import public_name
 from ...hub.model_card import FIGURES, RECIPE, write_card
+from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_loading import is_sharded
 from ..data.conversations import Conversation, TokenizedConversation, tokenize_conversation
 from ..data.features import cache_features, feature_bytes, read_features
