@@ -12,13 +12,13 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
+from documents import main as write_documents
 from typer.testing import CliRunner
 
 from hf_hsdraft import CausalLMDrafter, HSDrafter
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
 from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
-from hf_hsdraft.bench.documents import main as write_documents
 from hf_hsdraft.bench.first_calls import FirstCalls, run_first_calls
 from hf_hsdraft.bench.machine import PeakMemory
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
@@ -460,7 +460,7 @@ def test_variants_fit_drafters_of_any_depth(target, drafter):
 
 def test_prompts_about_documents_can_be_measured_with(tmp_path):
     """Those of retrieval hold what they ask about, at changing places."""
-    write_documents(tmp_path / "documents.jsonl")
+    write_documents([str(tmp_path / "documents.jsonl")])
     _, prompts = read_jsonl(tmp_path / "documents.jsonl")
     assert [prompt.category for prompt in prompts[::6]] == ["summary", "question", "extraction", "retrieval"]
     assert len({prompt.key for prompt in prompts}) == len(prompts) == 24

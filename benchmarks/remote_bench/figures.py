@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from runner import print_table
 
-from ..remote.fleet import DeviceLoad, fleet_point
-from ..remote.fleet_report import costs_of_status
+from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fleet_point
+from hf_hsdraft.remote.fleet_report import costs_of_status
 
 
 def together(texts: Sequence[dict[str, Any]]) -> float | None:
@@ -61,50 +60,33 @@ def measured(
     }
 
 
-def print_rows(rows: Sequence[dict[str, Any]], status: dict[str, Any], console: Console) -> None:
+_COLUMNS = (
+    "drafter", "devices", "ms", "Mbit/s", "tokens/s", "decoding", "plan", "each", "tau", "nodes", "columns", "batch",
+    "most", "B sent", "B got", "B prompt", "same",
+)  # fmt: skip
+
+
+def print_rows(rows: Sequence[dict[str, Any]], status: dict[str, Any]) -> None:
     """Prints the figures, beside what the plan of a fleet gives for the same case."""
-    table = Table(
-        "drafter",
-        "devices",
-        "ms",
-        "Mbit/s",
-        "tokens/s",
-        "decoding",
-        "plan",
-        "each",
-        "tau",
-        "nodes",
-        "columns",
-        "batch",
-        "most",
-        "B sent",
-        "B got",
-        "B prompt",
-        "same",
-    )
     server = costs_of_status(status)
-    for row in (row for row in rows if "error" not in row):
-        plan = None
-        if row["drafter"] != "generate":
-            way = row["round_trip_ms"] / 1e3, (row["mbit"] or math.inf) * 125_000
-            load = DeviceLoad(row["tau"], row["columns"], row["draft_seconds"], row["sent"], row["received"], *way)
-            load = DeviceLoad() if row["drafter"] == "none" else load
-            plan = fleet_point(server, load, row["sessions"]).tokens_per_second
-        figures = [row["tokens_per_second"], row["decode_tokens_per_second"], plan, row["each"]]
-        figures += [row.get(name) for name in ("tau", "nodes", "columns", "batch")]
-        sizes = [row.get(name) for name in ("largest_batch", "sent", "received", "prompt_received")]
-        table.add_row(
-            row["drafter"],
-            str(row["sessions"]),
-            f"{row['round_trip_ms']:g}",
-            "" if row["mbit"] is None else f"{row['mbit']:g}",
-            *("" if each is None else f"{each:.2f}" for each in figures),
-            *("" if each is None else f"{each:.0f}" for each in sizes),
-            "" if row["same"] is None else f"{row['same']}/{row['texts']}",
-        )
-    console.print(table)
+    print_table(_COLUMNS, (_cells(row, server) for row in rows if "error" not in row))
     line = f"a forward takes {server.fixed_seconds * 1e3:.1f} ms and {server.column_seconds * 1e3:.2f} ms for each node"
-    console.print(f"{line} of each text; a token keeps {server.token_bytes} bytes", highlight=False)
+    print(f"{line} of each text; a token keeps {server.token_bytes} bytes")
+
+
+def _cells(row: dict[str, Any], server: ServerCosts) -> list[Any]:
+    plan = None
+    if row["drafter"] != "generate":
+        way = row["round_trip_ms"] / 1e3, (row["mbit"] or math.inf) * 125_000
+        load = DeviceLoad(row["tau"], row["columns"], row["draft_seconds"], row["sent"], row["received"], *way)
+        load = DeviceLoad() if row["drafter"] == "none" else load
+        plan = fleet_point(server, load, row["sessions"]).tokens_per_second
+    cells = [row["drafter"], row["sessions"], f"{row['round_trip_ms']:g}", row["mbit"] and f"{row['mbit']:g}"]
+    cells += [row["tokens_per_second"], row["decode_tokens_per_second"], plan, row["each"]]
+    cells += [row.get(name) for name in ("tau", "nodes", "columns", "batch")]
+    sizes = (row.get(name) for name in ("largest_batch", "sent", "received", "prompt_received"))
+    cells += [size if size is None else f"{size:.0f}" for size in sizes]
+    return [*cells, None if row["same"] is None else f"{row['same']}/{row['texts']}"]
 
 
 def faults_of(result: dict[str, Any]) -> list[str]:

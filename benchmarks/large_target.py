@@ -1,7 +1,7 @@
 """Measures what drafters of each family take beside a large target, by a target of the same width and few layers.
 
-    python -m hf_hsdraft.bench.large_target                      # the shape of Qwen3-8B, in bfloat16
-    python -m hf_hsdraft.bench.large_target --depths 1,2 --tiny --dtype float32
+    python benchmarks/large_target.py                      # the shape of Qwen3-8B, in bfloat16
+    python benchmarks/large_target.py --depths 1,2 --tiny --dtype float32
 
 All weights are random: neither time nor memory depends on their values. The target is measured with two small numbers
 of layers, and its time with all of them follows from the two.
@@ -18,21 +18,16 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import typer
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, Qwen3Config
+from runner import dtype_of, numbers, options, print_table
 
-from ..core.cache_name import CACHE, returned_cache
-from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter
-from ..training.families.trainable import TRAINABLE
-from .machine import PeakMemory, processor
+if TYPE_CHECKING:
+    import torch
+
+    from hf_hsdraft.drafters.base.protocol import Accepted, Drafter
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,16 @@ class Taken:
     added: int | None
     draft: float
 
+    def cells(self, step: float) -> list[Any]:
+        """Returns a row of the table, beside the seconds of the target's step."""
+        sizes = (None if size is None else f"{size / 1e6:,.0f}" for size in (self.own, self.borrowed, self.added))
+        return [self.family, *sizes, f"{1e3 * self.draft:.0f}", f"{self.draft / step:.3f}"]
+
 
 def random_target(shape: Shape, layers: int, dtype: torch.dtype) -> Any:
     """Returns a target with random weights and some of the layers that its shape has."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
     fields = {**asdict(shape), "num_hidden_layers": layers}
     config = Qwen3Config(**fields, eos_token_id=None, tie_word_embeddings=False)
     with _default_dtype(dtype):
@@ -82,6 +84,8 @@ def random_target(shape: Shape, layers: int, dtype: torch.dtype) -> Any:
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Modules are made in this dtype. Made in float32 and then cast they would take memory twice."""
+    import torch
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -98,6 +102,11 @@ def measure_drafter(family: str, target: Any, nodes: int) -> Taken:
         target: the target.
         nodes: number of nodes of a draft besides the root.
     """
+    import torch
+
+    from hf_hsdraft.bench.machine import PeakMemory
+    from hf_hsdraft.training.families.trainable import TRAINABLE
+
     memory = PeakMemory(target.device)
     before = memory.start()
     kind = TRAINABLE[family]
@@ -116,6 +125,11 @@ def measure_drafter(family: str, target: Any, nodes: int) -> Taken:
 
 def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
     """Returns the seconds of some drafts, each after a round that accepted two tokens."""
+    import torch
+
+    from hf_hsdraft.drafters.base.draft_options import DraftOptions
+    from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+
     width = target.config.hidden_size * len(drafter.taps)
 
     def news(begin: int, count: int) -> Accepted:
@@ -134,17 +148,20 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
     return times[1:]  # the first one reads the prompt
 
 
-@torch.inference_mode()
 def forward_time(target: Any, rows: int) -> float:
     """Returns the median seconds of the target's forward over some tokens after a prompt."""
-    prompt = torch.randint(target.config.vocab_size, (1, _PROMPT))
-    cache = returned_cache(target(prompt, use_cache=True, logits_to_keep=1))
-    times = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        target(torch.randint(target.config.vocab_size, (1, rows)), **{CACHE: cache})
-        times.append(time.perf_counter() - begin)
-        cache.crop(-rows)
+    import torch
+
+    from hf_hsdraft.bench.machine import timed
+    from hf_hsdraft.core.cache_name import CACHE, returned_cache
+
+    prompt, times = torch.randint(target.config.vocab_size, (1, _PROMPT)), []
+    with torch.inference_mode():
+        cache = returned_cache(target(prompt, use_cache=True, logits_to_keep=1))
+        for _ in range(_REPEATS):
+            ids = torch.randint(target.config.vocab_size, (1, rows))
+            times.append(timed(target.device, target, ids, **{CACHE: cache})[1])
+            cache.crop(-rows)
     return statistics.median(times)
 
 
@@ -154,41 +171,35 @@ def at_full_depth(times: tuple[float, float], layers: tuple[int, int], all_layer
     return times[0] + each * (all_layers - layers[0])
 
 
-def main(
-    depths: Annotated[str, typer.Option(help="Two numbers of layers that are measured.")] = "2,4",
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree besides the root.")] = 24,
-    tiny: Annotated[bool, typer.Option(help="A small target, to try the command.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints what drafters of each family take beside a large target."""
-    shape, kind = TINY if tiny else Shape(), getattr(torch, dtype)
-    few, more = (int(part) for part in depths.split(","))
-    console, times = Console(), dict[int, list[float]]()
+    parser = options(__doc__, dtype="bfloat16")
+    parser.add_argument("--depths", type=numbers, default=[2, 4], help="two numbers of layers that are measured")
+    parser.add_argument("--nodes", type=int, default=24, help="of a tree besides the root")
+    parser.add_argument("--tiny", action="store_true", help="a small target, to try the command")
+    given = parser.parse_args(arguments)
+    shape, (few, more), tree = TINY if given.tiny else Shape(), given.depths, given.nodes + 1
+    import torch
+
+    from hf_hsdraft.bench.machine import processor
+    from hf_hsdraft.training.families.trainable import TRAINABLE
+
+    times: dict[int, list[float]] = {1: [], tree: []}
     rows: list[Taken] = []
     for layers in (few, more):
-        target = random_target(shape, layers, kind)
-        for count in (1, nodes + 1):
-            times.setdefault(count, []).append(forward_time(target, count))
+        target = random_target(shape, layers, dtype_of(given))
+        for count, found in times.items():
+            found.append(forward_time(target, count))
         if layers == more:
-            rows = [measure_drafter(family, target, nodes) for family in TRAINABLE]
+            rows = [measure_drafter(family, target, given.nodes) for family in TRAINABLE]
         del target
-    console.print(f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads, {dtype}, {shape}")
-    whole = {
-        count: at_full_depth((both[0], both[1]), (few, more), shape.num_hidden_layers) for count, both in times.items()
-    }
-    step, verify = whole[1], whole[nodes + 1]
-    console.print(
-        f"target, all {shape.num_hidden_layers} layers: step {1e3 * step:.0f} ms, verify {1e3 * verify:.0f} ms"
-    )
-    table = Table()
-    for column in ("family", "own MB", "borrowed MB", "added MB", "draft, ms", "draft in steps"):
-        table.add_column(column, justify="left" if column == "family" else "right")
-    for row in rows:
-        added = "-" if row.added is None else f"{row.added / 1e6:,.0f}"
-        sizes = (f"{row.own / 1e6:,.0f}", f"{row.borrowed / 1e6:,.0f}", added)
-        table.add_row(row.family, *sizes, f"{1e3 * row.draft:.0f}", f"{row.draft / step:.3f}")
-    console.print(table)
+    print(f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads, {given.dtype}, {shape}")
+    whole = shape.num_hidden_layers
+    step, verify = (at_full_depth((one, other), (few, more), whole) for one, other in times.values())
+    print(f"target, all {whole} layers: step {1e3 * step:.0f} ms, verify {1e3 * verify:.0f} ms\n")
+    columns = ("family", "own MB", "borrowed MB", "added MB", "draft, ms", "draft in steps")
+    print_table(columns, (row.cells(step) for row in rows))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

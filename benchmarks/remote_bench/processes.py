@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .remote_clients import Order
+from remote_bench.clients import Order
 
 KEEP_SECONDS = 5.0  # that the server keeps texts of devices that are gone
 _START_SECONDS = 900.0  # that a server may take to load its target
@@ -63,12 +63,6 @@ def status_of(port: int) -> dict[str, Any]:
         return json.load(answer)
 
 
-def resident_mebibytes(pid: int) -> float:
-    """Returns the memory that a process holds, on Linux."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 class Devices:
     """The process that forks devices. It begins anew after an order that has failed."""
 
@@ -83,7 +77,7 @@ class Devices:
             TimeoutError: it has taken too long.
         """
         if self._process is None:
-            command = [sys.executable, "-m", "hf_hsdraft.bench.remote_clients"]
+            command = [sys.executable, str(Path(__file__).with_name("clients.py"))]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )

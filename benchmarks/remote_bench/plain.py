@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..runtime.target_loading import load_target
-from .default_prompts import DEFAULT_PROMPTS
-from .remote_clients import Beats
-from .remote_orders import options_of
+from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
+from hf_hsdraft.runtime.target_loading import load_target
+from remote_bench.clients import Beats
+from remote_bench.orders import options_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def plain_texts(asked: argparse.Namespace, tell: Callable[[dict[str, Any]], None
         prompts.append(ids["input_ids"][0].tolist())
         texts.append(output[0].tolist())
     rows = []
-    if "generate" in asked.drafters.split(",") and not asked.soak_minutes:
-        for count in map(int, asked.sessions.split(",")):
+    if "generate" in asked.drafter and not asked.soak_minutes:
+        for count in asked.sessions:
             rows.append(generated(asked, target, prompts, texts, count))
             tell(rows[-1])
     return Plain(prompts, texts, rows)

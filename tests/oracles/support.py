@@ -10,20 +10,18 @@ import importlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..drafters.ngrams.cacheback import CachebackDrafter
-from ..runtime.target_limits import decoder_layers, text_config, windows
-from ..training.files import write_complete
-from .scripted import ScriptedDrafter
-from .tiny import tiny_config, tiny_model
+from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
+from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
+from hf_hsdraft.runtime.target_limits import decoder_layers, text_config, windows
+from oracles.scripted import ScriptedDrafter
+from oracles.tiny import tiny_config, tiny_model
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -217,8 +215,8 @@ def as_markdown(rows: Sequence[Support]) -> str:
     lines = [
         "# Which targets can be drafted for",
         "",
-        f"Written by `hsdraft support`, transformers {transformers.__version__}, torch {torch.__version__}: a tiny "
-        "random model of every type, decoded in float32 with and without scripted drafts (right to a random depth, "
+        f"Written by `python benchmarks/support.py`, transformers {transformers.__version__}, torch {torch.__version__}: "
+        "a tiny random model of every type, decoded in float32 with and without scripted drafts (right to a random depth, "
         f"among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch of three. N-grams: one "
         "prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every window that the "
         "configuration names.",
@@ -245,9 +243,3 @@ def as_markdown(rows: Sequence[Support]) -> str:
             lines.append(f"| {row.model_type} | {row.drafts} | {trials} | {row.tau or '-'} | {reason} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def write_table(path: str, rows: Sequence[Support]) -> None:
-    """Writes the table. The file is replaced only when the new one is complete."""
-    text = as_markdown(rows)
-    write_complete(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -1,23 +1,22 @@
 r"""Draws tau against the logarithm of the tokens that drafters learned from, and prints what ten times as many bring.
 
     hsdraft bench --prompts prompts.jsonl --drafter run1 --drafter run2 --variants chain,tree24x6 --json report.json
-    python -m hf_hsdraft.bench.data_curve report.json curve.png --learned run1=400000 --learned run2=6000000
+    python benchmarks/data_curve.py report.json curve.png --learned run1=400000 --learned run2=6000000
 
 The tokens of a run are those of its answers, times its epochs; `training_recipe.json` and `figures.json` tell both.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from ..training.evaluate.pictures import COLOURS, new_figure, save_figure, style
+from runner import options
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ def curves_of(report: Mapping[str, Any], learned: Mapping[str, float]) -> list[C
 
 def draw_curves(curves: Sequence[Curve], path: Path) -> Path:
     """Draws the curves, and returns the path written. Raises an ImportError if matplotlib is missing."""
+    from hf_hsdraft.training.evaluate.pictures import COLOURS, new_figure, save_figure, style
+
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for index, curve in enumerate(curves):
@@ -83,21 +84,28 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def main(
-    report: Annotated[Path, typer.Argument(help="JSON file of `hsdraft bench --json`.")],
-    picture: Annotated[Path, typer.Argument(help="PNG file to write.")],
-    learned: Annotated[list[str], typer.Option(help="Drafter=tokens that it learned from; repeat.")],
-) -> None:
+def learned_by(text: str) -> tuple[str, float]:
+    """Reads a drafter and the number of tokens that it learned from."""
+    name, _, tokens = text.rpartition("=")
+    if not (name and tokens.isdecimal() and int(tokens)):
+        raise argparse.ArgumentTypeError(f"{text}: expected name=number")
+    return name, float(tokens)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Draws the curves of a report and prints their points."""
-    pairs = [entry.rpartition("=") for entry in learned]
-    if bad := [name + sign + value for name, sign, value in pairs if not (name and value.isdecimal() and int(value))]:
-        raise typer.BadParameter(f"{bad[0]}: expected name=number", param_hint="--learned")
-    curves = curves_of(json.loads(report.read_text()), {name: float(value) for name, _, value in pairs})
+    parser = options(__doc__)
+    parser.add_argument("report", type=Path, help="JSON file of `hsdraft bench --json`")
+    parser.add_argument("picture", type=Path, help="PNG file to write")
+    learned = {"type": learned_by, "action": "append", "required": True}
+    parser.add_argument("--learned", **learned, help="drafter=tokens that it learned from; repeat")
+    given = parser.parse_args(arguments)
+    curves = curves_of(json.loads(given.report.read_text()), dict(given.learned))
     for curve in curves:
         points = ", ".join(f"{tokens:,.0f}: {tau:.2f}" for tokens, tau in curve.points)
         print(f"{curve.variant}: tau {points}; {curve.per_tenfold:+.2f} for ten times the tokens")
-    print(f"picture in {draw_curves(curves, picture)}")
+    print(f"picture in {draw_curves(curves, given.picture)}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

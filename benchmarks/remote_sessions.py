@@ -1,4 +1,4 @@
-"""Many devices and one server that verifies: `python -m hf_hsdraft.bench.remote_sessions --out sessions.json`.
+"""Many devices and one server that verifies: `python benchmarks/remote_sessions.py --json sessions.json`.
 
 A server runs in a process of its own, and each device in another one. Between them is a relay that adds latency and
 limits bandwidth. Each way of drafting is compared with the server decoding plainly for the same devices, and with one
@@ -9,67 +9,62 @@ failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import signal
 import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from runner import counts, keep, options
 
-from .remote_figures import faults_of, measured, print_rows
-from .remote_orders import links_of, order_of
-from .remote_plain import Plain, plain_texts
-from .remote_processes import Devices, served, status_of
-from .remote_relay import relay
-from .remote_soak import soaked
-
-console = Console(width=150)
+if TYPE_CHECKING:
+    from remote_bench.plain import Plain
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--target", default=None, help="Hub name or folder; default: SmolLM2-135M-Instruct")
-    parser.add_argument(
-        "--drafters",
-        default="generate,none,ngrams",
-        help="generate (one call for all texts, without a server), none (the server alone), ngrams, folders, Hub names",
+def _arguments(arguments: Sequence[str] | None) -> Namespace:
+    parser = options(__doc__, target=None, drafter=None, max_new_tokens=96, json=Path("remote_sessions.json"))
+    drafters = (
+        "generate (one call for all texts, without a server), none (the server alone), ngrams, folders, Hub names"
     )
-    parser.add_argument("--sessions", default="1,4,16,64")
+    parser.epilog = f"drafters: {drafters}; default: the first three"
+    parser.add_argument("--sessions", type=counts, default=[1, 4, 16, 64], help="devices; default: 1,4,16,64")
     parser.add_argument("--round-trip-ms", default="", help="default: 0,20,80; of a soak the first one, default: 0")
     parser.add_argument("--mbit", default="", help="of each connection; empty for no limit; of a soak the first one")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--texts", type=int, default=1, help="of each device")
-    parser.add_argument("--most-taps", type=int, default=None, help="positions of the prompt whose taps are fetched")
-    parser.add_argument("--max-batch", type=int, default=32)
-    parser.add_argument("--wait-ms", type=float, default=None, help="default: the server's own")
+    parser.add_argument("--most-taps", type=int, help="positions of the prompt whose taps are fetched")
+    parser.add_argument("--max-batch", type=int, default=32, help="default: 32")
+    parser.add_argument("--wait-ms", type=float, help="default: the server's own")
     parser.add_argument("--packed", action="store_true", help="the server packs its weights")
     parser.add_argument("--sample", action="store_true", help="draw tokens; else greedy")
-    parser.add_argument("--soak-minutes", type=float, default=0.0)
+    parser.add_argument("--soak-minutes", type=float, default=0.0, help="let devices decode and be killed for so long")
     parser.add_argument("--timeout-seconds", type=float, default=1800.0, help="after which a row has failed")
-    parser.add_argument(
-        "--stuck-seconds", type=float, default=60.0, help="without tokens, after which a device is stuck"
-    )
-    parser.add_argument("--out", type=Path, default=Path("remote_sessions.json"))
-    return parser.parse_args()
+    parser.add_argument("--stuck-seconds", type=float, default=60.0, help="without tokens, until a device is stuck")
+    given = parser.parse_args(arguments)
+    given.drafter = given.drafter or ["generate", "none", "ngrams"]
+    return given
 
 
 def _print(row: dict[str, Any]) -> None:
-    console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    print(json.dumps(row), flush=True)
 
 
-def sweep(asked: argparse.Namespace, plain: Plain, port: int, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+def sweep(asked: Namespace, plain: Plain, port: int, save: Callable[[list[dict[str, Any]]], None]) -> None:
     """Runs all combinations of drafter, devices, latency and bandwidth; prints and keeps a row for each."""
+    from oracles.remote_relay import relay
+    from remote_bench.figures import measured
+    from remote_bench.orders import links_of, order_of
+    from remote_bench.processes import Devices, status_of
+
     rows, devices = list(plain.rows), Devices()
-    drafters = [name for name in asked.drafters.split(",") if name != "generate"]
-    keep(rows)
+    asks = [(name, count) for name in asked.drafter if name != "generate" for count in asked.sessions]
+    save(rows)
     try:
         for milliseconds, mbit in links_of(asked, "0,20,80"):
             with relay(port, milliseconds / 1e3, mbit * 125_000) as there:
-                for drafter, count in ((name, int(count)) for name in drafters for count in asked.sessions.split(",")):
+                for drafter, count in asks:
                     row: dict[str, Any] = {"drafter": Path(drafter).name, "sessions": count}
                     row |= {"round_trip_ms": milliseconds, "mbit": None if math.isinf(mbit) else mbit}
                     before = status_of(port)
@@ -80,33 +75,36 @@ def sweep(asked: argparse.Namespace, plain: Plain, port: int, keep: Callable[[li
                         row |= {"error": str(error)}
                     rows.append(row)
                     _print(row)
-                    keep(rows)
+                    save(rows)
     finally:
         devices.close()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if something has gone wrong."""
-    asked = _arguments()
+    asked = _arguments(arguments)
+    from remote_bench.figures import faults_of, print_rows
+    from remote_bench.plain import plain_texts
+    from remote_bench.processes import served, status_of
+    from remote_bench.soak import soaked
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is ended too
     plain, result = plain_texts(asked, _print), dict[str, Any]()
 
-    def keep(**news: Any) -> None:
+    def save(**news: Any) -> None:
         result.update(news, status=status_of(port))
-        partial = asked.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        partial.replace(asked.out)
+        keep(asked.json, result)
 
     with served(asked) as (port, pid):
         if asked.soak_minutes:
-            keep(soak=soaked(asked, plain, port, pid, console))
-            console.print(result["soak"])
+            save(soak=soaked(asked, plain, port, pid))
+            print(result["soak"])
         else:
-            sweep(asked, plain, port, lambda rows: keep(rows=rows))
-            print_rows(result["rows"], result["status"], console)
+            sweep(asked, plain, port, lambda rows: save(rows=rows))
+            print_rows(result["rows"], result["status"])
     faults = faults_of(result)
     for each in faults:
-        console.print(f"fault: {each}", highlight=False)
+        print(f"fault: {each}")
     return 1 if faults else 0
 
 

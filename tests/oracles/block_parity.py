@@ -31,12 +31,12 @@ from transformers.models.gemma4.modeling_gemma4 import (
     apply_rotary_pos_emb,
 )
 
-from ..core.cache_name import CACHE
-from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Ask, DraftCall
-from ..drafters.block.block_session import BlockSession
-from ..trees.tree_builders import Expansion
-from .format_parity import (
+from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Ask, DraftCall
+from hf_hsdraft.drafters.block.block_session import BlockSession
+from hf_hsdraft.trees.tree_builders import Expansion
+from oracles.format_parity import (
     HIDDEN,
     VOCABULARY,
     Case,

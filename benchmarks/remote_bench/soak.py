@@ -10,18 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
-from rich.console import Console
+from oracles.remote_relay import relay
 
-from .remote_orders import links_of, order_of
-from .remote_plain import Plain
-from .remote_processes import KEEP_SECONDS, Devices, resident_mebibytes, status_of
-from .remote_relay import relay
+from hf_hsdraft.bench.machine import resident_bytes
+from remote_bench.orders import links_of, order_of
+from remote_bench.plain import Plain
+from remote_bench.processes import KEEP_SECONDS, Devices, status_of
 
 
-def soaked(asked: argparse.Namespace, plain: Plain, port: int, pid: int, console: Console) -> dict[str, Any]:
+def soaked(asked: argparse.Namespace, plain: Plain, port: int, pid: int) -> dict[str, Any]:
     """Lets devices decode while they are killed; watches the server's memory, and each device's last tokens."""
     devices, memory = Devices(), list[float]()
-    drafter, count = asked.drafters.split(",")[-1], max(map(int, asked.sessions.split(",")))
+    drafter, count = asked.drafter[-1], max(asked.sessions)
     milliseconds, mbit = links_of(asked, "0")[0]
     with contextlib.ExitStack() as stack:
         is_slow = milliseconds or not math.isinf(mbit)
@@ -34,11 +34,11 @@ def soaked(asked: argparse.Namespace, plain: Plain, port: int, pid: int, console
             with contextlib.suppress(NotYet):
                 working.exception(10.0)
             status = status_of(port)
-            memory.append(resident_mebibytes(pid))
-            console.print(
+            memory.append((resident_bytes(pid) or 0) / 2**20)
+            print(
                 f"{time.monotonic() - began:6.0f} s  {memory[-1]:7.1f} MiB  {status['sessions']:3} texts  "
                 f"{status['attached']:3} attached  {status['lost']:4} lost  {status['batches']['tokens']:7} tokens",
-                highlight=False,
+                flush=True,
             )
         found = working.result()
     time.sleep(KEEP_SECONDS + 2.0)

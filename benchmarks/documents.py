@@ -1,6 +1,6 @@
 """Writes prompts about long documents, for `hsdraft bench`: texts that answers repeat in part.
 
-    python -m hf_hsdraft.bench.documents documents.jsonl
+    python benchmarks/documents.py documents.jsonl
 
 The documents are topics of Python's own reference, which comes with every Python (`pydoc_data.topics`). So everybody
 can make the same prompts, up to small changes between versions of Python.
@@ -9,14 +9,11 @@ can make the same prompts, up to small changes between versions of Python.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Annotated
 
-import typer
-
-from ..training.files import write_complete
+from runner import options
 
 _ASKED = {
     "summary": "Summarize the following text in a few sentences.\n\n{text}",
@@ -48,12 +45,15 @@ def document_prompts() -> Iterator[dict[str, object]]:
         yield {"turns": [_RETRIEVAL.format(texts=texts, subject=subject)], "category": "retrieval"}
 
 
-def main(path: Annotated[Path, typer.Argument(help="JSONL file to write.")]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the prompts to a file."""
+    parser = options(__doc__)
+    parser.add_argument("path", type=Path, help="JSONL file to write")
+    path = parser.parse_args(arguments).path
     lines = [json.dumps(prompt) + "\n" for prompt in document_prompts()]
-    write_complete(path, lambda temporary: Path(temporary).write_text("".join(lines), encoding="utf-8"))
+    path.write_text("".join(lines), encoding="utf-8")
     print(f"{len(lines)} prompts in {path}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

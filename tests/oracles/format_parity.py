@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ..drafters.base.auto_drafter import AutoDrafter
-from ..drafters.base.protocol import DraftCall, Session
-from ..drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
+from hf_hsdraft.drafters.base.protocol import DraftCall, Session
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 
 VOCABULARY, HIDDEN, LAYERS = 97, 32, 6
 PROMPTS = ((5, 9, 11, 3, 40, 41, 42), (7, 8, 60, 61, 62, 7, 8, 60, 61, 20, 21))

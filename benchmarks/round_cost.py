@@ -1,7 +1,7 @@
 """Measures what a round costs, in steps of plain decoding, for a target of any shape with random weights.
 
-    python -m hf_hsdraft.bench.round_cost --accept 0,2,1,3                  # a target with the shape of an 8B model
-    python -m hf_hsdraft.bench.round_cost --accept 0,2,1,3 --tiny --dtype float32
+    python benchmarks/round_cost.py --accept 0,2,1,3                  # a target with the shape of an 8B model
+    python benchmarks/round_cost.py --accept 0,2,1,3 --tiny --dtype float32
 
 Time does not depend on the values of weights. So no trained drafter is needed to measure which share of tau becomes
 speed. Target and drafter run as usual, and a pattern decides how many drafted tokens each round accepts.
@@ -18,24 +18,18 @@ import itertools
 import json
 import time
 import warnings
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import typer
-from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LogitsProcessor, LogitsProcessorList
+from runner import dtype_of, keep, numbers, options
 
-from ..core.draft_tree import DraftTree
-from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
-from ..drafters.base.wrapped_drafter import WrappedDrafter
-from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..verify.own_choice import OwnChoice, own_choice
-from ..verify.verdict import Nodes, Verdict, Verifier, walk
+if TYPE_CHECKING:
+    import torch
+
+    from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
 
 
 @dataclass(frozen=True)
@@ -131,6 +125,12 @@ class RoundCost:
 
 def random_pair(shape: Shape, plan: Plan, device: torch.device, dtype: torch.dtype) -> tuple[Any, HSDrafter]:
     """Returns a target and a drafter with random weights, made on the device."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+    from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
+
     length = plan.prompt_length + plan.rounds * (plan.draft_steps + 1) + plan.tree_size + 2
     config = LlamaConfig(**asdict(shape), max_position_embeddings=max(length, 1024), eos_token_id=None, pad_token_id=0)
     with torch.device(device):
@@ -172,6 +172,8 @@ def measure(target: Any, drafter: HSDrafter, plan: Plan) -> RoundCost:
 
 def _calls(plan: Plan, device: torch.device) -> dict[str, dict[str, Any]]:
     """Returns arguments of `generate()` for each way to compare."""
+    from transformers import CompileConfig
+
     static = {
         "cache_implementation": "static",
         # Steps and rounds have the same length, so that their caches have one shape.
@@ -185,8 +187,8 @@ def _calls(plan: Plan, device: torch.device) -> dict[str, dict[str, Any]]:
     return calls | {"compiled": {**static, "compile_config": config}}
 
 
-class _Stopwatch(LogitsProcessor):
-    """Notes when each token of plain decoding is chosen. The device has finished the token before by then."""
+class _Stopwatch:
+    """Notes, as a logits processor, when plain decoding chooses each token. The device has finished the one before."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -200,6 +202,10 @@ def _decode(
     target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter | None, **kwargs: Any
 ) -> tuple[Any, list[float]]:
     """Returns what `generate()` returns, and the times when each step or round began and the last one ended."""
+    import torch
+    from oracles.forced_drafter import ForcedDrafter
+    from transformers import LogitsProcessorList
+
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, target.config.vocab_size, (1, plan.prompt_length), generator=generator).to(target.device)
     settings = {"do_sample": False, "max_new_tokens": plan.new_tokens, **call, **kwargs}
@@ -220,6 +226,8 @@ def _time(target: Any, plan: Plan, call: Mapping[str, Any], drafter: HSDrafter |
 
 def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any]) -> float | None:
     """Returns the mean number of times that the host waits for the device in a round; `None` without a GPU."""
+    import torch
+
     if target.device.type != "cuda":
         return None
     with warnings.catch_warnings(record=True) as caught:
@@ -232,153 +240,44 @@ def _waits(target: Any, drafter: HSDrafter, plan: Plan, call: Mapping[str, Any])
     return sum("synchronizing" in str(one.message) for one in caught) / (len(times) - 1)
 
 
-class ForcedDrafter(WrappedDrafter):
-    """A drafter for one call of one text, whose rounds accept as many drafted tokens as given.
-
-    Drafter, target and the rules of the text do all their work. Then a path of that length takes the place of the
-    tree's own nodes, and the text follows it.
-
-    Args:
-        drafter: drafter that makes the drafts. All its trees have one size, without n-grams.
-        accepted: number of drafted tokens to accept, round by round, over and over.
-
-    Attributes:
-        times: times when each round began, and when the last one ended.
-        path: nodes to accept in the current round.
-    """
-
-    def __init__(self, drafter: HSDrafter, accepted: Sequence[int]) -> None:
-        super().__init__(drafter)
-        self.times: list[float] = []
-        self.path: list[int] = []
-        self._accepted = accepted
-
-    def session(self, call: DraftCall) -> Session:
-        return _ForcedSession(super().session(call), self)
-
-    def verifier(self, options: DraftOptions) -> Verifier:
-        return _AlongPath(self.path)
-
-    @property
-    def length(self) -> int:
-        """Number of drafted tokens to accept in the current round."""
-        return self._accepted[(len(self.times) - 1) % len(self._accepted)]
+def parser() -> ArgumentParser:
+    """Returns the options: sizes of the target and of the plan, by their names."""
+    made = options(__doc__, dtype="bfloat16", device="", json=None)
+    made.add_argument("--accept", type=numbers, default=[0, 2, 1, 3], help="drafted tokens accepted, round by round")
+    made.add_argument("--tiny", action="store_true", help="a shape for a CPU, in seconds")
+    for each in (*fields(Shape), *fields(Plan)):
+        if each.name != "accepted":
+            kind = str if isinstance(each.default, str) else int
+            made.add_argument(
+                "--" + each.name.replace("_", "-"), type=kind, default=each.default, help=f"default: {each.default}"
+            )
+    return made
 
 
-class _ForcedSession(Session):
-    """Drafts as another session, and puts a path of the wanted length in the tree."""
-
-    def __init__(self, session: Session, forced: ForcedDrafter) -> None:
-        self.free, self.kind = session.free, session.kind
-        self._session, self._forced = session, forced
-
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        [tree] = self._session.draft(asks)
-        length = min(self._forced.length, asks[0].depth, len(tree) - 1)
-        self._forced.path[:] = range(0, len(tree), max((len(tree) - 1) // max(length, 1), 1))[1 : length + 1]
-        return [_along(tree, self._forced.path)]
-
-    def observe(self, news: Sequence[Accepted]) -> None:
-        self._forced.times.append(time.perf_counter())
-        self._forced.path.clear()
-        self._session.observe(news)
-
-    def end(self) -> None:
-        self._session.end()
-
-
-class _AlongPath(OwnChoice):
-    """Makes the target's own choice at each node, but then follows a given path. After its end no node is accepted.
-
-    Args:
-        path: nodes of the current round's tree.
-    """
-
-    def __init__(self, path: Sequence[int]) -> None:
-        self._path = path
-
-    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
-        own, children = own_choice(nodes), tree.children()
-
-        def choose(node: int, tokens: list[int]) -> int:
-            token = own(node, tokens)
-            if len(tokens) < len(self._path):
-                return tree.tokens[self._path[len(tokens)]]
-            while token in children[node]:
-                token = (token + 1) % nodes.logits.shape[-1]
-            return token
-
-        return walk(tree, choose, nodes.ends)
-
-
-def _along(tree: DraftTree, path: Sequence[int]) -> DraftTree:
-    """Returns a tree of the same size whose nodes `path` form one path. The other nodes are siblings of these.
-
-    As in drafted trees, the path's nodes are not neighbours, so that a commit has to move them.
-    """
-    parents, depths, tip, depth = [-1], [0], 0, 0
-    for node in range(1, len(tree)):
-        parents.append(tip)
-        depths.append(depth + 1)
-        if node in path:
-            tip, depth = node, depth + 1
-    tokens = (tree.tokens[0], *range(1, len(tree)))
-    return DraftTree(tokens, tuple(parents), tuple(depths), tuple(-float(each) for each in depths))
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def round_cost(
-    accept: Annotated[str, typer.Option(help="Drafted tokens accepted, round by round.")] = "0,2,1,3",
-    tiny: Annotated[bool, typer.Option("--tiny", help="A shape for a CPU, in seconds.")] = False,
-    hidden_size: int = Shape.hidden_size,
-    num_hidden_layers: int = Shape.num_hidden_layers,
-    num_attention_heads: int = Shape.num_attention_heads,
-    num_key_value_heads: int = Shape.num_key_value_heads,
-    intermediate_size: int = Shape.intermediate_size,
-    vocab_size: int = Shape.vocab_size,
-    draft_steps: int = Plan.draft_steps,
-    tree_size: int = Plan.tree_size,
-    beam_width: int = Plan.beam_width,
-    prompt_length: int = Plan.prompt_length,
-    rounds: int = Plan.rounds,
-    device: Annotated[str, typer.Option(help="By default a GPU if there is one.")] = "",
-    dtype: str = "bfloat16",
-    backend: Annotated[str, typer.Option(help="Of torch.compile; empty for no compilation.")] = Plan.backend,
-    mode: str = Plan.mode,
-    out: Annotated[Path | None, typer.Option(help="Where the JSON goes too.")] = None,
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what a round costs, in steps of plain decoding, and prints it as JSON."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    shape = Shape(
-        hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size, vocab_size
-    )
-    shape = TINY if tiny else shape
+    made = parser()
+    given = made.parse_args(arguments)
+    shape, plan = ({each.name: getattr(given, each.name, None) for each in fields(kind)} for kind in (Shape, Plan))
     try:
-        accepted = tuple(int(part) for part in accept.split(","))
-        plan = Plan(accepted, draft_steps, tree_size, beam_width, prompt_length, rounds, backend, mode)
+        plan = Plan(**{**plan, "accepted": tuple(given.accept)})
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    target, drafter = random_pair(shape, plan, place, getattr(torch, dtype))
+        made.error(str(error))
+    import torch
+
+    place = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    shape = TINY if given.tiny else Shape(**shape)
+    target, drafter = random_pair(shape, plan, place, dtype_of(given))
     report = {
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
-        "dtype": dtype,
+        "dtype": given.dtype,
         "torch": torch.__version__,
         "target": asdict(shape),
         "plan": asdict(plan),
         "milliseconds": asdict(measure(target, drafter, plan)),
     }
-    text = json.dumps(report, indent=1)
-    if out is not None:
-        out.write_text(text + "\n")
-    typer.echo(text)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command with the given arguments, by default those of the process."""
-    app(args=None if argv is None else list(argv), standalone_mode=argv is None)
+    keep(given.json, report)
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,10 @@
-"""Malformed messages for a server that verifies: `python -m hf_hsdraft.bench.remote_fuzz --messages 20000`.
-
-It starts a server of a tiny target on a thread, sends what no device would send, and says what became of it: how the
-server reacted, by how much the memory of the process grew, and whether a text still decodes as before. It ends with 1
-if the server has failed, was silent, or grew, or if the text is another one.
-"""
+"""Malformed messages for a server that verifies, and what becomes of them."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import random
 import struct
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,17 +13,15 @@ from typing import Any
 
 import msgpack
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from websockets.exceptions import ConnectionClosed
 
-from ..remote.link import Address, Link, LinkLost, ServerRefused
-from ..remote.messages import TO_CLIENT, Close, Decode, Draft, Encode, Message, Open, Resume, Rows, Taps
-from ..remote.packing import packed_ints
-from ..remote.remote_model import RemoteModel
-from ..remote.verify_server import VerifyServer, in_background
-from ..remote.wire import WireError, decode, encode
-from .remote_processes import resident_mebibytes
-from .tiny import VOCABULARY, tiny_config, tiny_model
+from hf_hsdraft.bench.machine import resident_bytes
+from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused
+from hf_hsdraft.remote.messages import TO_CLIENT, Close, Decode, Draft, Encode, Message, Open, Resume, Rows, Taps
+from hf_hsdraft.remote.packing import packed_ints
+from hf_hsdraft.remote.wire import WireError, decode, encode
+from oracles.tiny import VOCABULARY
 
 _MOST_GROWTH = 64.0  # MiB
 
@@ -187,7 +177,7 @@ def fuzz(address: Address, messages: int, seed: int = 0) -> FuzzReport:
     link: Link | None = None
     for number in range(messages):
         if number == messages // 10:
-            before = resident_mebibytes(os.getpid())
+            before = _mebibytes()
         if link is None or not link.is_open:
             link = Link(address)
         reaction = _reaction(link, rng)
@@ -197,7 +187,11 @@ def fuzz(address: Address, messages: int, seed: int = 0) -> FuzzReport:
     if link is not None:
         link.close()
     gc.collect()
-    return FuzzReport(messages, reactions, time.monotonic() - began, resident_mebibytes(os.getpid()) - before)
+    return FuzzReport(messages, reactions, time.monotonic() - began, _mebibytes() - before)
+
+
+def _mebibytes() -> float:
+    return (resident_bytes() or 0) / 2**20
 
 
 def _reaction(link: Link, rng: random.Random) -> str:
@@ -232,40 +226,10 @@ def _has_no_answer(data: bytes) -> bool:
         return False
 
 
-def _tokenizer() -> Any:
+def word_tokenizer() -> Any:
     """A tokenizer of a word for each token, with a chat template."""
     words = {word: number for number, word in enumerate(["<unk>", *(f"w{number}" for number in range(VOCABULARY - 1))])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", chat_template=template)
-
-
-def main() -> int:
-    """The command; 1 if a text came out otherwise afterwards, or the server did what it should not."""
-    parser = argparse.ArgumentParser(description="Sends malformed messages to a server of a tiny target.")
-    parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    target = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
-    server = VerifyServer(target, _tokenizer())
-    with in_background(server) as port:
-        address = Address.of(f"http://127.0.0.1:{port}")
-        with RemoteModel(address) as model:
-            before = str(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False))
-            report = fuzz(address, asked.messages, asked.seed)
-            same = str(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False)) == before
-        status = server.status()
-    print(f"{report.messages} messages in {report.seconds:.1f} s; memory grew by {report.grown_mebibytes:.1f} MiB")
-    for reaction, count in report.reactions.most_common():
-        print(f"{count:8} {reaction}")
-    print("a text decodes as before" if same else "a text decodes otherwise than before")
-    faults = report.faults + ([] if same else ["another text"])
-    faults += ["failures of the target"] if status["batches"]["failures"] else []
-    for each in faults:
-        print(f"fault: {each}")
-    return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,12 +24,12 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..core.draft_tree import DraftTree
-from ..drafters.cascade.held_chain import Choice, HeldChain
-from ..trees.builder_registry import DRAWING, TREE_BUILDERS
-from ..trees.tree_builders import Expansion, TreeLimits
-from ..verify.registry import VERIFIERS
-from ..verify.verdict import Nodes, Verifier, draw_token
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.drafters.cascade.held_chain import Choice, HeldChain
+from hf_hsdraft.trees.builder_registry import DRAWING, TREE_BUILDERS
+from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits
+from hf_hsdraft.verify.registry import VERIFIERS
+from hf_hsdraft.verify.verdict import Nodes, Verifier, draw_token
 
 LENGTH = 3  # number of tokens compared
 VOCABULARY = 6

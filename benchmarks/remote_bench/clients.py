@@ -1,6 +1,6 @@
 """Devices for the bench `remote_sessions`: processes that each decode texts over a connection.
 
-`python -m hf_hsdraft.bench.remote_clients` reads its orders as JSON from the standard input and writes one line of JSON
+`python benchmarks/remote_bench/clients.py` reads its orders as JSON from the standard input and writes one line of JSON
 for each order. It loads the drafter once; each device is a fork of it, so many of them fit into memory.
 """
 
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from ..drafters.ngrams.cacheback import CachebackDrafter
-from ..generate.by_name import load_drafter
-from ..remote.connecting import connect
-from ..remote.remote_model import RemoteModel, RemoteOutput
+from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
+from hf_hsdraft.generate.by_name import load_drafter
+from hf_hsdraft.remote.connecting import connect
+from hf_hsdraft.remote.remote_model import RemoteModel, RemoteOutput
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from ..drafters.base.protocol import DraftCall
-from ..drafters.eagle.eagle_expansion import EagleExpansion
-from ..drafters.eagle.eagle_session import EagleSession
-from ..runtime.last_state import before_norm
-from ..trees.tree_builders import Expansion
-from .block_parity import write
-from .format_parity import (
+from hf_hsdraft.drafters.base.protocol import DraftCall
+from hf_hsdraft.drafters.eagle.eagle_expansion import EagleExpansion
+from hf_hsdraft.drafters.eagle.eagle_session import EagleSession
+from hf_hsdraft.runtime.last_state import before_norm
+from hf_hsdraft.trees.tree_builders import Expansion
+from oracles.block_parity import write
+from oracles.format_parity import (
     HIDDEN,
     Case,
     NotingDrafter,

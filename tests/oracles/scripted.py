@@ -10,10 +10,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.draft_tree import DraftTree
-from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
-from ..drafters.base.wrapped_drafter import WrappedDrafter
-from ..runtime.target_limits import text_config
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall, Session
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.runtime.target_limits import text_config
 
 
 def random_tree(root: int, truth: Sequence[int], depth: int, vocab_size: int, rng: random.Random) -> DraftTree:

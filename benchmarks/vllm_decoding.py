@@ -1,8 +1,8 @@
 """Decodes prompts by vLLM, and writes texts, seconds and acceptance. It runs in vLLM's environment.
 
-    python -m hf_hsdraft.vllm_plugin.decoding task.json done.json
+    python benchmarks/vllm_decoding.py task.json done.json
 
-`python -m hf_hsdraft.bench.vllm_parity` writes the task and reads what was done.
+`vllm_parity.py` writes the task and reads what was done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-CPU_MEMORY = 0.5  # share that vLLM takes on a CPU; by default it takes 92%, and ends where that is not free
 _COUNTERS = {"vllm:spec_decode_num_drafts": "chains", "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted"}
 
 
@@ -29,6 +28,8 @@ def decode(task: dict[str, Any]) -> list[dict[str, Any]]:
         that were drafted, and `accepted`, how many of them had their first, second, ... token accepted.
     """
     from vllm import LLM, SamplingParams
+
+    from hf_hsdraft.vllm_plugin.plugin_limits import CPU_MEMORY
 
     prompts = [{"prompt_token_ids": prompt} for prompt in task["prompts"]]
     most = max(task["at_once"])

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from .remote_clients import Order
+from remote_bench.clients import Order
 
 
 def options_of(asked: argparse.Namespace) -> dict[str, Any]:
