@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
 from test_collapsed_frames import collapsed, random_frames
 from test_trainable import IDS, borrow, decodes_as_plain, packed, plan, prompts, run
 from typer.testing import CliRunner
@@ -22,6 +21,7 @@ from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loss.co_training import CoTraining
 from hf_hsdraft.training.loss.ctc_loss import CTCLoss, ctc_losses
+from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
 
 STEPS, LABELS = 5, 3
 

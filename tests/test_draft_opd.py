@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 
@@ -20,6 +19,7 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import _ObservedDrafter
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loss.draft_opd import replay, two_streams
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import hard_labels
 from hf_hsdraft.training.loss.on_policy import draft
 

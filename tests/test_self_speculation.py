@@ -11,7 +11,6 @@ import pytest
 import torch
 import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from lm_helpers import tiny
 from oracles.exactness import chi_square
 from oracles.format_parity import randomise
@@ -31,6 +30,7 @@ from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.prepared import prepared
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import objective_of
 
 LAYERS, NEW = 4, 24
