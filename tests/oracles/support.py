@@ -217,9 +217,9 @@ def as_markdown(rows: Sequence[Support]) -> str:
         "",
         f"Written by `python benchmarks/support.py`, transformers {transformers.__version__}, torch "
         f"{torch.__version__}: a tiny random model of every type, decoded in float32 with and without scripted drafts "
-        f"(right to a random depth, among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch of three. "
-        "N-grams: one prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every window that the "
-        "configuration names.",
+        f"(right to a random depth, among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch "
+        "of three. N-grams: one prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every "
+        "window that the configuration names.",
         "",
     ]
     for task in dict.fromkeys(row.task for row in rows):
