@@ -18,11 +18,10 @@ from typer.testing import CliRunner
 from hf_hsdraft import CausalLMDrafter, HSDrafter
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
-from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
-from hf_hsdraft.bench.first_calls import FirstCalls, run_first_calls
 from hf_hsdraft.bench.machine import PeakMemory
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.plots import draw_bench
+from hf_hsdraft.bench.processes import FirstCalls, Pair, measure_calls, run_concurrent, run_first_calls
 from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET, profile
 from hf_hsdraft.bench.report import as_document
 from hf_hsdraft.bench.run import measure, turn_order
@@ -428,7 +427,7 @@ def test_calls_at_once_are_measured_together(target, inputs):
     assert result.calls == 2 and result.packed == (2 if linears_to_pack(target, True) else 0)
     assert result.added >= 0 and result.before > 0
     with pytest.raises(ValueError, match="calls=0 is invalid"):
-        run_concurrent(None, "none", torch.float32, ["a prompt"], [2, 0], 8, None)
+        run_concurrent(Pair(None, "none", torch.float32), ["a prompt"], [2, 0], 8)
     outcome = CliRunner().invoke(app, ["concurrent", "--calls", "one", "--drafter", "none"])
     assert outcome.exit_code == 2 and "1,2,4" in outcome.output
 
@@ -441,7 +440,7 @@ def test_first_calls_are_made_in_processes_of_their_own(saved):
     assert "drafted s" in outcome.output and "the first generate() of a process" in outcome.output
     assert FirstCalls(8, [1.0, 5.0, 2.0], [3.0, 1.0, 9.0]).time_ratio == 1.5
     with pytest.raises(ValueError, match=r"lengths=\[8, 0\] is invalid"):
-        run_first_calls(None, "none", torch.float32, "cpu", "a prompt", [8, 0], 1)
+        run_first_calls(Pair(None, "none", torch.float32), "a prompt", [8, 0], 1)
     outcome = CliRunner().invoke(app, ["first-calls", "--lengths", "one", "--drafter", "none"])
     assert outcome.exit_code == 2 and "1,2,4" in outcome.output
 

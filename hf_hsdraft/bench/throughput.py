@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..drafters.base.protocol import Drafter
 from .calls import Settings
@@ -15,6 +14,7 @@ from .run import measure
 from .summary import DEFINITIONS, Summary, summarise
 from .sweeps import padded_batches
 from .systems import PLAIN, System
+from .tables import figures_table
 
 _DRAFTED = "drafted"
 
@@ -34,6 +34,12 @@ class Throughput:
     plain_speed: float
     drafted: Summary
     rows: int
+
+    def cells(self) -> list[str]:
+        """Returns a row of the table."""
+        found = self.drafted
+        figures = f"{self.plain_speed:.0f}", f"{found.speed_up:.2f}", f"{found.tau:.2f}"
+        return [str(self.batch_size), *figures, f"{found.identical}/{self.rows}"]
 
 
 def run_throughput(
@@ -72,12 +78,7 @@ def run_throughput(
 
 
 def print_throughput(results: Sequence[Throughput], console: Console) -> None:
-    table = Table()
-    for column in ("batch", "plain tokens/s", "speed-up", "tau", "rows with the same text"):
-        table.add_column(column, justify="right")
-    for row in results:
-        found, same = row.drafted, f"{row.drafted.identical}/{row.rows}"
-        table.add_row(str(row.batch_size), f"{row.plain_speed:.0f}", f"{found.speed_up:.2f}", f"{found.tau:.2f}", same)
-    console.print(table)
+    columns = ("batch", "plain tokens/s", "speed-up", "tau", "rows with the same text")
+    console.print(figures_table(columns, map(Throughput.cells, results)))
     for name in ("tau", "speed_up"):
         console.print(f"{name}: {DEFINITIONS[name]}", style="dim", highlight=False)

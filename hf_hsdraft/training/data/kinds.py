@@ -55,7 +55,8 @@ def _table(name: str) -> Any:
 
 
 def _kind(row: dict[str, Any]) -> Kind:
-    return Kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return Kind(**fields)
 
 
 WORDS: dict[str, list[str]] = _table("kind_words.json")
