@@ -6,11 +6,14 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ._shared import Dtype, Injector, TargetOption, checked_device, console
+
+if TYPE_CHECKING:
+    from ..training.data.plan import TrainingPlan
 
 app = typer.Typer()
 
@@ -155,8 +158,6 @@ def train(
     from ..training.loop.arguments import parse_arguments
     from ..training.loop.checks import check_no_other_run
     from ..training.loop.prepared import prepared
-    from ..training.loop.progress import Reporter
-    from ..training.loop.run import train as run
 
     if lora is not None and init_from is None:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
@@ -215,13 +216,21 @@ def train(
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    _run(model, tokenizer, plan, arguments)
+
+
+def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, Any]) -> None:
+    """Trains; says on Ctrl-C that what is made so far is not lost."""
+    from ..training.loop.progress import Reporter
+    from ..training.loop.run import train as run
+
     try:
         run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None))
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command goes on from what is in {out}")
+        console.print(f"stopped; the same command goes on from what is in {plan.out}")
         sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
-        console.print(f"drafter saved in {out}")
+        console.print(f"drafter saved in {plan.out}")
 
 
 def _say(line: str) -> None:

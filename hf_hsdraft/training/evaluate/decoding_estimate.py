@@ -51,6 +51,13 @@ class Drafting:
     length: int = 1024
 
 
+def _cache_sizes(sizes: Any) -> tuple[int, int, int]:
+    """Returns layers, heads and the size of a head of a target's cache."""
+    kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    return sizes.num_hidden_layers, kv_heads, head_dim
+
+
 def estimate_decoding(
     config: Any, drafter: Drafter, plan: Drafting, device: Device, bytes_per_weight: int = 2
 ) -> Estimate:
@@ -81,10 +88,8 @@ def estimate_decoding(
     kept = drafter.numbers_kept(plan.length)
     if kept:
         add("drafter's keys and values", "B", "numbers kept of the text x bytes", kept, width)
-    kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     formula = "2 x layers x heads x head size x tokens x bytes"
-    keys = add("keys and values", "B", formula, 2, sizes.num_hidden_layers, kv_heads, head_dim, plan.length, width)
+    keys = add("keys and values", "B", formula, 2, *_cache_sizes(sizes), plan.length, width)
     read_weights = parts["body"] + head
     formula = "(layers + output head) x bytes + keys and values"
     read_bytes = add("read by a forward of the target", "B", formula, read_weights * width, keys, sign="+")
