@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from hf_hsdraft.drafters.base.collapsed_frames import CollapsedFrames
+from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
 from hf_hsdraft.trees.beam_trees import beam_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits
 

@@ -14,8 +14,11 @@ from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter
-from hf_hsdraft.bench import hierarchy_costs, hierarchy_run
-from hf_hsdraft.bench.hierarchy import (
+from hf_hsdraft.bench.run import Measured
+from hf_hsdraft.cli import main as cli
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.methods.cascade import hierarchy_costs, hierarchy_run
+from hf_hsdraft.methods.cascade.hierarchy import (
     Acceptance,
     Curve,
     Drafting,
@@ -28,7 +31,7 @@ from hf_hsdraft.bench.hierarchy import (
     tree_drafting,
     verified,
 )
-from hf_hsdraft.bench.hierarchy_costs import (
+from hf_hsdraft.methods.cascade.hierarchy_costs import (
     TARGET,
     Measuring,
     Note,
@@ -37,12 +40,14 @@ from hf_hsdraft.bench.hierarchy_costs import (
     lengths_of,
     seconds_of,
 )
-from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_levels, forward_of, needed_acceptance
-from hf_hsdraft.bench.hierarchy_fits import Fits
-from hf_hsdraft.bench.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
-from hf_hsdraft.bench.run import Measured
-from hf_hsdraft.cli import main as cli
-from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.methods.cascade.hierarchy_estimate import (
+    estimate_cascade,
+    estimated_levels,
+    forward_of,
+    needed_acceptance,
+)
+from hf_hsdraft.methods.cascade.hierarchy_fits import Fits
+from hf_hsdraft.methods.cascade.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
 from hf_hsdraft.training.evaluate.decoding_estimate import Device
 
 

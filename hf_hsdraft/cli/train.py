@@ -6,26 +6,26 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ..core.methods import offered
 from ._shared import Dtype, Injector, TargetOption, checked_device, console
 
 if TYPE_CHECKING:
     from ..training.data.plan import TrainingPlan
 
 app = typer.Typer()
-
-
-class Family(StrEnum):
-    hidden_state = "hidden-state"
-    block = "block"
-    eagle3 = "eagle3"
-    self_speculation = "self"
-    specformer = "specformer"
-    steered_lm = "steered-lm"
-    lm = "lm"
+_FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
+Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
+# Options that are fields of the plan as they are given.
+_OF_PLAN = (
+    "dataset", "dataset_config", "dataset_split", "dataset_column", "num_prompts", "invented_turns", "answers_from",
+    "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
+    "eval_conversations", "eval_prompts", "init_from", "lora", "publish_data",
+)  # fmt: skip
+_DEFAULT_FAMILY = Family("hidden-state")
 
 
 class MarkovHead(StrEnum):
@@ -56,7 +56,7 @@ def train(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
     target: TargetOption = None,
-    family: Annotated[Family, typer.Option(help="Family of the drafter.")] = Family.hidden_state,
+    family: Annotated[Family, typer.Option(help="Family of the drafter.")] = _DEFAULT_FAMILY,
     prompts: Annotated[
         list[Path] | None,
         typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL: `turns` to answer, or `messages`; repeat."),
@@ -182,31 +182,13 @@ def train(
     plan = TrainingPlan(
         out=str(out),
         prompts=[str(path) for path in prompts or ()],
-        dataset=dataset,
-        dataset_config=dataset_config,
-        dataset_split=dataset_split,
-        dataset_column=dataset_column,
-        num_prompts=num_prompts,
         kinds=_shares(kinds),
         openings=opening or [],
-        invented_turns=invented_turns,
-        answers_from=answers_from,
-        server_model=server_model,
         **({} if not temperature else {"temperatures": temperature}),
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        greedy_only=greedy_only,
-        answer_batch_size=answer_batch_size,
         exclude_near=[str(path) for path in exclude_near or ()],
-        skip_bad_lines=skip_bad_lines,
-        cache_taps=cache_taps,
-        eval_conversations=eval_conversations,
-        eval_prompts=eval_prompts,
-        init_from=init_from,
-        lora=lora,
-        publish_data=publish_data,
         family=family.value,
         drafter=overrides,
+        **{name: context.params[name] for name in _OF_PLAN},
     )
     place = device or _own_device()
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes begin together, when they load the target

@@ -98,7 +98,7 @@ class Rounds:
                 runtime.slots,
                 acceleration.compile_config,
                 call.stack,
-                runtime.first_layers,
+                runtime.read_ahead,
             ),
             texts.prune,
         )

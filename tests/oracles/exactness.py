@@ -25,8 +25,7 @@ from transformers import (
 )
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.cascade.held_chain import Choice, HeldChain
-from hf_hsdraft.trees.builder_registry import DRAWING, TREE_BUILDERS
+from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
 from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits
 from hf_hsdraft.verify.registry import VERIFIERS
 from hf_hsdraft.verify.verdict import Nodes, Verifier, draw_token
@@ -44,10 +43,7 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-CASCADE = "cascade"  # no builder of trees: a middle model passes up what it says of the drafts of another drafter
-# Tree size and beam width of each builder.
-LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4), CASCADE: (2, 1)}
-_DRAWN = {*DRAWING, CASCADE}
+_SIZES = {"gumbel": (9, 1), "stochastic_beam": (8, 4)}  # tree size and beam width of builders that differ from others
 
 
 @dataclass(frozen=True)
@@ -123,21 +119,14 @@ class FullExpansion(Expansion):
         return self.expand(level, tokens, states)
 
 
-def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
-    """Returns trees of one builder for `count` rounds."""
-    if builder == CASCADE:
-        return [cascaded(table, Choice(1.0, DRAFTED)) for _ in range(count)]
-    limits = TreeLimits(*LIMITS[builder], threshold=0.0, max_depths=[2] * count)
-    roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
-    return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
-
-
-def cascaded(table: Table, choice: Choice) -> DraftTree:
-    """Returns the chain of two tokens that the table's drafter holds, in the place of a middle model.
+def cascaded(table: Table) -> DraftTree:
+    """Returns the chain of two tokens that the table's drafter holds, in the place of a cascade's middle model.
 
     The level below drafts without looking at it, as n-grams do: always the next higher token.
     """
-    held, depth = HeldChain(), 2
+    from hf_hsdraft.methods.cascade.held_chain import Choice, HeldChain
+
+    held, depth, choice = HeldChain(), 2, Choice(1.0, DRAFTED)
     while len(held.tokens) < depth:
         tokens = [*held.tokens[-1:], *([] if held.tokens else [_ROOT])]
         tokens += [(tokens[0] + each) % DRAFTED for each in range(1, depth - len(held.tokens))]
@@ -148,6 +137,19 @@ def cascaded(table: Table, choice: Choice) -> DraftTree:
     return held.tree(_ROOT, choice)
 
 
+# What drafts by draws without a builder of trees: returns the draft of a round.
+DRAWN_DRAFTS: dict[str, Callable[[Table], DraftTree]] = {"cascade": cascaded}
+
+
+def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
+    """Returns trees of one builder, or drafts of a method, for `count` rounds."""
+    if builder in DRAWN_DRAFTS:
+        return [DRAWN_DRAFTS[builder](table) for _ in range(count)]
+    limits = TreeLimits(*_SIZES.get(builder, (8, 3)), threshold=0.0, max_depths=[2] * count)
+    roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
+    return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
+
+
 def check(
     verifier: str | Verifier, builder: str, processor: str, temperature: float, samples: int, seed: int = 0
 ) -> Outcome:
@@ -155,7 +157,7 @@ def check(
 
     Args:
         verifier: a name of `VERIFIERS`, or another rule.
-        builder: a name of `LIMITS`.
+        builder: a name of `TREE_BUILDERS` or of `DRAWN_DRAFTS`.
         processor: a name of `PROCESSORS`.
         temperature: temperature of the target.
         samples: number of texts.
@@ -210,6 +212,7 @@ def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
     """Yields all settings of exact rules. Those for drawn nodes are left out where none are drawn."""
-    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
-        if rule.exact and (builder in _DRAWN or not rule.drawn_nodes):
+    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), (*TREE_BUILDERS, *DRAWN_DRAFTS)):
+        draws = builder in DRAWN_DRAFTS or TREE_BUILDERS[builder].draws
+        if rule.exact and (draws or not rule.drawn_nodes):
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)
