@@ -97,7 +97,7 @@ def sliding():
     """A target whose layers see 8 positions."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = MistralConfig(VOCAB, num_key_value_heads=2, sliding_window=8, initializer_range=0.3, **sizes)
+    config = MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=8, initializer_range=0.3, **sizes)
     return MistralForCausalLM(config).eval()
 
 
