@@ -33,8 +33,6 @@ _MODULES = {
     "HSDraftEncoderDecoderOutput": "engine.call_output",
     "HSDraftGenerateOutput": "engine.call_output",
     "HSDrafter": "drafters.hidden_state.modeling_hsdraft",
-    "LayerSkipDrafter": "drafters.language_model.layer_skip",
-    "SteeredLMDrafter": "drafters.language_model.steered_lm",
     "attach": "generate.attachment",
     "attached": "generate.attachment",
     "connect": "remote.connecting",

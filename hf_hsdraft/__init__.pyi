@@ -11,9 +11,7 @@ from .drafters.eagle.modeling_eagle import EagleDrafter as EagleDrafter
 from .drafters.hidden_state.candidate_generator import HSCandidateGenerator as HSCandidateGenerator
 from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraftConfig
 from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter
-from .drafters.language_model.layer_skip import LayerSkipDrafter as LayerSkipDrafter
 from .drafters.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
-from .drafters.language_model.steered_lm import SteeredLMDrafter as SteeredLMDrafter
 from .drafters.ngrams.cacheback import CachebackDrafter as CachebackDrafter
 from .engine.call_output import DraftStatistics as DraftStatistics
 from .engine.call_output import HSDraftEncoderDecoderOutput as HSDraftEncoderDecoderOutput
@@ -24,9 +22,11 @@ from .generate.attachment import attach as attach
 from .generate.attachment import attached as attached
 from .generate.attachment import detach as detach
 from .methods.cascade.cascade_drafter import CascadeDrafter as CascadeDrafter
+from .methods.layer_skip.layer_skip import LayerSkipDrafter as LayerSkipDrafter
 from .methods.self_speculation.configuration_self import SelfDraftConfig as SelfDraftConfig
 from .methods.self_speculation.modeling_self import SelfDrafter as SelfDrafter
 from .methods.specformer.configuration_specformer import SpecFormerConfig as SpecFormerConfig
 from .methods.specformer.modeling_specformer import SpecFormerDrafter as SpecFormerDrafter
+from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
 from .remote.connecting import connect as connect
 from .runtime.target_loading import load_target as load_target

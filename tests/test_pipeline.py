@@ -32,7 +32,7 @@ from hf_hsdraft.training.loop import publish
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import TrainingDiverged
-from hf_hsdraft.training.loss.loss import loss as loss_module
+from hf_hsdraft.training.loss import loss as loss_module
 
 SIZES = {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}
 
@@ -551,7 +551,7 @@ def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_p
     """The shift is in training alone, so nothing but the comparison could tell."""
     from hf_hsdraft.training.evaluate import parity
     from hf_hsdraft.training.loop import trainer
-    from hf_hsdraft.training.loss.loss import loss
+    from hf_hsdraft.training.loss import loss
 
     def shifted(pack, chains, steps):
         labels = loss.true_labels(pack, chains, steps)

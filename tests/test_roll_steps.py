@@ -14,8 +14,8 @@ from test_static_cache import Graphs, decode
 
 from hf_hsdraft import AutoDrafter, HSCandidateGenerator, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.methods.growth.growing import grown
 from hf_hsdraft.training.evaluate.parity import parity
-from hf_hsdraft.training.families.growth import grown
 from hf_hsdraft.training.loop.trainer import _recompute_layers
 from hf_hsdraft.training.loss.loss import ChainLoss
 from hf_hsdraft.training.loss.objectives import forward_kl

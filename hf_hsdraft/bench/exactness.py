@@ -26,7 +26,7 @@ from transformers import (
 
 from ..core.draft_tree import DraftTree
 from ..core.methods import Registry
-from ..trees.builder_registry import DRAWING, TREE_BUILDERS
+from ..trees.builder_registry import TREE_BUILDERS
 from ..trees.tree_builders import Expansion, TreeLimits
 from ..verify.registry import VERIFIERS
 from ..verify.verdict import Nodes, Verifier, draw_token
@@ -44,8 +44,7 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-# Tree size and beam width of each builder.
-LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4)}
+_SIZES = {"gumbel": (9, 1), "stochastic_beam": (8, 4)}  # tree size and beam width of builders that differ from others
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
     """Returns trees of one builder, or drafts of a method, for `count` rounds."""
     if builder in DRAWN_DRAFTS:
         return [DRAWN_DRAFTS[builder](table) for _ in range(count)]
-    limits = TreeLimits(*LIMITS[builder], threshold=0.0, max_depths=[2] * count)
+    limits = TreeLimits(*_SIZES.get(builder, (8, 3)), threshold=0.0, max_depths=[2] * count)
     roots, ids = torch.full((count,), ROOT), torch.arange(DRAFTED)
     return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
 
@@ -141,7 +140,7 @@ def check(
 
     Args:
         verifier: a name of `VERIFIERS`, or another rule.
-        builder: a name of `LIMITS` or of `DRAWN_DRAFTS`.
+        builder: a name of `TREE_BUILDERS` or of `DRAWN_DRAFTS`.
         processor: a name of `PROCESSORS`.
         temperature: temperature of the target.
         samples: number of texts.
@@ -196,6 +195,7 @@ def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
     """Yields all settings of exact rules. Those for drawn nodes are left out where none are drawn."""
-    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), (*LIMITS, *DRAWN_DRAFTS)):
-        if rule.exact and (builder not in LIMITS or builder in DRAWING or not rule.drawn_nodes):
+    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), (*TREE_BUILDERS, *DRAWN_DRAFTS)):
+        draws = builder in DRAWN_DRAFTS or TREE_BUILDERS[builder].draws
+        if rule.exact and (draws or not rule.drawn_nodes):
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

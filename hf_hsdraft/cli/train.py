@@ -14,7 +14,7 @@ from ..core.methods import offered
 from ._shared import Dtype, Injector, TargetOption, checked_device, console
 
 app = typer.Typer()
-_FAMILIES = ("hidden-state", "block", "eagle3", "steered-lm", "lm", *offered("family"))
+_FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
 Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
 _DEFAULT_FAMILY = Family("hidden-state")
 

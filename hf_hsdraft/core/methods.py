@@ -73,7 +73,8 @@ class Registry(MutableMapping[str, Offer]):
         return name in self.loaded or name in offered(self.kind)
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys([*self.loaded, *offered(self.kind)])
+        methods = offered(self.kind)
+        yield from [*(name for name in self.loaded if name not in methods), *methods]
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -34,6 +34,7 @@ from ...hub.drafter_files import (
 from ...hub.publication import complete_folder
 from ...runtime.capture_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
+from ...trees.builder_registry import TREE_BUILDERS
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
 from .levels import Settling, SupposingSession, model_of, reader_of, supposes
@@ -203,8 +204,10 @@ class CascadeDrafter(nn.Module, Drafter):
             raise ValueError(f"level {index} of this cascade, {_named(level)}: {error}") from None
 
     def check_together(self, options: DraftOptions) -> None:
-        if options.tree_builder == "p_best":
-            raise ValueError("tree_builder='p_best' is invalid for a CascadeDrafter: its levels pass chains up")
+        if TREE_BUILDERS[options.tree_builder].whole:
+            raise ValueError(
+                f"tree_builder={options.tree_builder!r} is invalid for a CascadeDrafter: its levels pass chains up"
+            )
 
     def check(self, target: Any) -> None:
         for index, (level, model) in enumerate(self._pairs(target)):

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.draft_reads import Read, weights_of
 from ...drafters.base.protocol import DraftCall, Drafter
-from ...drafters.base.refinement import REFINEMENT, check_refinement
+from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
 from ...drafters.base.target_sizes import check_sizes
 from .configuration_specformer import SpecFormerConfig
 from .specformer_network import SpecFormerNetwork
@@ -29,7 +29,7 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
     """
 
     takes_tree_builders = True
-    own_options = (REFINEMENT,)
+    own_options = REFINER_OPTIONS
     why_not_exported = "its slots are made of one position by one product, and no format of another project does so"
 
     def __init__(self, config: SpecFormerConfig) -> None:
@@ -54,7 +54,7 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 
     def check_together(self, options: DraftOptions) -> None:
-        check_refinement(self, options)
+        check_refiners(self, options)
 
     def check(self, target: Any) -> None:
         check_sizes(self.config, target)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...drafters.base.protocol import Session
+from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.identity import record_name
 from ...training.families.noting import NotingParallelSession
@@ -88,7 +89,7 @@ class SpecFormerFamily(TravellingFamily):
     name = "specformer"
     drafter = SpecFormerDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
-    plain_options = {"refinement": 0.0}  # noqa: RUF012
+    plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
 
     def start_from_target(self, drafter: SpecFormerDrafter, target: Any, finals: torch.Tensor) -> None:

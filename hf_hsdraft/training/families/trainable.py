@@ -13,13 +13,11 @@ from .eagle3 import EagleFamily
 from .family import TrainableFamily
 from .hidden_state import HiddenStateFamily
 from .lm import LMFamily
-from .steered_lm import SteeredLMFamily
 
 _CORE: tuple[TrainableFamily, ...] = (
     HiddenStateFamily(),
     BlockFamily(),
     EagleFamily(),
-    SteeredLMFamily(),  # before the drafters that it derives from
     LMFamily(),
 )
 TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family for family in _CORE})
@@ -68,9 +66,14 @@ def family_for(plan: TrainingPlan) -> TrainableFamily:
     return family
 
 
+def _most_special_first() -> list[TrainableFamily]:
+    """Returns all families; those whose drafters derive from others' come first."""
+    return sorted(TRAINABLE.values(), key=lambda family: -len(family.drafter.__mro__))
+
+
 def as_trained(drafter: Any) -> Any | None:
     """Returns a drafter as training takes it; `None` if it can only draft, by its family or by its form."""
-    for family in TRAINABLE.values():
+    for family in _most_special_first():
         try:
             taken = family.taken(drafter)
             if taken is not None:
@@ -87,7 +90,7 @@ def family_of(drafter: Any) -> TrainableFamily:
     Raises:
         ValueError: drafters of this class cannot be trained.
     """
-    for family in TRAINABLE.values():
+    for family in _most_special_first():
         if isinstance(drafter, family.drafter):
             return family
     raise ValueError(

@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ...bench.measure import pooled_tau
-from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.refiners import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...engine.call_output import DraftStatistics
 from ...runtime.target_loading import is_sharded
@@ -302,7 +302,7 @@ class DrafterTrainer(Trainer):
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
         drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
         drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
-        leave_refiner(drafter)  # nor on what is not trained here
+        leave_folder(drafter)  # nor on what is not trained here
         for prompt in prompts:
             yield self.target.generate(
                 **prompt,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ...drafters.language_model.layer_skip import LayerSkipDrafter
 from ...drafters.language_model.layer_subset import layers_of, with_layers
-from .progress import Reporter
+from ...training.loop.progress import Reporter
+from .layer_skip import LayerSkipDrafter
 
 _MOST_DRAFTED = 8  # greatest length of a chain that is considered
 

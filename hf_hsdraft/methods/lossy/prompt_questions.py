@@ -1,6 +1,6 @@
 """Writes questions with checkable answers, for `hsdraft quality --questions`, out of prompts that have no answers.
 
-    python -m hf_hsdraft.bench.prompt_questions prompts.jsonl questions.jsonl
+    python -m hf_hsdraft.methods.lossy.prompt_questions prompts.jsonl questions.jsonl
 
 A prompt's own question is left out: no rule tells its answer. The first sentences of its longest paragraph become the
 text of other questions, whose answers follow from that text by rule:
@@ -22,8 +22,8 @@ from typing import Annotated
 
 import typer
 
-from ..training.data.conversations import Prompt, read_rows
-from ..training.files import write_complete
+from ...training.data.conversations import Prompt, read_rows
+from ...training.files import write_complete
 
 _SHORTEST, _LONGEST = 60, 240  # characters of a text
 _SHORT = 40  # characters; a shorter sentence is not copied

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from ..core.checks import is_number
-from ..core.options import Option
+from ...core.checks import is_number
+from ...core.options import Option
+from ...verify.registry import VERIFIERS
 from .relaxed import Mismatch, Relaxed
 
 
@@ -45,3 +46,6 @@ class Typical(Relaxed):
     def accepts(self, mismatch: Mismatch) -> bool:
         entropy = float(torch.special.entr(mismatch.probabilities).sum())
         return mismatch.probability > min(self.typical_threshold, self.typical_delta * math.exp(-entropy))
+
+
+VERIFIERS["typical"] = Typical()

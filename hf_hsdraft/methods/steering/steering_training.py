@@ -11,13 +11,14 @@ from torch.nn.functional import pad
 
 from ...drafters.base.protocol import Session
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_steering import Steering, SteeringSizes
-from ...drafters.language_model.steered_lm import SteeredLMDrafter, SteeredLMSession, has_steering
 from ...hub.checkpoint import Checkpoint
+from ...training.families.lm import LMFamily, NotingLM
+from ...training.families.trainable import TRAINABLE
+from ...training.families.trained_lm import TrainedLM
+from ...training.loss.branches import Branches
 from ...trees.tree_builders import Expansion
-from ..loss.branches import Branches
-from .lm import LMFamily, NotingLM
-from .trained_lm import TrainedLM
+from .steered_lm import SteeredLMDrafter, SteeredLMSession, has_steering
+from .steering import Steering, SteeringSizes
 
 
 class TrainedSteeredLM(TrainedLM, SteeredLMDrafter):
@@ -118,3 +119,6 @@ class SteeredLMFamily(LMFamily):
 
 class _NotingSession(NotingLM, SteeredLMSession):
     pass
+
+
+TRAINABLE[SteeredLMFamily.name] = SteeredLMFamily()

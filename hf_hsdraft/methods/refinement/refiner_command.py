@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ._shared import DeviceOption, DrafterOption, TargetOption, check_fit, console, drafter_of
+from ...cli._shared import DeviceOption, DrafterOption, TargetOption, check_fit, console, drafter_of
 
 app = typer.Typer()
 
@@ -34,14 +34,14 @@ def train_refiner(
 
     The option `refinement` of the drafter says how much it counts; it is 0 until somebody sets it.
     """
-    from ..drafters.base.path_lm import PathLMSizes
-    from ..drafters.base.refiner_files import check_place, save_refiner
-    from ..generate.by_name import load_drafter
-    from ..runtime.target_loading import load_target
-    from ..training.data.chats import read_answered
-    from ..training.data.conversations import tokenize_conversation
-    from ..training.loop.refiner import examples_of
-    from ..training.loop.refiner import train_refiner as run
+    from ...generate.by_name import load_drafter
+    from ...runtime.target_loading import load_target
+    from ...training.data.chats import read_answered
+    from ...training.data.conversations import tokenize_conversation
+    from .path_lm import PathLMSizes
+    from .refiner_files import check_place, save_refiner
+    from .refiner_training import examples_of
+    from .refiner_training import train_refiner as run
 
     name = drafter_of(target, drafter)
     if out is None and not Path(name).is_dir():

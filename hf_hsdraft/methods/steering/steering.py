@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...drafters.base.travelling_config import default_tap_layers
+from ...drafters.language_model.layer_subset import layers_of, sharing_weights
 from ...runtime.target_limits import decoder_layers, text_config
-from ..base.travelling_config import default_tap_layers
-from .layer_subset import layers_of, sharing_weights
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.draft_tree import DraftTree, from_nodes
-from .beam_trees import searched
-from .tree_builders import Expansion, TreeLimits
+from ...core.draft_tree import DraftTree, from_nodes
+from ...trees.beam_trees import searched
+from ...trees.builder_registry import TREE_BUILDERS, Builder
+from ...trees.tree_builders import Expansion, TreeLimits
 
 
 def p_best_trees(
@@ -62,3 +63,6 @@ def _merged(
             places[number] = len(nodes)
             nodes.append((token, places[parent], at, score))
     return from_nodes(nodes)
+
+
+TREE_BUILDERS["p_best"] = Builder(p_best_trees, whole=True)

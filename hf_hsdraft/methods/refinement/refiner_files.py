@@ -20,39 +20,41 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ...core.checks import few, printable
-from ...hub.drafter_files import REFINER_CONFIG, REFINER_WEIGHTS, DamagedFile, read_json, sha256
+from ...drafters.base.target_weights import TargetWeights
+from ...hub.drafter_files import DamagedFile, read_json, sha256
 from .path_lm import PathLM, PathLMSizes
-from .target_weights import TargetWeights
 
+CONFIG, WEIGHTS = "refiner/config.json", "refiner/model.safetensors"  # as in index.json
 _FIELDS = ("embedding_size", "draft_vocab_size", "length", "width", "inner_size", "rank")
-_of_drafters: weakref.WeakKeyDictionary[Any, PathLM] = weakref.WeakKeyDictionary()
+_of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.WeakKeyDictionary()
 
 
 def has_refiner(drafter: Any) -> bool:
     """Whether there is a refiner beside the weights of a drafter. Its files are not read."""
     folder = getattr(drafter, "loaded_from", None)
-    return drafter in _of_drafters or (folder is not None and (folder / REFINER_CONFIG).is_file())
+    return folder is not None and (_known(drafter) is not None or (folder / CONFIG).is_file())
 
 
-def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM | None:
-    """Returns the refiner beside the weights of a drafter, where the drafter is and in its dtype; `None` without one.
+def _known(drafter: Any) -> PathLM | None:
+    """Returns the refiner that was read of the folder that a drafter was loaded from."""
+    folder, model = _of_drafters.get(drafter, (None, None))
+    return model if folder == drafter.loaded_from else None
 
-    It is read once, and kept as long as the drafter.
 
-    Args:
-        drafter: any drafter.
-        weights: what it borrows of its target.
+def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
+    """Returns the refiner beside the weights of a drafter, where the drafter is and in its dtype.
+
+    It is read once, and kept as long as the drafter and the folder that it was loaded from.
 
     Raises:
         OSError: a file is missing.
         DamagedFile: a file is damaged.
         ValueError: it is for a target of another width or for another draft vocabulary, or files contradict each other.
     """
-    if not has_refiner(drafter):
-        return None
-    model = _of_drafters.get(drafter)
+    model = _known(drafter)
     if model is None:
-        model = _of_drafters[drafter] = load_refiner(drafter.loaded_from, weights.vocab_ids)
+        model = load_refiner(drafter.loaded_from, weights.vocab_ids)
+        _of_drafters[drafter] = drafter.loaded_from, model
     width, drafted = weights.embed(weights.vocab_ids[:1]).shape[-1], len(weights.vocab_ids)
     if (model.sizes.embedding_size, model.sizes.draft_vocab_size) != (width, drafted):
         raise ValueError(
@@ -63,23 +65,9 @@ def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM | None:
     return model.to(drafter.device, drafter.dtype)
 
 
-def leave_refiner(drafter: Any) -> None:
-    """Makes a drafter forget its refiner: it is neither used nor saved with the drafter any more.
-
-    Recipe and figures of the folder that the drafter was loaded from stay behind too.
-
-    Args:
-        drafter: any drafter. Its drafting options are changed in place.
-    """
-    _of_drafters.pop(drafter, None)
-    drafter.loaded_from = None
-    if getattr(drafter.generation_config, "refinement", 0.0):
-        drafter.generation_config.refinement = 0.0
-
-
 def check_place(folder: str | os.PathLike[str]) -> None:
     """Raises an OSError if no refiner can be written into a drafter's folder."""
-    place = (Path(folder) / REFINER_CONFIG).parent
+    place = (Path(folder) / CONFIG).parent
     if place.exists() and not place.is_dir():
         raise NotADirectoryError(f"{place} is a file: expected a folder there, or nothing; move it away")
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder):
@@ -98,7 +86,7 @@ def save_refiner(
         recipe: how the refiner was trained and what was measured.
     """
     place = Path(folder)
-    (place / REFINER_CONFIG).parent.mkdir(exist_ok=True)
+    (place / CONFIG).parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=place) as partial:
         config, weights = Path(partial) / "config.json", Path(partial) / "model.safetensors"
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
@@ -110,8 +98,8 @@ def save_refiner(
             "recipe": dict(recipe or {}),
         }
         config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        os.replace(weights, place / REFINER_WEIGHTS)
-        os.replace(config, place / REFINER_CONFIG)
+        os.replace(weights, place / WEIGHTS)
+        os.replace(config, place / CONFIG)
 
 
 def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
@@ -126,23 +114,22 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
         DamagedFile: a file is damaged.
         ValueError: the refiner is for another draft vocabulary, or files contradict each other.
     """
-    document = read_json(folder / REFINER_CONFIG)
+    document = read_json(folder / CONFIG)
     try:
         sizes = PathLMSizes(**{name: document.get(name, 0) for name in _FIELDS})
     except ValueError as error:
-        raise ValueError(f"{folder / REFINER_CONFIG}: {error}; train the refiner anew") from error
+        raise ValueError(f"{folder / CONFIG}: {error}; train the refiner anew") from error
     if document.get("vocabulary") != _digest(vocab_ids):
         raise ValueError(
             f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
             "`hsdraft train-refiner`"
         )
-    path = folder / REFINER_WEIGHTS
+    path = folder / WEIGHTS
     if not path.is_file():
-        raise OSError(f"{folder} has no {REFINER_WEIGHTS}: expected it beside {REFINER_CONFIG}")
+        raise OSError(f"{folder} has no {WEIGHTS}: expected it beside {CONFIG}")
     if document.get("weights_digest", digest := sha256(path)) != digest:
         raise DamagedFile(
-            f"{path} is damaged or of another refiner: its SHA-256 is not the one in {REFINER_CONFIG}; train "
-            "the refiner anew",
+            f"{path} is damaged or of another refiner: its SHA-256 is not the one in {CONFIG}; train the refiner anew",
             path,
         )
     try:
@@ -153,7 +140,7 @@ def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
         model = PathLM(sizes)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if wrong := sorted(name for name in shapes.keys() | state.keys() if shapes.get(name) != _shape(state, name)):
-        raise ValueError(f"{path} does not match {REFINER_CONFIG} ({few(wrong)}): train the refiner anew")
+        raise ValueError(f"{path} does not match {CONFIG} ({few(wrong)}): train the refiner anew")
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..drafters.base.draft_options import DraftOptions
-from ..verify.lossy_rule import Rule
-from ..verify.verdict import Verifier
-from .calls import Settings, time_call
+from ...bench.calls import Settings, time_call
+from ...bench.measure import encode_prompts, end_tokens
+from ...bench.run import WARM_UP_TOKENS, turn_order
+from ...bench.systems import PLAIN, System, with_options
+from ...drafters.base.draft_options import DraftOptions
+from ...verify.lossy_rule import Rule
+from ...verify.verdict import Verifier
 from .checked_tasks import Item
-from .measure import encode_prompts, end_tokens
-from .run import WARM_UP_TOKENS, turn_order
-from .systems import PLAIN, System, with_options
 
 EXACT = "exact drafting"
 GREEDY, SAMPLED = "greedy", "sampled"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..core.checks import is_integer, is_number
-from ..core.options import Option
+from ...core.checks import is_integer, is_number
+from ...core.options import Option
+from ...verify.registry import VERIFIERS
 from .relaxed import Mismatch, Relaxed, normalised_entropy
 
 LONGEST_WINDOW = 64
@@ -66,3 +67,6 @@ class FLy(Relaxed):
                 return False
             node, tokens = mismatch.children[node][token], [*tokens, token]
         return True
+
+
+VERIFIERS["fly"] = FLy()

@@ -6,14 +6,17 @@ A grown drafter begins by computing what the smaller one computes, so training g
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.refiners import leave_folder
 from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.network import HSDraftLayer
+from ...training.families.family import GROWTHS
 
 
 @torch.no_grad()
@@ -36,7 +39,7 @@ def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> 
     config = HSDraftConfig.from_dict(drafter.config.to_dict() | sizes)
     larger = HSDrafter(config).to(drafter.device, drafter.dtype)
     larger.generation_config = copy.deepcopy(drafter.generation_config)
-    leave_refiner(larger)
+    leave_folder(larger)
     larger.name_or_path = drafter.name_or_path
     different = {"layers", "step_modules", "roll_norm", "roll_proj"}
     for name, part in drafter.named_children():
@@ -58,7 +61,18 @@ def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> 
     return larger
 
 
+def grown_for(drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
+    """Returns a drafter as large as the fields of a plan ask for; see `grown`."""
+    config = drafter.config
+    has = config.num_step_modules, config.num_hidden_layers
+    wanted = fields.get("num_step_modules", has[0]), fields.get("num_hidden_layers", has[1])
+    return grown(drafter, *map(max, has, wanted)) if wanted != has else drafter
+
+
 def _silence(layer: HSDraftLayer) -> None:
     """Lets a layer return what it is given. Its last products learn from the first step on."""
     layer.attention.o_proj.weight.zero_()
     layer.down_proj.weight.zero_()
+
+
+GROWTHS["hidden-state"] = grown_for

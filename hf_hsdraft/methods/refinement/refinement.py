@@ -17,43 +17,19 @@ from typing import Any
 
 import torch
 
-from ...core.checks import is_number
-from ...core.options import Option
 from ...core.tensors import Transform, on_device
-from .draft_options import DraftOptions
+from ...drafters.base import refiners
+from ...drafters.base.target_weights import TargetWeights
 from .path_lm import PathLM
 from .refiner_files import has_refiner, refiner_of
-from .target_weights import TargetWeights
 
-REFINEMENT = Option(
-    "refinement",
-    0.0,
-    lambda value: is_number(value) and 0.0 <= value < 1.0,
-    "a number from 0 (no refinement) to below 1",
-    "Share of the refiner in the logits of drafted tokens.",
-)
 # The drafters know the text before the first depth from the target's hidden states, and the root too. Leftover states,
 # which `reuse="resample"` draws from again, are older than the root: their first depth is not refined all the same.
 _FIRST_LEVEL = 2
 
 
-def check_refinement(drafter: Any, options: DraftOptions) -> None:
-    """Raises a ValueError if a refinement is asked for, and there can be no refiner or is none.
-
-    Whether one fits is seen when the target is known, see `Refiner.of`.
-    """
-    share = options.own.get(REFINEMENT.name, 0.0)
-    if share and drafter.why_not_refined:
-        raise ValueError(f"refinement={share!r} is invalid for this drafter: {drafter.why_not_refined}; set it to 0")
-    if share and not has_refiner(drafter):
-        raise ValueError(
-            f"refinement={share!r} is invalid: this drafter has no refiner beside its weights; train one by `hsdraft "
-            "train-refiner` and load the drafter again, or set refinement to 0"
-        )
-
-
 @dataclass(frozen=True)
-class Refinement:
+class Refinement(refiners.Refinement):
     """The refinement of one draft. Letters in the shapes: as in `TokenBias`; S is the size of the model's states.
 
     Attributes:
@@ -73,29 +49,21 @@ class Refinement:
         return self.since.shape[-1]
 
     def advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
-        """Returns the states `[B, n, S]` of nodes; `states` are their parents', and `None` where nodes are roots."""
         return self.model.advance(self.embed(tokens), self.since if states is None else states.to(self.since.dtype))
 
     def __call__(self, level: int, logits: torch.Tensor, states: torch.Tensor, up: Transform) -> torch.Tensor:
-        """Returns refined logits `[B, n, C]` of the children at depth `level` of nodes in `states` `[B, n, S]`.
-
-        Args:
-            level: depth of the children.
-            logits: `[B, n or 1, C]`, the drafter's.
-            states: of the nodes.
-            up: the last product of the model, for the same columns.
-        """
         if level < _FIRST_LEVEL:
             return logits
         return (1.0 - self.share) * logits + self.share * up(self.model.code(states))
 
-    def among(self, columns: torch.Tensor) -> Transform:
-        """Returns the last product of the model for columns `[B, C]` of each text only."""
+    def among(self, columns: torch.Tensor | None) -> Transform:
+        if columns is None:
+            return self.model.up
         rows, bias = self.model.up.weight[columns].mT, self.model.up.bias[columns][:, None]
         return lambda code: code @ rows + bias
 
 
-class Refiner:
+class Refiner(refiners.Refiner):
     """What refines the drafts of a call. It remembers the last tokens of the texts.
 
     Args:
@@ -110,22 +78,21 @@ class Refiner:
         self._last: list[list[int]] = [[] for _ in range(rows)]
 
     @classmethod
-    def of(cls, drafter: Any, options: DraftOptions, weights: TargetWeights, rows: int) -> Refiner | None:
-        """Returns the refiner that the options ask for; `None` if they ask for none.
+    def check(cls, drafter: Any, share: float) -> None:
+        if not has_refiner(drafter):
+            raise ValueError(
+                f"refinement={share!r} is invalid: this drafter has no refiner beside its weights; train one by "
+                "`hsdraft train-refiner` and load the drafter again, or set refinement to 0"
+            )
 
-        Raises:
-            OSError, DamagedFile, ValueError: as `refiner_of`.
-        """
-        share = options.own.get(REFINEMENT.name, 0.0)
-        model = refiner_of(drafter, weights) if share else None
-        return None if model is None else cls(model, share, weights, rows)
+    @classmethod
+    def of(cls, drafter: Any, share: float, weights: TargetWeights, rows: int) -> Refiner:
+        return cls(refiner_of(drafter, weights), share, weights, rows)
 
     def observe(self, row: int, tokens: Sequence[int]) -> None:
-        """Takes further tokens of a text; the last one is the root of its next draft."""
         self._last[row] = [*self._last[row], *tokens][-self.model.sizes.length - 1 :]
 
     def refinement(self, rows: Sequence[int]) -> Refinement:
-        """Returns the refinement of the next drafts of some texts."""
         length, device = self.model.sizes.length, self._weights.vocab_ids.device
         before = [self._last[row][:-1] for row in rows]
         padded = [[0] * (length - len(tokens)) + tokens for tokens in before]
@@ -133,3 +100,6 @@ class Refiner:
         embeds = self._weights.embed(on_device(padded, device))
         since = self.model.after(embeds, on_device(known, device, torch.bool))
         return Refinement(self.model, self._share, self._weights.embed, since[:, None])
+
+
+refiners.REFINERS["refinement"] = Refiner

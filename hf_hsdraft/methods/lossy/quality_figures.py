@@ -12,10 +12,10 @@ import torch
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ..training.files import write_json
-from ..verify.lossy_rule import Rule
+from ...bench.systems import PLAIN
+from ...training.files import write_json
+from ...verify.lossy_rule import Rule
 from .quality import EXACT, Answer, Quality, exact_name
-from .systems import PLAIN
 
 LEAST_ACCURACY = 0.2  # of plain decoding in a task; below it the task says nothing
 _RESAMPLES, _SEED = 1000, 0
@@ -223,7 +223,7 @@ def draw_quality(quality: Quality, path: Path) -> Path:
     Raises:
         ImportError: matplotlib is missing.
     """
-    from ..training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
+    from ...training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
 
     across = "speed_up" if quality.timed else "tau"
     panels = [(mode, what) for mode in quality.answers for what in ("kept", "log_probability")]

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import logging
 
-from ..core.checks import is_integer, is_number, printable
-from ..core.options import Option
+from ...core.checks import is_integer, is_number, printable
+from ...core.options import Option
+from ...hub.markdown import table
+from ...verify.registry import VERIFIERS
 from .relaxed import Mismatch, Relaxed, normalised_entropy
 
 logger = logging.get_logger(__name__)
@@ -155,6 +157,18 @@ class Pivot(Relaxed):
         vars(made).update({option.name: getattr(self, option.name) for option in self.own_options})
         return made
 
+    def described(self, folder: Path) -> list[str]:
+        try:
+            recipe = PivotClassifier.load(folder / FILE).recipe
+        except ValueError:
+            recipe = {}
+        text = (
+            f"`{FILE}` is a classifier for `verification='pivot'`, which accepts drafted tokens that are not the "
+            "model's own where the classifier holds that they do not matter. It was trained for the tasks below, with "
+            "their checkers, and is to be trusted for these only. It is never used unless that option is set."
+        )
+        return [text, table(["", ""], recipe.items())] if recipe else [text]
+
     def check(self, width: int, layers: int, name: str = "") -> None:
         found = self.classifier
         if found is None:
@@ -200,3 +214,6 @@ def tap_of(layers: int) -> int:
     if not is_integer(layers) or layers < 1:
         raise ValueError(f"layers={layers!r} is invalid: expected an integer of 1 or more")
     return max(layers + 1 - 8, 1)
+
+
+VERIFIERS["pivot"] = Pivot()

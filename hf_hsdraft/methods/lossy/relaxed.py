@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core.draft_tree import DraftTree
-from .own_choice import own_choice
-from .verdict import ChooseToken, Nodes, Verdict, Verifier, walk
+from ...core.draft_tree import DraftTree
+from ...verify.own_choice import own_choice
+from ...verify.verdict import ChooseToken, Nodes, Verdict, Verifier, walk
 
 
 @dataclass(frozen=True)

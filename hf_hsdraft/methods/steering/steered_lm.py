@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from ...core.checks import is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
+from ...drafters.base.draft_reads import Read, weights_of
+from ...drafters.base.protocol import Accepted, DraftCall
+from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...drafters.language_model.lm_session import CausalLMSession
+from ...drafters.language_model.lm_trial import ability_of
+from ...drafters.language_model.lm_vocabulary import shared_tokens
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import STEERING
 from ...runtime.target_limits import decoder_layers, text_config
-from ..base.draft_reads import Read, weights_of
-from ..base.protocol import Accepted, DraftCall
-from .lm_drafter import CausalLMDrafter
-from .lm_session import CausalLMSession
-from .lm_steering import Steering, SteeringSizes
-from .lm_trial import ability_of
-from .lm_vocabulary import shared_tokens
 from .steered_texts import KnownVectors, SteeredTexts
+from .steering import Steering, SteeringSizes
 
+STEERING = "steering.safetensors"  # beside the language model, as in index.json
 _SIZES = "sizes"  # name of the metadata of that file
 _NO_STEERING = (
     "this SteeredLMDrafter has no steering yet: give it one by drafter.steer_by(steering), train one by `hsdraft train "
@@ -198,6 +198,3 @@ def _sizes(text: str) -> SteeringSizes:
         if right and taps == sorted(set(taps)):
             return SteeringSizes(tuple(taps), numbers[0], tuple(inner))
     raise ValueError(f"sizes {printable(text)} are invalid")
-
-
-__all__ = ["SteeredLMDrafter"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...bench.quality_log import digest, model_digest
-from ...core.kept_rows import keep, read_kept
-from .pivots import Place, Plan
+from .kept_rows import keep, read_kept
+from .pivot_training import Place, Plan
+from .quality_log import digest, model_digest
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ...drafters.language_model.lm_texts import LMTexts
 from ...runtime.target_outputs import TargetOutput
-from .lm_steering import Steering
-from .lm_texts import LMTexts
+from .steering import Steering
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ...bench.checked_tasks import Item
 from ...bench.measure import encode_prompt, end_tokens
 from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.checks import public_name
@@ -25,9 +24,10 @@ from ...drafters.base.draft_options import DraftOptions
 from ...hub.care import care
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.target_limits import text_config
-from ...verify.pivot import FILE, PivotClassifier, tap_of
-from ...verify.relaxed import Mismatch, Relaxed, normalised_entropy
 from ...verify.verdict import Nodes, Verdict, Verifier
+from .checked_tasks import Item
+from .pivot import FILE, PivotClassifier, tap_of
+from .relaxed import Mismatch, Relaxed, normalised_entropy
 
 WORSE = 0.9  # a pivot's answers are right less often than so much of the others
 _HELD_OUT, _STEPS, _LEARNING_RATE, _DECAY = 0.2, 300, 1e-3, 1e-2

@@ -11,13 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..core.kept_rows import keep, read_kept
-from ..drafters.base.protocol import Drafter
-from ..drafters.base.weightless_drafter import WeightlessDrafter
-from ..hub.drafter_files import sha256
+from ...bench.systems import System
+from ...drafters.base.protocol import Drafter
+from ...drafters.base.weightless_drafter import WeightlessDrafter
+from ...hub.drafter_files import sha256
 from .checked_tasks import Item
+from .kept_rows import keep, read_kept
 from .quality import Answer
-from .systems import System
 
 
 class AnswerLog:

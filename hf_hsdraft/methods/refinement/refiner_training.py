@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...core.tensors import Transform
-from ...drafters.base.path_lm import PathLM, PathLMSizes
 from ...drafters.base.target_weights import TargetWeights
-from ..data.conversations import TokenizedConversation
+from ...training.data.conversations import TokenizedConversation
+from .path_lm import PathLM, PathLMSizes
 
 _BATCH, _RATE, _DECAY = 256, 3e-3, 0.05  # predictions of a step, peak learning rate, weight decay
 _WARM_UP = 0.05  # share of the steps

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..training.data.conversations import Prompt, read_rows
+from ...training.data.conversations import Prompt, read_rows
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _WORD = re.compile(r"[^\W_]+")  # of any script

@@ -12,16 +12,17 @@ from transformers import GenerationConfig
 
 from ...core.checks import is_integer, printable, public_name
 from ...core.refusals import DraftingRefused
+from ...drafters.base.draft_options import default_options
+from ...drafters.base.loading_arguments import give_options
+from ...drafters.base.protocol import DraftCall
+from ...drafters.base.registry import register_drafter
+from ...drafters.base.special_tokens import ANY, AnySpecialTokens
+from ...drafters.base.weightless_drafter import WeightlessDrafter
+from ...drafters.language_model.layer_subset import are_layers, with_layers
+from ...drafters.language_model.lm_session import CausalLMSession
+from ...drafters.language_model.lm_trial import ability_of
+from ...drafters.language_model.lm_vocabulary import shared_tokens
 from ...runtime.target_limits import decoder_layers, text_config
-from ..base.draft_options import default_options
-from ..base.loading_arguments import give_options
-from ..base.protocol import DraftCall
-from ..base.special_tokens import ANY, AnySpecialTokens
-from ..base.weightless_drafter import WeightlessDrafter
-from .layer_subset import are_layers, with_layers
-from .lm_session import CausalLMSession
-from .lm_trial import ability_of
-from .lm_vocabulary import shared_tokens
 
 _MOST_LAYERS = 4096
 
@@ -172,3 +173,6 @@ def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
 
 
 _parts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+register_drafter(LayerSkipConfig.model_type, LayerSkipConfig, LayerSkipDrafter)
