@@ -81,6 +81,7 @@ def _install() -> None:
     if needs_newer() is not None:
         return
     from .core.accelerator import register_acceleration
+    from .drafters.hidden_state import hidden_state_family  # noqa: F401  # `AutoModel` knows it from here on
     from .engine.grammar_processor import GrammarProcessor
     from .engine.row_processors import register_form
     from .generate.attachment import allow_attachments

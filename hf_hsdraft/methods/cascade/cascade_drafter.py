@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from ...core.checks import is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
-from ...drafters.base.by_config import load_by_config
+from ...drafters.base.auto_drafter import AutoDrafter
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
 from ...drafters.base.protocol import DraftCall, Drafter, Session
@@ -125,10 +125,10 @@ class CascadeDrafter(nn.Module, Drafter):
         for each in names:
             if each.startswith(HERE):
                 within = "/".join(filter(None, (subfolder, *PurePosixPath(each).parts)))
-                levels.append(load_by_config(name, subfolder=within, **hub, **loading))
+                levels.append(AutoDrafter.from_pretrained(name, subfolder=within, **hub, **loading))
             else:
                 of_others = {key: value for key, value in hub.items() if key != "revision"}
-                levels.append(load_by_config(each, **of_others, **loading))
+                levels.append(AutoDrafter.from_pretrained(each, **of_others, **loading))
         drafter = cls(levels, tokens)
         take_options(drafter, folder, kwargs)
         return drafter.eval()
