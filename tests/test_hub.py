@@ -60,6 +60,7 @@ CODE = {
     "ended_rows.py",
     "expansion.py",
     "fingerprint.py",
+    "foreign_products.py",
     "foresight.py",
     "generate_hook.py",
     "generate_recipe.py",
