@@ -32,7 +32,7 @@ from hf_hsdraft.cli._measured import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
-from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
+from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.engine.divergence import Divergence
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.training.data.conversations import read_jsonl

@@ -321,7 +321,7 @@ def test_a_chat_that_continues_a_cache_keeps_its_context(target, monkeypatch):
 
     def noting(self, rows, roots):
         found = slots(self, rows, roots)
-        noted[-1].append((int(self._anchor(0)), found))
+        noted[-1].append((int(self.anchors([0])), found))
         return found
 
     monkeypatch.setattr(BlockSession, "slots", noting)

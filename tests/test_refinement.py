@@ -152,14 +152,13 @@ def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_pa
 def expansion_of(session, root: int) -> ParallelExpansion:
     """What a session builds the tree of the next draft by."""
     made = []
-    builder = session._grown if isinstance(session, HSDraftSession) else session.grown
-    name = "_grown" if isinstance(session, HSDraftSession) else "grown"
+    builder = session.grown
 
     def noting(asks, expansion, *args):
         made.append(expansion)
         return builder(asks, expansion, *args)
 
-    setattr(session, name, noting)
+    session.grown = noting
     session.draft([Ask(0, root, depth=3, size=8)])
     return made[0]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.accelerator import Acceleration
 from ..core.draft_tree import DraftTree
 from ..drafters.base.protocol import Accepted, Ask
+from ..runtime.acceleration import Acceleration
 from .call_output import DraftStatistics
 from .drafting import Drafting
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..core.accelerator import Acceleration
 from ..core.draft_tree import DraftTree
 from ..drafters.base.protocol import Accepted as News
 from ..drafters.base.protocol import Ask, DraftCall, Drafter
@@ -16,6 +15,7 @@ from ..engine.drafting import Drafting
 from ..engine.observers import Observer, PaceTimer, Round, StatisticsKeeper
 from ..engine.round_loop import decode
 from ..pace.pacing import FixedPace, KindOfCall, pace_for
+from ..runtime.acceleration import Acceleration
 from .remote_target import RemoteTarget
 
 

@@ -73,12 +73,12 @@ class NotingSession(BlockSession):
 
     rounds: list[Round]
 
-    def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         for place, ask in enumerate(asks):
             own = hidden[place : place + 1]
-            alone = super().expansion([ask], own, self.drafter.config.num_draft_steps, options)
-            self.rounds.append(Round(ask.row, int(self._anchor(ask.row)) + 1, Noted(own, alone)))
-        return super().expansion(asks, hidden, depth, options)
+            alone = super().expansion_of([ask], own, self.drafter.config.num_draft_steps, options)
+            self.rounds.append(Round(ask.row, int(self.anchors([ask.row])) + 1, Noted(own, alone)))
+        return super().expansion_of(asks, hidden, depth, options)
 
 
 def noting(drafter: Any) -> NotingDrafter:

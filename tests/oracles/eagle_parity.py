@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_hsdraft.drafters.base.protocol import DraftCall
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Ask, DraftCall
 from hf_hsdraft.drafters.eagle.eagle_expansion import EagleExpansion
 from hf_hsdraft.drafters.eagle.eagle_session import EagleSession
 from hf_hsdraft.runtime.last_state import before_norm
@@ -75,14 +76,14 @@ class NotingSession(EagleSession):
     expansion_class = NotingExpansion
     rounds: list[Round]
 
-    def expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
-        found = super().expansion(rows, depth, temperature)
-        for place, row in enumerate(rows):
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        found = super().expansion(asks, depth, options)
+        for place, ask in enumerate(asks):
             if isinstance(found, NotingExpansion):
                 nodes = found.nodes.setdefault(place, [])
             else:  # a parallel drafter knows no paths
                 nodes = [([MASK] * level, logits) for level, logits in enumerate(found.logits[place])]  # type: ignore[attr-defined]
-            self.rounds.append(Round(row, self.texts.texts[row].last + 2, nodes))
+            self.rounds.append(Round(ask.row, int(self.anchors([ask.row])) + 1, nodes))
         return found
 
 

@@ -1,4 +1,4 @@
-"""The families of the core; each registers itself. Those of methods are loaded when a configuration names them.
+"""The families of the core; each registers itself. Those of methods are loaded by their names.
 
 A folder whose `__init__` registers its family cannot be entered without all that the family imports. Where parts of it
 are used without the rest, as the plugin for vLLM does, a file of the folder registers the family.

@@ -6,6 +6,7 @@ with marks of its own is asked before one that is recognised by less.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ def register_format(form: Format) -> None:
 
 def formats() -> list[Format]:
     """Returns all formats, in the order of asking; methods that offer some are loaded."""
+    importlib.import_module(".families", __package__)  # they register their formats, and import this module
     return sorted(_formats.values(), key=lambda form: (form.rank, form.name))
 
 

@@ -20,7 +20,7 @@ from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.wrapped_drafter import WrappedDrafter
-from ...hub.care import care
+from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ...runtime.answer_limits import end_tokens
 from ...runtime.prompt_inputs import encode_prompt
@@ -276,4 +276,4 @@ def save_beside(drafter: Any, classifier: PivotClassifier, folder: Path, target:
     if drafter.loaded_from is None or folder.resolve() != drafter.loaded_from.resolve():
         drafter.save_pretrained(folder)
     classifier.save(folder / FILE)
-    care().write_card(folder, folder.resolve().name)
+    write_card(folder, folder.resolve().name)
