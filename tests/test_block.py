@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from oracles.exactness import FullExpansion, chi_square
+from oracles.format_parity import randomise
 from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.bench.exactness import FullExpansion, chi_square
-from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask

@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from oracles.exactness import chi_square
+from oracles.scripted import ScriptedDrafter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.scripted import ScriptedDrafter
-from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.eagle import eagle_session
 from hf_hsdraft.drafters.eagle.eagle_network import initialise
 

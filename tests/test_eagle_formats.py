@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
-
-from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
-from hf_hsdraft.bench.block_parity import write
-from hf_hsdraft.bench.eagle_parity import (
+from oracles.block_parity import write
+from oracles.eagle_parity import (
     CASES,
     DRAFTED,
     MASK,
@@ -28,7 +24,11 @@ from hf_hsdraft.bench.eagle_parity import (
     speculators_model,
     unrolled,
 )
-from hf_hsdraft.bench.format_parity import HIDDEN, Reference, taps_of
+from oracles.format_parity import HIDDEN, Reference, taps_of
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
+from oracles.exactness import chi_square
+from oracles.format_parity import randomise
 from session_helpers import news, padded
 from test_specformer import PART, make_specformer
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion

@@ -10,14 +10,14 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from oracles.exactness import chi_square
+from oracles.format_parity import randomise
 from session_helpers import news, padded
 from torch.nn.functional import silu
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SpecFormerConfig, SpecFormerDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask
