@@ -424,7 +424,7 @@ def test_the_teacher_forced_bias_is_that_of_a_tree(kind, target):
     session = session_of(drafter, target)
     session.observe([news(drafter, target, text, 0, 8)])
     hidden = session.slots([0], [text[8]])
-    expansion = session.expansion([Ask(0, text[8], depth=STEPS, size=9)], hidden, 3, DraftOptions.of(drafter))
+    expansion = session.expansion_of([Ask(0, text[8], depth=STEPS, size=9)], hidden, 3, DraftOptions.of(drafter))
     states, nodes, before = None, None, None
     weights = session.weights
     for depth in range(3):

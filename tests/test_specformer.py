@@ -367,7 +367,7 @@ def test_a_fresh_drafter_follows_its_target(target):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_draft_steps": 65}, "num_draft_steps=65 is invalid: expected an integer of at most 64"),
+        ({"num_draft_steps": 65}, "num_draft_steps=65 is invalid: expected an integer from 1 to 64"),
         ({"ctc": "yes"}, "ctc='yes' is invalid: expected true or false"),
         ({"reads_tokens": 1}, "reads_tokens=1 is invalid: expected true or false"),
         ({"target_tap_layers": [2, 1]}, r"target_tap_layers=\[2, 1\] is invalid: expected ascending"),

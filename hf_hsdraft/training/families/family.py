@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from ...core.methods import Registry
 from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
+from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions
@@ -58,7 +58,7 @@ class TrainableFamily:
     @property
     def fields(self) -> set[str]:
         """The fields that a training plan may set for a drafter."""
-        return set(inspect.signature(self.drafter.config_class.__init__).parameters) - {"self", "kwargs"}
+        return fields_of(self.drafter.config_class)
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns the configuration of a fresh drafter, but for the tokens of its draft vocabulary.
