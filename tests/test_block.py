@@ -23,9 +23,8 @@ from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
 from hf_hsdraft.drafters.block.convolution import BlockConvolution
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, GatedMarkovHead, MarkovHead, RecurrentMarkovHead
-from hf_hsdraft.trees.beam_trees import beam_trees
 from hf_hsdraft.trees.best_first import best_first_trees
-from hf_hsdraft.trees.tree_builders import TreeLimits
+from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 STEPS = 4
 KINDS = {

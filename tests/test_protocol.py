@@ -14,9 +14,8 @@ from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import default_options
 from hf_hsdraft.drafters.base.protocol import Ask, DraftCall, Drafter, Session
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
-from hf_hsdraft.verify.own_choice import OwnChoice
 from hf_hsdraft.verify.registry import VERIFIERS
-from hf_hsdraft.verify.verdict import Verdict, Verifier
+from hf_hsdraft.verify.verdict import OwnChoice, Verdict, Verifier
 
 NEW = 24
 

@@ -33,8 +33,7 @@ from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
-from ..verify.own_choice import OwnChoice, own_choice
-from ..verify.verdict import Nodes, Verdict, Verifier, walk
+from ..verify.verdict import Nodes, OwnChoice, Verdict, Verifier, own_choice, walk
 from .wrapped_drafter import WrappedDrafter
 
 

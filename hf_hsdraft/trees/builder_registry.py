@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .beam_trees import beam_trees
 from .p_best_trees import p_best_trees
 from .sampled_trees import gumbel_trees, stochastic_beam_trees
-from .tree_builders import TreeBuilder
+from .tree_builders import TreeBuilder, beam_trees
 
 TREE_BUILDERS: dict[str, TreeBuilder] = {
     "beam": beam_trees,

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..core.draft_tree import DraftTree, from_nodes
-from .beam_trees import searched
-from .tree_builders import Expansion, TreeLimits
+from .tree_builders import Expansion, TreeLimits, searched
 
 
 def p_best_trees(

@@ -6,11 +6,10 @@ from typing import Any
 
 from ..core.options import Option
 from .fly import FLy
-from .own_choice import OwnChoice
 from .pivot import Pivot
 from .rejection import Rejection
 from .typical import Typical
-from .verdict import Verifier
+from .verdict import OwnChoice, Verifier
 
 VERIFIERS: dict[str, Verifier] = {
     "walk": OwnChoice(),
