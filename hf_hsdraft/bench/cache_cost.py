@@ -5,7 +5,7 @@
 It times forwards over one token, and over a chain of drafted tokens under an explicit mask. There are four ways:
 
 - plain: transformers' `DynamicCache`, which concatenates. Under a mask, grouped keys and values are repeated.
-- growing: a cache that grows in place (`growing_cache.py`).
+- growing: a cache that grows in place (`cache_slots.py`).
 - grouped: the same cache, and keys are read once for all heads that share them (`grouped_attention.py`).
 - packed: as grouped, with packed copies of the weights (`packed_weights.py`).
 """
@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicCache
 from ..core.cache_name import CACHE
 from ..cpu.grouped_attention import grouped_attention
 from ..cpu.packed_weights import PackedWeights, linears_to_pack
-from ..runtime.growing_cache import make_room
+from ..runtime.cache_slots import make_room
 from ..runtime.target_loading import load_target
 from ..training.files import write_json
 from .machine import synchronise

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, Qwen3Config
 from ..drafters.base.protocol import DraftCall
 from ..drafters.eagle.eagle_expansion import EagleExpansion
 from ..drafters.eagle.eagle_session import EagleSession
-from ..runtime.last_state import before_norm
+from ..runtime.target_outputs import before_norm
 from ..trees.tree_builders import Expansion
 from .block_parity import write
 from .format_parity import (

@@ -155,7 +155,7 @@ class DraftLimits:
         Where sizes are fixed or costs are given, the first call drafts as all others do: its drafts are compared with
         theirs, and drawn trees take random numbers.
         """
-        single = len(self._texts.rows) == 1 and self._runtime.slots is None
+        single = len(self._texts.rows) == 1 and self._runtime.slots.size is None
         repeats = self.options.tree_sizing == "fixed" or self.options.costs is not None
         return single and not self._synced_gpus and not repeats
 

@@ -95,7 +95,7 @@ class Rounds:
                 rows,
                 options,
                 texts.foresight,
-                runtime.slots,
+                runtime.slots.size,
                 acceleration.compile_config,
                 call.stack,
                 runtime.first_layers,

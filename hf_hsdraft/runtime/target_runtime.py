@@ -19,15 +19,14 @@ from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..trees.tree_masks import AttentionKind
-from .cache_marks import Mark, as_given, mark, restore, roll_back
+from .cache_slots import CacheSlots, as_given
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
 from .first_layers import FirstLayers
-from .last_state import LastState
-from .target_call import Names, TargetCall, dropped
+from .static_cache import slots_of_prompts
+from .target_call import Names, TargetCall, TextRows, dropped
 from .target_limits import check_cache, text_config
-from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
-from .text_rows import TextRows, slots_of_prompts
+from .target_outputs import LastState, NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
 from .tree_reading import commit_trees, kinds_of_attention, noise_of, read_trees, tokens_kept
 
 
@@ -177,31 +176,15 @@ class TargetRuntime:
                 slots.drop(max(slots.length - end, 0))
         slots.release()
 
-    def mark(self, before_commit: bool = False) -> Mark:
-        """Where the cache stands.
-
-        Args:
-            before_commit: also copy layers that a commit makes forget what came before, windows and convolutions.
-        """
-        return mark(self._call.slots, before_commit)
-
-    def roll_back(self, mark: Mark) -> None:
-        """Puts the cache back to a mark, once; not after a commit."""
-        roll_back(self._call.slots, mark)
-
-    def restore(self, mark: Mark) -> None:
-        """Puts the cache back to a mark that was made `before_commit`, once."""
-        restore(self._call.slots, mark)
-
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
-        entered, unread = self.mark(), self._call.unread
+        entered, unread = self.slots.mark(), self._call.unread
         self._call.entered = entered
         try:
             yield
         except BaseException:
-            self.roll_back(entered)
+            self.slots.roll_back(entered)
             self._call.unread = unread
             raise
 
@@ -283,10 +266,9 @@ class TargetRuntime:
         return self._call.slots.length
 
     @property
-    def slots(self) -> int | None:
-        """Number of slots of a static cache, filled or not; `None` of one that grows."""
-        static = self._call.slots.static
-        return None if static is None else static.size
+    def slots(self) -> CacheSlots:
+        """The cache, as a row of slots."""
+        return self._call.slots
 
     @property
     def deepest(self) -> int:
