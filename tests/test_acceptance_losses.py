@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_target
-from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, RejectedDrafts, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, RejectedDrafts, true_labels, unroll
 from test_trainable import IDS, KINDS, borrow, packed, random_drafter
 
 from hf_hsdraft.training.families.trainable import family_of

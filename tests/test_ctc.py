@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from hf_hsdraft.training.loss.loss.loss import Chains, true_labels, unroll
+from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
 from test_collapsed_frames import collapsed, random_frames
 from test_trainable import IDS, borrow, decodes_as_plain, packed, plan, prompts, run
 from typer.testing import CliRunner

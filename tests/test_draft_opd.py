@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 

@@ -43,7 +43,7 @@ def trained(overfitted) -> Iterator[HSDrafter]:
 @pytest.fixture(scope="module")
 def overfitted(target) -> HSDrafter:
     """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
-    from hf_hsdraft.training.loss.loss.loss import ChainLoss, Pack, sample_chains, true_labels
+    from hf_hsdraft.training.loss.loss import ChainLoss, Pack, sample_chains, true_labels
 
     from hf_hsdraft.training.data.conversations import TokenizedConversation
     from hf_hsdraft.training.data.features import Features

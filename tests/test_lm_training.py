@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
-from hf_hsdraft.training.loss.loss.loss import Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.loss.loss import Chains, Pack, true_labels, unroll
 from lm_helpers import GREEDY, drafts_of, layered_target, padded, steered, tiny, with_fixed
 from tokenizers import models
 from training_helpers import kill_at_step_three, planned, run

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, make_drafter, make_target
-from hf_hsdraft.training.loss.loss.loss import ChainLoss
+from hf_hsdraft.training.loss.loss import ChainLoss
 from test_pipeline import decodes_as_plain, plan, run
 from test_static_cache import Graphs, decode
 

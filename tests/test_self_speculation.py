@@ -11,7 +11,7 @@ import pytest
 import torch
 import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
-from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from lm_helpers import tiny
 from session_helpers import padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
-from hf_hsdraft.training.loss.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
-from hf_hsdraft.training.loss.loss.loss import (
+from hf_hsdraft.training.loss.loss import (
     ChainLoss,
     Chains,
     LossParts,
