@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_hsdraft
 from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.engine.observers import Observer
+from hf_hsdraft.engine.loop import Observer
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 TOKENS = 24

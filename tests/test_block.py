@@ -376,7 +376,7 @@ def test_a_chain_is_drafted_where_one_is_asked_for(target):
     drafter, text = make_block_drafter(target, "plain"), list(range(5, 15))
     session = session_of(drafter, target)
     session.observe([news(drafter, target, text, 0, 9)])
-    [tree] = session.draft([Ask(0, text[-1], depth=3, size=24, chain=True)])
+    [tree] = session.draft([Ask(0, text[-1], depth=3, size=24, width=1)])
     assert tree.depths == (0, 1, 2, 3)
     [none] = session.draft([Ask(0, text[-1], depth=0, size=24)])
     assert len(none) == 1

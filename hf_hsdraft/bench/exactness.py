@@ -46,7 +46,7 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
 }
 CASCADE = "cascade"  # no builder of trees: a middle model passes up what it says of the drafts of another drafter
 # Tree size and beam width of each builder.
-LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 1), "stochastic_beam": (8, 4), CASCADE: (2, 1)}
+LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 3), "stochastic_beam": (8, 4), CASCADE: (2, 1)}
 _DRAWN = {*DRAWING, CASCADE}
 
 

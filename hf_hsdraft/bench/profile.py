@@ -26,7 +26,7 @@ from ..drafters.hidden_state.working_weights import WorkingWeights
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
-from ..engine.round_loop import decode
+from ..engine.loop import decode
 from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
 from ..trees.tree_masks import TreeBatch, as_attention_takes_it, tree_mask

@@ -240,16 +240,27 @@ class TargetRuntime:
         call.rows = call.rows.of(places)
         call.slots.drop(self.length - max(call.rows.kept))
 
-    def prompt_outputs(self, row: int, states: bool, attentions: bool) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Hidden states and attentions of the prompt's forward, of one row."""
-        return prompt_outputs(self._outputs, names_of(self._outputs, self._names, states, attentions), row)
+    @property
+    def records(self) -> bool:
+        """Whether the call returns attentions or hidden states of each token."""
+        wanted = self._generation_config
+        return bool(wanted.return_dict_in_generate and (wanted.output_hidden_states or wanted.output_attentions))
 
-    def node_outputs(
-        self, row: int, path: Sequence[int], states: bool, attentions: bool
-    ) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Those of the last node of `path`, from the root on, as plain decoding returns them for one token."""
-        names = names_of(self._outputs, self._names, states, attentions)
-        return NodeOutputs(self._call, self._outputs, names, self._again, self._columns).of(row, path)
+    def prompt_outputs(self, row: int) -> list[dict[str, tuple[torch.Tensor, ...]]]:
+        """Those of the prompts' forward, of one row; nothing where the call returns none."""
+        return [prompt_outputs(self._outputs, self._recorded, row)] if self.records else []
+
+    def path_outputs(self, row: int, path: Sequence[int]) -> list[dict[str, tuple[torch.Tensor, ...]]]:
+        """Those of the root and of each node of an accepted path, each as plain decoding returns it for one token."""
+        if not self.records:
+            return []
+        nodes, read = [0, *path], NodeOutputs(self._call, self._outputs, self._recorded, self._again, self._columns)
+        return [read.of(row, nodes[: index + 1]) for index in range(len(nodes))]
+
+    @property
+    def _recorded(self) -> list[str]:
+        wanted = self._generation_config
+        return names_of(self._outputs, self._names, wanted.output_hidden_states, wanted.output_attentions)
 
     @property
     def reused_share(self) -> float:

@@ -15,7 +15,7 @@ import torch
 from transformers import StoppingCriteria
 
 from ..bench.demo import PieceStreamer
-from ..engine.observers import Observer, Round
+from ..engine.loop import Observer, Round
 from .conversation import Answer, Conversation
 
 LAST_ROUNDS = 8  # rounds whose trees are kept

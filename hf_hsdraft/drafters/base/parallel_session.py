@@ -117,11 +117,7 @@ class ParallelSession(Session):
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
         wanted = [ask for ask in asks if ask.depth > 0]
         if wanted:
-            options = self._options
-            if wanted[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
-                options = options.as_chain()
-            options = options.shared_by(wanted[0].sharing)
-            depth = min(max(ask.depth for ask in wanted), options.depth)
+            options, depth = self._options, max(ask.depth for ask in wanted)
             hidden = self.drafted(wanted, depth)
             grown = self.grown(wanted, self.expansion(wanted, hidden, depth, options), options)
             trees.update(zip((ask.row for ask in wanted), grown, strict=True))
@@ -187,9 +183,9 @@ class ParallelSession(Session):
         ids = self.weights.vocab_ids
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
+        limits = TreeLimits(asks[0].size, asks[0].width, options.threshold, depths)
         build = TREE_BUILDERS[options.tree_builder]
-        if options.tree_builder == "beam" and options.beam_width > 1 and not expansion.has_states:
+        if options.tree_builder == "beam" and not asks[0].chain and not expansion.has_states:
             build = best_first_trees
         return build(expansion, roots, ids, limits)
 

@@ -66,11 +66,7 @@ class EagleSession(Session):
         return list(trees.values())
 
     def _trees(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        options = self._options
-        if asks[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
-            options = options.as_chain()
-        options = options.shared_by(asks[0].sharing)
-        depth = min(max(ask.depth for ask in asks), options.depth)
+        options, depth = self._options, max(ask.depth for ask in asks)
         rows = [ask.row for ask in asks]
         self.texts.read(rows)
         if self._trial is not None:
@@ -78,10 +74,10 @@ class EagleSession(Session):
         ids = self._weights.vocab_ids
         expansion = self.expansion(rows, depth, options.draw_temperature)
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
-        depths = [min(ask.depth, depth) for ask in asks]
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
+        depths = [ask.depth for ask in asks]
+        limits = TreeLimits(asks[0].size, asks[0].width, options.threshold, depths)
         build = TREE_BUILDERS[options.tree_builder]
-        if options.tree_builder == "beam" and options.beam_width > 1 and isinstance(expansion, ParallelExpansion):
+        if options.tree_builder == "beam" and not asks[0].chain and isinstance(expansion, ParallelExpansion):
             build = best_first_trees  # no node knows its path, so the best tree is found exactly
         return build(expansion, roots, ids, limits)
 

@@ -72,7 +72,8 @@ class HSCandidateGenerator(HSDraftSession, CandidateGenerator):
         if asks is None:
             rows = len(self._rows)
             options = self._options.shared_by(rows)
-            asks = [Ask(row, each.root, options.depth, options.tree_size, rows) for row, each in enumerate(self._rows)]
+            sizes = options.depth, options.tree_size, options.beam_width
+            asks = [Ask(row, each.root, *sizes) for row, each in enumerate(self._rows)]
         trees = super().draft(asks)
         self._drafted = {ask.row: tree for ask, tree in zip(asks, trees, strict=True)}
         return trees

@@ -88,13 +88,8 @@ class HSDraftSession(Session):
         trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
         wanted = [ask for ask in asks if ask.depth > 0]
         if wanted:
-            options = self._options
-            if wanted[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
-                options = options.as_chain()
-            options = options.shared_by(wanted[0].sharing)
-            depth = min(max(ask.depth for ask in wanted), options.depth)
-            hidden = self._rolled([ask.row for ask in wanted], depth)
-            drafted = self._trees(wanted, hidden, [min(ask.depth, depth) for ask in wanted], options)
+            hidden = self._rolled([ask.row for ask in wanted], max(ask.depth for ask in wanted))
+            drafted = self._trees(wanted, hidden, [ask.depth for ask in wanted], self._options)
             trees.update(zip((ask.row for ask in wanted), drafted, strict=True))
         return list(trees.values())
 
@@ -225,7 +220,7 @@ class HSDraftSession(Session):
                 if asks[place].chain:
                     trees[place] = max(trees[place], resampled, key=DraftTree.expected_length)
                 else:
-                    trees[place] = merge_trees(trees[place], resampled, options.tree_size)
+                    trees[place] = merge_trees(trees[place], resampled, asks[place].size)
         return trees
 
     def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
@@ -253,7 +248,7 @@ class HSDraftSession(Session):
     ) -> list[DraftTree]:
         ids = self.weights.vocab_ids
         tokens = torch.tensor([ask.root for ask in asks], device=ids.device)
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
+        limits = TreeLimits(asks[0].size, asks[0].width, options.threshold, depths)
         return TREE_BUILDERS[options.tree_builder](expansion, tokens, ids, limits)
 
 

@@ -14,7 +14,7 @@ from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import TreeLimits
 from ...trees.tree_masks import AttentionKind
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, DraftCall, Session
+from ..base.protocol import Accepted, Ask, Call, Session
 from .lm_expansion import LMExpansion
 from .lm_limits import kind_of
 from .lm_texts import LMTexts, groups_of_rows, shared_length
@@ -72,7 +72,7 @@ class CausalLMSession(Session):
         kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
     """
 
-    def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
+    def __init__(self, model: Any, call: Call, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
         self._model, self._options, self._vocab_size = model, call.options, vocab_size
         self.kind = kind_of(model)
         fits = call.foresight is not None and vocab_size <= call.foresight.vocab_size
@@ -158,25 +158,20 @@ class CausalLMSession(Session):
         for place, row in enumerate(texts.rows):
             if row in wanted:
                 unread = len(self._texts[row].known) - texts.kept[place]
-                depth = min(wanted[row].depth, self._options.depth, texts.room(place) - unread + 1)
+                depth = min(wanted[row].depth, texts.room(place) - unread + 1)
                 if depth > 0:
                     depths[row] = depth
         return depths
 
     def _of_group(self, texts: LMTexts, depths: dict[int, int], ask: Ask) -> dict[int, DraftTree]:
         """The trees of some texts of a group. All texts of it are in each forward; the others add nothing to it."""
-        options = self._options
-        if (ask.chain or not self._kinds) and options.beam_width > 1:
-            options = options.as_chain()
-        options = options.shared_by(ask.sharing)
+        options, width = self._options, ask.width if self._kinds else 1
         tokens = [
             self._texts[row].known[kept:] if row in depths else []
             for row, kept in zip(texts.rows, texts.kept, strict=True)
         ]
         depth = max(depths.values())
-        limits = TreeLimits(
-            options.tree_size, options.beam_width, options.threshold, [depths.get(row, depth) for row in texts.rows]
-        )
+        limits = TreeLimits(ask.size, width, options.threshold, [depths.get(row, depth) for row in texts.rows])
         roots = torch.tensor([self._texts[row].known[-1] for row in texts.rows], device=device_of(self._model))
         first = texts.read(tokens)
         for row in depths:

@@ -15,7 +15,7 @@ from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import Expansion, TreeLimits
 from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Ask, DraftCall, Session
+from ..base.protocol import Ask, Call, Session
 from ..base.target_weights import TargetWeights
 from .imitation_network import ImitationNetwork
 
@@ -70,7 +70,7 @@ class SelfSession(Session):
         call: that it drafts for.
     """
 
-    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: DraftCall) -> None:
+    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
         self._drafter, self._weights, self._options = drafter, weights, call.options
         self._rows = list(range(call.rows))
@@ -106,13 +106,10 @@ class SelfSession(Session):
     def _grown(self, wanted: dict[int, Ask]) -> dict[int, DraftTree]:
         """The trees of some texts. All rows that the target reads are in each forward; the others add nothing to it."""
         ask, options = next(iter(wanted.values())), self._options
-        if ask.chain and options.beam_width > 1:  # the target has turned out to read no trees
-            options = options.as_chain()
-        options = options.shared_by(ask.sharing)
-        depth = min(max(each.depth for each in wanted.values()), options.depth)
-        depths = [min(wanted[row].depth, depth) if row in wanted else 0 for row in self._rows]
+        depth = max(each.depth for each in wanted.values())
+        depths = [wanted[row].depth if row in wanted else 0 for row in self._rows]
         most = [each or depth for each in depths]  # what is said of the other rows is not looked at
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, most)
+        limits = TreeLimits(ask.size, ask.width, options.threshold, most)
         roots = torch.tensor([wanted[row].root if row in wanted else 0 for row in self._rows], device=self._device)
         with self._first.draft(depths):
             expansion = self.expansion(depth, options)
