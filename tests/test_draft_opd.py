@@ -68,9 +68,8 @@ def test_rounds_are_those_of_decoding(target, kind):
     learn(drafter, target, pack, 40)
     found = replay(drafter, borrow(drafter, target), pack, rows=7)
     observed = _ObservedDrafter(drafter, 9)
-    output = target.generate(
-        prompt, do_sample=False, max_new_tokens=40, assistant_model=observed, return_dict_in_generate=True
-    )
+    call = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
+    output = target.generate(prompt, assistant_model=observed, streamer=observed.recorder, **call)
     assert output.sequences[0].tolist() == text.tolist()
     starts = sorted(observed.drafts)
     assert starts[0] == 8  # its root, the first token of the answer, is the target's own
@@ -124,7 +123,7 @@ def some_rounds(target, kind: str) -> tuple:
 
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind, monkeypatch):
-    from hf_hsdraft.training.loss.loss import draft_opd
+    from hf_hsdraft.training.loss import draft_opd
 
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
@@ -138,7 +137,7 @@ def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 @pytest.mark.parametrize("rejected_drafts", [0, 1, 2, 3])
 def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, rejected_drafts, monkeypatch):
-    from hf_hsdraft.training.loss.loss import draft_opd
+    from hf_hsdraft.training.loss import draft_opd
 
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])

@@ -32,7 +32,7 @@ from hf_hsdraft.training.loop import publish
 from hf_hsdraft.training.loop.progress import Reporter
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import TrainingDiverged
-from hf_hsdraft.training.loss.loss import loss as loss_module
+from hf_hsdraft.training.loss import loss as loss_module
 
 SIZES = {"num_draft_steps": 3, "tree_size": 6, "injector_rank": 8, "draft_vocab_size": 40}
 

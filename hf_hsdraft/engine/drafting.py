@@ -11,6 +11,7 @@ from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..pace.pacing import CostPace, FixedPace, KindOfCall, Pace, pace_for
+from ..trees.tree_builders import Expansion
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Drafting:
     def __init__(self, drafter: Drafter, call: Call) -> None:
         self._call, self._drafter = call, drafter
         self.session = session = drafter.session(call)
+        if call.observers:
+            session.on_expansion = self._tell
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
         self.pace: Pace = FixedPace()
         self.depth = 0
@@ -119,6 +122,10 @@ class Drafting:
         limit = replace(ask, depth=ask.reach)
         longer = _checked(ngrams, [ngrams.continued(tree, limit)], [limit], self._vocab_size)
         return self._pruned(longer[0], ask)
+
+    def _tell(self, rows: Sequence[int], expansion: Expansion) -> None:
+        for each in self._call.observers:
+            each.on_expansion(rows, expansion)
 
     def rest(self) -> None:
         """Nothing is drafted any more; nothing is kept for it."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from ..core.draft_tree import DraftTree
 from ..drafters.base.protocol import Accepted
+from ..trees.tree_builders import Expansion
 from .drafting import Drafting, Wanted
 
 
@@ -143,6 +144,12 @@ class Observer:
 
     def began(self) -> None:
         """A round begins."""
+
+    def on_expansion(self, rows: Sequence[int], expansion: Expansion) -> None:
+        """The drafter's session has made what the trees of some texts grow from.
+
+        Of a session whose expansions read on in its own buffers it is a copy, which can be asked later too.
+        """
 
     def drafted(self) -> None:
         """Its drafts are made."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.tensors import Transform
+from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier
@@ -147,11 +148,14 @@ class Session:
         takes_ngrams: whether n-grams of the texts may stand in front, where the option `ngram_length` asks for them.
         kind: what else the time of a draft depends on than the session's class, the target, the options and the depth;
             hashable.
+        on_expansion: called with rows and what their trees grow from, if somebody listens; see
+            `engine.loop.Observer.on_expansion`.
     """
 
     free = False
     takes_ngrams = True
     kind: tuple[Any, ...] = ()
+    on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, in their order; the root alone where there is nothing to say."""

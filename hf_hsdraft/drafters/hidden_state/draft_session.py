@@ -211,7 +211,10 @@ class HSDraftSession(Session):
             for place, leftover in left.items():
                 root, weight = asks[place].root, self._reuse_weight
                 ensemble(logits[place], leftover, root, weight, working.logits, working.injector, self._advance)
-        trees = self._grown(asks, self._expansion(asks, hidden, logits, options), depths, options)
+        expansion = self._expansion(asks, hidden, logits, options)
+        if self.on_expansion is not None:
+            self.on_expansion([ask.row for ask in asks], expansion)
+        trees = self._grown(asks, expansion, depths, options)
         if self._reuse == "resample":
             for place, leftover in left.items():
                 one, since = [asks[place]], leftover.since(self._advance)[None]

@@ -228,5 +228,5 @@ class TrainableFamily:
         raise NotImplementedError
 
     def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        """Returns a session that drafts as `session` does and notes what it drafts from, see `NotingSession`."""
-        raise NotImplementedError
+        """Returns a session that notes what it drafts from, see `NotingSession`; itself if it has `on_expansion`."""
+        return session
