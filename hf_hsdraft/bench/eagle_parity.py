@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from ..drafters.base.protocol import Call
+from ..drafters.base.protocol import DraftCall
 from ..drafters.eagle.eagle_expansion import EagleExpansion
 from ..drafters.eagle.eagle_session import EagleSession
 from ..runtime.target_outputs import before_norm
@@ -89,7 +89,7 @@ class NotingSession(EagleSession):
 def noting(drafter: Any) -> NotingDrafter:
     """Returns an EAGLE-3 drafter whose drafts are noted."""
 
-    def session(drafter: Any, call: Call) -> NotingSession:
+    def session(drafter: Any, call: DraftCall) -> NotingSession:
         return NotingSession(drafter, drafter.borrow(call.target.get_input_embeddings()), call.options, call.rows)
 
     noted = NotingDrafter(drafter, session)

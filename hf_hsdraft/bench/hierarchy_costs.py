@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..core.draft_tree import DraftTree
-from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
 from ..drafters.language_model.lm_drafter import CausalLMDrafter
 from .calls import ArrivalStreamer
 from .hierarchy import Acceptance, Curve, Drafting, Levels
@@ -73,7 +73,7 @@ class NotedDrafter(WrappedDrafter):
             options.num_assistant_tokens = min(depth, drafter.num_draft_steps)
             options.tree_size, options.beam_width = options.num_assistant_tokens, 1
 
-    def session(self, call: Call) -> Session:
+    def session(self, call: DraftCall) -> Session:
         return _NotedSession(super().session(call), self.notes, call.target.device)
 
 

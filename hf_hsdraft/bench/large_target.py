@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ..core.cache_name import CACHE, returned_cache
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Accepted, Ask, Call, Drafter
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter
 from ..training.families.trainable import TRAINABLE
 from .machine import PeakMemory, processor
 
@@ -123,7 +123,7 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
         following = torch.randint(target.config.vocab_size, (count,))
         return Accepted(0, following[-3:].tolist(), taps, places, following)
 
-    session = drafter.session(Call(target, 1, DraftOptions.of(drafter)))
+    session = drafter.session(DraftCall(target, 1, DraftOptions.of(drafter)))
     accepted, times, position = news(0, _PROMPT), [], _PROMPT
     for _ in range(_REPEATS + 1):
         session.observe([accepted])

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, Logit
 
 from ..core.draft_tree import DraftTree
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Accepted, Ask, Call, Session
+from ..drafters.base.protocol import Accepted, Ask, DraftCall, Session
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ..verify.verdict import Nodes, OwnChoice, Verdict, Verifier, own_choice, walk
@@ -252,7 +252,7 @@ class ForcedDrafter(WrappedDrafter):
         self.path: list[int] = []
         self._accepted = accepted
 
-    def session(self, call: Call) -> Session:
+    def session(self, call: DraftCall) -> Session:
         return _ForcedSession(super().session(call), self)
 
     def verifier(self, options: DraftOptions) -> Verifier:

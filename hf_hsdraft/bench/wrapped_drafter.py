@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Call, Drafter, Session
+from ..drafters.base.protocol import DraftCall, Drafter, Session
 from ..verify.verdict import Verifier
 
 
@@ -47,7 +47,7 @@ class WrappedDrafter(Drafter):
     def check(self, target: Any) -> None:
         self._drafter.check(target)
 
-    def session(self, call: Call) -> Session:
+    def session(self, call: DraftCall) -> Session:
         return self._drafter.session(call)
 
     def verifier(self, options: DraftOptions) -> Verifier:

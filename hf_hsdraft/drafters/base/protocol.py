@@ -139,6 +139,9 @@ class Call:
         return None if self.runtime is None else self.runtime.first_layers(count, reuse)
 
 
+DraftCall = Call  # its name in families
+
+
 class Session:
     """What one call's drafting remembers; it ends with the call.
 
@@ -295,7 +298,7 @@ class Drafter:
             all_processes: whether all processes have to run the same forwards.
         """
 
-    def session(self, call: Call) -> Session:
+    def session(self, call: DraftCall) -> Session:
         """What drafts in one call."""
         raise NotImplementedError
 

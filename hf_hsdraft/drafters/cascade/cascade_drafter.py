@@ -32,7 +32,7 @@ from ...runtime.target_limits import text_config
 from ..base.by_config import load_by_config
 from ..base.draft_options import DraftOptions, default_options
 from ..base.loading_arguments import Placement, take_options
-from ..base.protocol import Call, Drafter, Session
+from ..base.protocol import DraftCall, Drafter, Session
 from ..base.special_tokens import ANY, AnySpecialTokens
 from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
 from .cascade_session import CascadeSession, Step
@@ -220,7 +220,7 @@ class CascadeDrafter(nn.Module, Drafter):
         for level, model in self._pairs(target):
             level.warn_of_misfit(model, tokenizer, all_processes)
 
-    def session(self, call: Call) -> Session:
+    def session(self, call: DraftCall) -> Session:
         first, *others = self.levels
         models = [level.verifying_model for level in others]
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base.protocol import Call
+from ..base.protocol import DraftCall
 from .draft_session import HSDraftSession
 from .network import HSDraftNetwork
 
@@ -15,7 +15,7 @@ class DraftSupport:
     Its drafts are the same. Only the package makes them faster, and warns of a target that the drafter fits badly.
     """
 
-    def session(self, drafter: HSDraftNetwork, call: Call) -> HSDraftSession:
+    def session(self, drafter: HSDraftNetwork, call: DraftCall) -> HSDraftSession:
         """Returns what drafts in one call."""
         weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
         return HSDraftSession(drafter, weights, call.options, batch_size=call.rows, foresight=call.foresight)

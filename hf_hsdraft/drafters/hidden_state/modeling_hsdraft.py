@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
-from ..base.protocol import Call, Drafter
+from ..base.protocol import DraftCall, Drafter
 from ..base.refinement import REFINEMENT, check_refinement
 from ..base.target_sizes import check_sizes
 from .configuration_hsdraft import HSDraftConfig
@@ -89,7 +89,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
         support().warn_of_misfit(self, target, tokenizer, all_processes)
 
-    def session(self, call: Call) -> HSDraftSession:
+    def session(self, call: DraftCall) -> HSDraftSession:
         return support().session(self, call)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:

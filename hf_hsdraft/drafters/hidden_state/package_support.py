@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.tensors import device_of
-from ..base.protocol import Call
+from ..base.protocol import DraftCall
 from .candidate_generator import HSCandidateGenerator
 from .draft_support import DraftSupport
 from .network import HSDraftNetwork
@@ -18,7 +18,7 @@ from .target_match import has_other_tokens, warn_of_mismatch
 class PackageSupport(DraftSupport):
     """All the support there is: see [`DraftSupport`] for what a drafter does without it."""
 
-    def session(self, drafter: HSDraftNetwork, call: Call) -> HSCandidateGenerator:
+    def session(self, drafter: HSDraftNetwork, call: DraftCall) -> HSCandidateGenerator:
         """Returns a session that multiplies by weights laid out for the device, and counts its guesses."""
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
         working = quick_weights(drafter, *modules)
@@ -38,7 +38,7 @@ class PackageSupport(DraftSupport):
             warn_of_mismatch(target, drafter, tokenizer)  # that reads a text: all processes do so, or none
 
 
-def _compiled_roll_out(drafter: HSDraftNetwork, call: Call, working: QuickWeights) -> RollOut | None:
+def _compiled_roll_out(drafter: HSDraftNetwork, call: DraftCall, working: QuickWeights) -> RollOut | None:
     """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
     if working.spare is None or call.compile_config is None or call.slots is None:
         return None

@@ -15,7 +15,7 @@ from ...core.refusals import DraftingRefused
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options
 from ..base.loading_arguments import give_options
-from ..base.protocol import Call
+from ..base.protocol import DraftCall
 from ..base.special_tokens import ANY, AnySpecialTokens
 from ..base.weightless_drafter import WeightlessDrafter
 from .layer_subset import are_layers, with_layers
@@ -147,7 +147,7 @@ class LayerSkipDrafter(WeightlessDrafter):
         if all_processes:
             raise DraftingRefused.of_sharded("some of the layers")
 
-    def session(self, call: Call) -> CausalLMSession:
+    def session(self, call: DraftCall) -> CausalLMSession:
         part = drafting_part(call.target, self.config)
         return CausalLMSession(part, call, shared_tokens(part, call.target), ability_of(part).kinds)
 

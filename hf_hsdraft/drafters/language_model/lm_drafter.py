@@ -21,7 +21,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
-from ..base.protocol import Call, Drafter, Reader
+from ..base.protocol import DraftCall, Drafter, Reader
 from ..base.special_tokens import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_reader import LMReader
@@ -185,7 +185,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * decoder_layers(config) * heads * head_dim * length)
 
-    def session(self, call: Call) -> CausalLMSession:
+    def session(self, call: DraftCall) -> CausalLMSession:
         return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
 
     @property

@@ -14,7 +14,7 @@ from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import TreeLimits
 from ...trees.tree_masks import AttentionKind
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, Call, Session
+from ..base.protocol import Accepted, Ask, DraftCall, Session
 from .lm_expansion import LMExpansion
 from .lm_limits import kind_of
 from .lm_texts import LMTexts, groups_of_rows, shared_length
@@ -72,7 +72,7 @@ class CausalLMSession(Session):
         kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
     """
 
-    def __init__(self, model: Any, call: Call, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
+    def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
         self._model, self._options, self._vocab_size = model, call.options, vocab_size
         self.kind = kind_of(model)
         fits = call.foresight is not None and vocab_size <= call.foresight.vocab_size

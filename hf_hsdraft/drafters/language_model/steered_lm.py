@@ -19,7 +19,7 @@ from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import STEERING
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_reads import Read, weights_of
-from ..base.protocol import Accepted, Call
+from ..base.protocol import Accepted, DraftCall
 from .lm_drafter import CausalLMDrafter
 from .lm_session import CausalLMSession
 from .lm_steering import Steering, SteeringSizes
@@ -121,7 +121,7 @@ class SteeredLMDrafter(CausalLMDrafter):
         steering = () if self.steering is None else (Read("steering", weights_of(self.steering), 1, 1),)
         return *super().reads(depth, width), *steering
 
-    def session(self, call: Call) -> CausalLMSession:
+    def session(self, call: DraftCall) -> CausalLMSession:
         if not call.options.own["steering"]:
             return super().session(call)
         kinds = ability_of(self.model).kinds
@@ -136,7 +136,7 @@ class SteeredLMSession(CausalLMSession):
         model, call, vocab_size, kinds: as for `CausalLMSession`.
     """
 
-    def __init__(self, steering: Steering, model: Any, call: Call, vocab_size: int, kinds: Any) -> None:
+    def __init__(self, steering: Steering, model: Any, call: DraftCall, vocab_size: int, kinds: Any) -> None:
         weight = steering.fuse.weight
         nothing = KnownVectors(weight.new_zeros(0, len(weight)).detach(), -1)
         self._steering, self._known = steering, dict.fromkeys(range(call.rows), nothing)

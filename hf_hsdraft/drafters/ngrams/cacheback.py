@@ -14,7 +14,7 @@ from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ..base.draft_options import MOST_LEADING, default_options
-from ..base.protocol import Call
+from ..base.protocol import DraftCall
 from ..base.special_tokens import ANY, AnySpecialTokens
 from ..base.weightless_drafter import WeightlessDrafter
 from .ngram_cache import FollowerTable, NgramCache
@@ -117,7 +117,7 @@ class CachebackDrafter(WeightlessDrafter):
                 f"{vocab_size}: they have to be encoded by the target's tokenizer"
             )
 
-    def session(self, call: Call) -> NgramSession:
+    def session(self, call: DraftCall) -> NgramSession:
         return NgramSession(call, self.frozen)
 
 

@@ -12,7 +12,7 @@ from ...core.refusals import DraftingRefused
 from ...runtime.layer_split import why_not_split
 from ..base.draft_options import default_options
 from ..base.draft_reads import Read, weights_of
-from ..base.protocol import Call, Drafter
+from ..base.protocol import DraftCall, Drafter
 from ..base.target_sizes import check_sizes
 from .configuration_self import SelfDraftConfig
 from .imitation_network import ImitationNetwork
@@ -69,7 +69,7 @@ class SelfDrafter(ImitationNetwork, Drafter):
         if all_processes:
             raise DraftingRefused.of_sharded("the first layers")
 
-    def session(self, call: Call) -> SelfSession:
+    def session(self, call: DraftCall) -> SelfSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
         return SelfSession(self, weights, call)
 

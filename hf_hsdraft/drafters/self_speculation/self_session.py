@@ -15,7 +15,7 @@ from ...trees.builder_registry import TREE_BUILDERS
 from ...trees.tree_builders import Expansion, TreeLimits
 from ...verify.foresight import Race
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Ask, Call, Session
+from ..base.protocol import Ask, DraftCall, Session
 from ..base.target_weights import TargetWeights
 from .imitation_network import ImitationNetwork
 
@@ -70,7 +70,7 @@ class SelfSession(Session):
         call: that it drafts for.
     """
 
-    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: Call) -> None:
+    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: DraftCall) -> None:
         config = drafter.config
         self._drafter, self._weights, self._options = drafter, weights, call.options
         self._rows = list(range(call.rows))

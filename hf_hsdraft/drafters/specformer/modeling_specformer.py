@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
-from ..base.protocol import Call, Drafter
+from ..base.protocol import DraftCall, Drafter
 from ..base.refinement import REFINEMENT, check_refinement
 from ..base.target_sizes import check_sizes
 from .configuration_specformer import SpecFormerConfig
@@ -59,7 +59,7 @@ class SpecFormerDrafter(SpecFormerNetwork, Drafter):
     def check(self, target: Any) -> None:
         check_sizes(self.config, target)
 
-    def session(self, call: Call) -> SpecFormerSession:
+    def session(self, call: DraftCall) -> SpecFormerSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
         return SpecFormerSession(self, weights, call.options, batch_size=call.rows, foresight=call.foresight)
 

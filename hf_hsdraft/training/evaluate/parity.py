@@ -17,7 +17,7 @@ from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.draft_tree import DraftTree
 from ...cpu.products import in_full_precision
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Call, Session
+from ...drafters.base.protocol import DraftCall, Session
 from ...engine.loop import Observer, Round
 from ...trees.tree_builders import Expansion
 from ...verify.verdict import Nodes, Verdict, Verifier
@@ -269,7 +269,7 @@ class _ObservedDrafter(WrappedDrafter):
         self.verified: dict[int, torch.Tensor] = {}
         self._length = length
 
-    def session(self, call: Call) -> Session:
+    def session(self, call: DraftCall) -> Session:
         return self._family.noting(self._drafter.session(call), self.drafts)
 
     def verifier(self, options: DraftOptions) -> Verifier:
