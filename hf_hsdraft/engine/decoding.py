@@ -14,7 +14,7 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
 from ..core.tuning import TUNING
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Accepted, Call, Drafter
+from ..drafters.base.protocol import Accepted, Call, Drafter, Session
 from ..pace.pacing import slower_packed
 from ..runtime.static_cache import with_draft_room
 from ..runtime.target_outputs import TargetOutput, picked_taps
@@ -80,17 +80,10 @@ def speculative_decoding(
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
         call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack)
-        drafting = None
-        if texts.active or synced_gpus:
-            with target._optimize_model_for_decode():  # experts are multiplied as in plain decoding
-                drafting = _run_rounds(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, refused)
-        texts.stream()
-        runtime.finish(texts.sequences())
-        if drafting is not None and outlives:
-            _leave_memory(runtime, drafting)
+        session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, refused)
     texts.end_stream()
-    if drafting is not None and not synced_gpus:
-        drafting.session.end()
+    if session is not None and not synced_gpus:
+        session.end()
     keeper.finish()
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
@@ -113,6 +106,39 @@ def _read_prompts(
     return output
 
 
+def _grow(
+    call: Call,
+    drafter: Drafter,
+    output: TargetOutput,
+    inputs_embeds: torch.Tensor | None,
+    keeper: StatisticsKeeper,
+    refused: Callable[[DraftingRefused], None],
+) -> Session | None:
+    """Lets the texts grow to their ends after the prompts' forward, which returned `output`.
+
+    Args:
+        inputs_embeds: `[B, length, D]`, for prompts that were given so.
+
+    Returns:
+        the drafter's session; `None` if each text has ended with its first token.
+
+    Raises:
+        DraftingRefused: the target reads no drafts.
+    """
+    runtime, texts, session = call.runtime, call.texts, None
+    if texts.active or call.synced_gpus:
+        with call.target._optimize_model_for_decode():  # experts are multiplied as in plain decoding
+            session = _run_rounds(call, drafter, output, inputs_embeds, keeper, refused)
+    texts.stream()
+    runtime.finish(texts.sequences())
+    # What the drafter has read of a single text stays with the cache, for a call that continues the text.
+    if session is not None and call.outlives and call.rows == 1:
+        memory = session.memory(runtime.length + 1)
+        if memory is not None:
+            setattr(runtime.cache, _MEMORY, memory)
+    return session
+
+
 def _run_rounds(
     call: Call,
     drafter: Drafter,
@@ -120,15 +146,8 @@ def _run_rounds(
     inputs_embeds: torch.Tensor | None,
     keeper: StatisticsKeeper,
     refused: Callable[[DraftingRefused], None],
-) -> Drafting:
-    """Runs all rounds after the prompts' forward, which returned `output`.
-
-    Args:
-        inputs_embeds: `[B, length, D]`, for prompts that were given so.
-
-    Raises:
-        DraftingRefused: the target reads no drafts.
-    """
+) -> Session:
+    """Runs all rounds; see `_grow`."""
     runtime, texts, statistics = call.runtime, call.texts, keeper.statistics
     limits = DraftLimits(call, output.taps.shape[1], refused)
     limits.find(output.logits[:, -1])
@@ -156,7 +175,7 @@ def _run_rounds(
         target.read_ends()
     statistics.target_forwards += runtime.forwards - before
     statistics.draft_kind, statistics.reason = limits.kind, limits.reason
-    return drafting
+    return drafting.session
 
 
 def _news_of_prompts(
@@ -184,10 +203,3 @@ def _news_of_prompts(
             following = text.ids[0, -count:][real.to(text.ids.device)]
             news.append(Accepted(row, tokens, taps, places, following, earlier))
     return news
-
-
-def _leave_memory(runtime: TargetRuntime, drafting: Drafting) -> None:
-    """Leaves what the drafter has read of a single text on the cache, for a call that continues it."""
-    memory = drafting.session.memory(runtime.length + 1) if runtime.num_texts == 1 else None
-    if memory is not None:
-        setattr(runtime.cache, _MEMORY, memory)
