@@ -50,16 +50,16 @@ def hqq(load: Load, bits: int) -> Any:
     return model
 
 
-def rounded(load: Load, layout: str, symmetric: bool) -> Any:
-    """A checkpoint in the layout of GPTQ or AWQ, rounded to the nearest, with auto-round's own kernel."""
+def gptq(load: Load) -> Any:
+    """A checkpoint in the layout of GPTQ, rounded to the nearest, with auto-round's kernel, which loads as float16."""
     from auto_round import AutoRound
 
     model, folder = load(), tempfile.mkdtemp()
-    scheme = {"scheme": "W4A16", "group_size": 64, "sym": symmetric, "iters": 0, "disable_opt_rtn": True}
+    scheme = {"scheme": "W4A16", "group_size": 64, "sym": True, "iters": 0, "disable_opt_rtn": True}
     made = AutoRound(model, AutoTokenizer.from_pretrained(model.name_or_path), **scheme, device_map="cpu")
-    made.quantize_and_save(folder, format=layout)
+    made.quantize_and_save(folder, format="auto_round")
     [config] = Path(folder).rglob("config.json")
-    return AutoModelForCausalLM.from_pretrained(config.parent, dtype=torch.float32, device_map="cpu")
+    return AutoModelForCausalLM.from_pretrained(config.parent, device_map="cpu").float()
 
 
 def gguf(load: Load) -> Any:
@@ -99,8 +99,7 @@ TARGETS: dict[str, Load] = {
     "HQQ 8 bit": functools.partial(hqq, bits=8),
     "HQQ 4 bit": functools.partial(hqq, bits=4),
     "GGUF Q4_1": gguf,
-    "GPTQ layout, auto-round": functools.partial(rounded, layout="auto_round", symmetric=True),
-    "AWQ layout, auto-round": functools.partial(rounded, layout="auto_round:auto_awq", symmetric=False),
+    "GPTQ layout, auto-round": gptq,
     "offloaded to memory": functools.partial(offloaded, where="memory"),
     "offloaded to disk": functools.partial(offloaded, where="disk"),
     "partly offloaded to disk": functools.partial(offloaded, where="partly"),

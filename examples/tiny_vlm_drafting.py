@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import tiny_vlm
 import torch
 
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.bench.layer_reuse import HEADER, Compared, compare
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.vocabulary import choose_draft_vocabulary
@@ -27,6 +27,9 @@ from hf_hsdraft.training.families.lm import LMFamily
 from hf_hsdraft.training.families.trainable import TRAINABLE, trainable
 from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from layer_reuse import HEADER, Compared, compare
 
 NEW_TOKENS = 24
 # Drafters that are language models read tokens of their own: they would not see the picture.

@@ -3,64 +3,43 @@
 Importing this package makes `model.generate(**inputs, assistant_model=drafter)` work with an [`HSDrafter`], a
 [`CachebackDrafter`], a [`CausalLMDrafter`] or a [`CascadeDrafter`] of several. `attach(model, drafter)` lets all calls
 of `model.generate()` draft, with nothing else changed.
+
+The names of `__all__` are loaded when they are asked for; `__init__.pyi` tells type checkers where they are.
 """
 
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 from ._version import __version__
-from .transformers_version import needs_newer, warn_if_untested
 
-if needs_newer() is None:
-    from .core.accelerator import register_acceleration
-    from .core.draft_tree import DraftTree
-    from .drafters.base.auto_drafter import AutoDrafter
-    from .drafters.base.registry import register_drafter
-    from .drafters.block.configuration import BlockConfig
-    from .drafters.block.drafter import BlockDrafter
-    from .drafters.cascade.cascade_drafter import CascadeDrafter
-    from .drafters.eagle.configuration_eagle import EagleConfig
-    from .drafters.eagle.modeling_eagle import EagleDrafter
-    from .drafters.hidden_state.candidate_generator import HSCandidateGenerator
-    from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig
-    from .drafters.hidden_state.modeling_hsdraft import HSDrafter
-    from .drafters.language_model.layer_skip import LayerSkipDrafter
-    from .drafters.language_model.lm_drafter import CausalLMDrafter
-    from .drafters.language_model.steered_lm import SteeredLMDrafter
-    from .drafters.ngrams.cacheback import CachebackDrafter
-    from .drafters.self_speculation.configuration_self import SelfDraftConfig
-    from .drafters.self_speculation.modeling_self import SelfDrafter
-    from .drafters.specformer.configuration_specformer import SpecFormerConfig
-    from .drafters.specformer.modeling_specformer import SpecFormerDrafter
-    from .engine.call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput
-    from .engine.grammar_processor import GrammarProcessor
-    from .engine.row_processors import register_form
-    from .generate.attachment import Attachment, AttachmentStatistics, allow_attachments, attach, attached, detach
-    from .generate.by_name import allow_names
-    from .generate.generate_hook import install
-    from .generate.hints import allow_hints
-    from .gpu.device_acceleration import DeviceAcceleration
-    from .hub.care import register_care
-    from .hub.package_care import PackageCare
-    from .remote.connecting import connect
-    from .runtime.target_loading import load_target
-
-    warn_if_untested()
-    allow_names()
-    install()
-    allow_attachments()
-    allow_hints()
-    register_care(PackageCare())
-    register_acceleration(DeviceAcceleration)
-    register_form(GrammarProcessor)
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Says why a name of the package is missing."""
-        if name in __all__:
-            raise ImportError(f"hf_hsdraft.{name} is not here: {needs_newer()}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
+_MODULES = {
+    "Attachment": "generate.attachment",
+    "AttachmentStatistics": "generate.attachment",
+    "AutoDrafter": "drafters.base.auto_drafter",
+    "BlockConfig": "drafters.block.configuration",
+    "BlockDrafter": "drafters.block.drafter",
+    "CachebackDrafter": "drafters.ngrams.cacheback",
+    "CausalLMDrafter": "drafters.language_model.lm_drafter",
+    "DraftStatistics": "engine.call_output",
+    "DraftTree": "core.draft_tree",
+    "EagleConfig": "drafters.eagle.configuration_eagle",
+    "EagleDrafter": "drafters.eagle.modeling_eagle",
+    "HSCandidateGenerator": "drafters.hidden_state.candidate_generator",
+    "HSDraftConfig": "drafters.hidden_state.configuration_hsdraft",
+    "HSDraftEncoderDecoderOutput": "engine.call_output",
+    "HSDraftGenerateOutput": "engine.call_output",
+    "HSDrafter": "drafters.hidden_state.modeling_hsdraft",
+    "attach": "generate.attachment",
+    "attached": "generate.attachment",
+    "connect": "remote.connecting",
+    "detach": "generate.attachment",
+    "load_target": "runtime.target_loading",
+    "register_drafter": "drafters.base.registry",
+}
 __all__ = [
     "Attachment",
     "AttachmentStatistics",
@@ -93,3 +72,60 @@ __all__ = [
     "load_target",
     "register_drafter",
 ]
+
+
+def _install() -> None:
+    """Makes `generate()` draft, where transformers is new enough for it."""
+    from .transformers_version import needs_newer, warn_if_untested
+
+    if needs_newer() is not None:
+        return
+    from .core.accelerator import register_acceleration
+    from .drafters.hidden_state import hidden_state_family  # noqa: F401  # `AutoModel` knows it from here on
+    from .engine.grammar_processor import GrammarProcessor
+    from .engine.row_processors import register_form
+    from .generate.attachment import allow_attachments
+    from .generate.by_name import allow_names
+    from .generate.generate_hook import install
+    from .generate.hints import allow_hints
+    from .gpu.device_acceleration import DeviceAcceleration
+    from .hub.care import register_care
+    from .hub.package_care import PackageCare
+
+    warn_if_untested()
+    allow_names()
+    install()
+    allow_attachments()
+    allow_hints()
+    register_care(PackageCare())
+    register_acceleration(DeviceAcceleration)
+    register_form(GrammarProcessor)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .core.methods import load, offered
+    from .transformers_version import needs_newer
+
+    if (why := needs_newer()) is not None:
+        raise ImportError(f"hf_hsdraft.{name} is not here: {why}")
+    if name in _MODULES:
+        module = importlib.import_module(f".{_MODULES[name]}", __name__)
+    elif name in offered("name"):
+        module = load("name", name)
+    else:
+        raise ImportError(
+            f"hf_hsdraft.{name} is not here: it belongs to a method, and hf_hsdraft/methods has none of it"
+        )
+    globals()[name] = getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# `hsdraft --help` lists the commands at once, without PyTorch.
+if not (Path(*sys.argv[:1]).name in ("hsdraft", "hsdraft.exe") and "--help" in sys.argv):
+    _install()

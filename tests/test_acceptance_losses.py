@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_target
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, RejectedDrafts, true_labels, unroll
 from test_trainable import IDS, KINDS, borrow, packed, random_drafter
 
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
-from hf_hsdraft.training.loss.depth_weights import d_pace
 from hf_hsdraft.training.loss import loss as loss_module
+from hf_hsdraft.training.loss.depth_weights import d_pace
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, RejectedDrafts, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import (
     OBJECTIVES,
     forward_kl,

@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from hf_hsdraft.drafters.base.collapsed_frames import CollapsedFrames
+from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 IDS = torch.tensor([4, 7, 9])  # the blank is column 3

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
 from test_collapsed_frames import collapsed, random_frames
 from test_trainable import IDS, borrow, decodes_as_plain, packed, plan, prompts, run
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SpecFormerDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.drafters.base.collapsed_frames import CollapsedFrames
+from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
+from hf_hsdraft.methods.specformer.ctc_loss import CTCLoss, ctc_losses
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loss.co_training import CoTraining
-from hf_hsdraft.training.loss.ctc_loss import CTCLoss, ctc_losses
+from hf_hsdraft.training.loss.loss import Chains, true_labels, unroll
 
 STEPS, LABELS = 5, 3
 
@@ -247,7 +247,9 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, monkeypa
         torch.testing.assert_close(resumed.state_dict()[name], value)
     further = replace(planned, init_from=str(tmp_path / "out"), out=str(tmp_path / "further"), drafter={})
     assert run(chatty, tokenizer, further, objective="ctc").config.ctc
-    with pytest.raises(ValueError, match="objective='forward_kl' is invalid for a drafter with ctc=True"):
+    with pytest.raises(
+        ValueError, match="objective='forward_kl' is invalid for this drafter, which learns by 'ctc' only"
+    ):
         run(chatty, tokenizer, replace(further, out=str(tmp_path / "x")))
 
 
@@ -279,7 +281,7 @@ def test_the_command_trains_frames(chatty, tokenizer, tmp_path):
         ("specformer", {"cosine_weight": 1.0}, "cosine_weight=1.0 is invalid with objective='ctc'"),
         ("specformer", {"ctc_labels": 5}, "ctc_labels=5 is invalid: expected at most num_draft_steps=4"),
         ("specformer", {"ctc_labels": 0}, "ctc_labels=0 is invalid: expected 1 or more"),
-        ("specformer", {"ctc_labels": 2, "objective": "forward_kl"}, "ctc_labels=2 is invalid.*and objective='ctc'"),
+        ("specformer", {"ctc_labels": 2, "objective": "forward_kl"}, "ctc_labels=2 is invalid.*objective='ctc'"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(chatty, tokenizer, tmp_path, family, arguments, message):

@@ -15,12 +15,13 @@ from transformers import GenerationConfig
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.drafters.base.draft_options import default_options
 from hf_hsdraft.runtime.target_loading import embedded_gguf
+from hf_hsdraft.verify.registry import OPTION_NAMES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-OPTIONS = vars(default_options(1, 1, 1, HSDrafter.own_options)).keys() - vars(GenerationConfig()).keys()
+OPTIONS = OPTION_NAMES | vars(default_options(1, 1, 1, HSDrafter.own_options)).keys() - vars(GenerationConfig()).keys()
 
 
 def name_of(path: Path) -> str:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 
@@ -20,6 +19,7 @@ from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import _ObservedDrafter
 from hf_hsdraft.training.families.trainable import family_of
 from hf_hsdraft.training.loss.draft_opd import replay, two_streams
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import hard_labels
 from hf_hsdraft.training.loss.on_policy import draft
 
@@ -123,7 +123,7 @@ def some_rounds(target, kind: str) -> tuple:
 
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind, monkeypatch):
-    from hf_hsdraft.training.loss import draft_opd
+    from hf_hsdraft.training.loss.loss import draft_opd
 
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])
@@ -137,7 +137,7 @@ def test_rounds_start_at_each_answer_and_behind_each_rejected_draft(target, kind
 @pytest.mark.parametrize("kind", ["hidden-state", "block", "eagle3"])
 @pytest.mark.parametrize("rejected_drafts", [0, 1, 2, 3])
 def test_streams_are_what_was_emitted_and_what_was_rejected(target, kind, rejected_drafts, monkeypatch):
-    from hf_hsdraft.training.loss import draft_opd
+    from hf_hsdraft.training.loss.loss import draft_opd
 
     drafter, weights, pack, columns = some_rounds(target, kind)
     monkeypatch.setattr(draft_opd, "draft", lambda drafter, weights, pack, starts, *_: columns[starts])

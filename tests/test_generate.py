@@ -43,10 +43,9 @@ def trained(overfitted) -> Iterator[HSDrafter]:
 @pytest.fixture(scope="module")
 def overfitted(target) -> HSDrafter:
     """A drafter overfitted to this target's greedy text, so that whole paths are accepted."""
-    from hf_hsdraft.training.loss.loss import ChainLoss, Pack, sample_chains, true_labels
-
     from hf_hsdraft.training.data.conversations import TokenizedConversation
     from hf_hsdraft.training.data.features import Features
+    from hf_hsdraft.training.loss.loss import ChainLoss, Pack, sample_chains, true_labels
     from hf_hsdraft.training.loss.objectives import forward_kl
 
     drafter = make_drafter(target, initializer_range=0.02).train()

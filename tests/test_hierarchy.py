@@ -14,9 +14,12 @@ from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter
-from hf_hsdraft.bench import hierarchy_costs, hierarchy_run
 from hf_hsdraft.bench.decoding_estimate import Device
-from hf_hsdraft.bench.hierarchy import (
+from hf_hsdraft.bench.run import Measured
+from hf_hsdraft.cli import main as cli
+from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.methods.cascade import hierarchy_costs, hierarchy_run
+from hf_hsdraft.methods.cascade.hierarchy import (
     Acceptance,
     Curve,
     Drafting,
@@ -29,7 +32,7 @@ from hf_hsdraft.bench.hierarchy import (
     tree_drafting,
     verified,
 )
-from hf_hsdraft.bench.hierarchy_costs import (
+from hf_hsdraft.methods.cascade.hierarchy_costs import (
     TARGET,
     Measuring,
     Note,
@@ -38,12 +41,14 @@ from hf_hsdraft.bench.hierarchy_costs import (
     lengths_of,
     seconds_of,
 )
-from hf_hsdraft.bench.hierarchy_estimate import estimate_cascade, estimated_levels, forward_of, needed_acceptance
-from hf_hsdraft.bench.hierarchy_fits import Fits
-from hf_hsdraft.bench.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
-from hf_hsdraft.bench.run import Measured
-from hf_hsdraft.cli import main as cli
-from hf_hsdraft.core.refusals import DraftingRefused
+from hf_hsdraft.methods.cascade.hierarchy_estimate import (
+    estimate_cascade,
+    estimated_levels,
+    forward_of,
+    needed_acceptance,
+)
+from hf_hsdraft.methods.cascade.hierarchy_fits import Fits
+from hf_hsdraft.methods.cascade.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
 
 
 def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, **fields) -> Levels:

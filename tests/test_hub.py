@@ -20,9 +20,9 @@ from packaging.specifiers import SpecifierSet
 from safetensors.torch import save
 
 from hf_hsdraft import BlockDrafter, HSDrafter
-from hf_hsdraft.drafters.base.path_lm import PathLM, PathLMSizes
-from hf_hsdraft.drafters.base.refiner_files import save_refiner
 from hf_hsdraft.hub.drafter_files import digests
+from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.methods.refinement.refiner_files import save_refiner
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 TOKEN = "hf_NeverToBeSeenAnywhere"
@@ -47,7 +47,6 @@ CODE = {
     "configuration_hsdraft.py",
     "contexts.py",
     "decoded_texts.py",
-    "decoder_list.py",
     "decoding.py",
     "draft_limits.py",
     "draft_memory.py",
@@ -56,14 +55,11 @@ CODE = {
     "draft_session.py",
     "draft_support.py",
     "draft_tree.py",
-    "drafted_levels.py",
     "drafter_files.py",
     "drafting.py",
     "ended_rows.py",
     "expansion.py",
     "fingerprint.py",
-    "first_layers.py",
-    "fly.py",
     "foresight.py",
     "generate_hook.py",
     "generate_recipe.py",
@@ -71,8 +67,8 @@ CODE = {
     "hub_entry.py",
     "injectors.py",
     "last_state.py",
-    "layer_split.py",
     "local_target.py",
+    "methods.py",
     "misreading.py",
     "modeling_hsdraft.py",
     "network.py",
@@ -82,23 +78,17 @@ CODE = {
     "observers.py",
     "options.py",
     "own_choice.py",
-    "p_best_trees.py",
     "pacing.py",
     "packed_texts.py",
     "parallel_expansion.py",
-    "path_lm.py",
-    "pivot.py",
     "pretrained_drafter.py",
     "protocol.py",
     "publication.py",
-    "read_ahead.py",
     "recorder.py",
-    "refinement.py",
-    "refiner_files.py",
+    "refiners.py",
     "refusals.py",
     "registry.py",
     "rejection.py",
-    "relaxed.py",
     "reuse.py",
     "roll_out.py",
     "round_costs.py",
@@ -128,7 +118,6 @@ CODE = {
     "tree_reading.py",
     "trunk.py",
     "tuning.py",
-    "typical.py",
     "verdict.py",
     "working_weights.py",
 }
@@ -528,16 +517,20 @@ drafter.push_to_hub("user/refined")
     bench.child(push.format("refined", 0.3), home="author", token=TOKEN)
     pull = """
 remote = AutoModel.from_pretrained("user/refined", trust_remote_code=True)
+alone = tokens(assistant_model=remote)  # methods need the package
 assert "hf_hsdraft" not in sys.modules
-files = sys.modules[type(remote).__module__.rpartition(".")[0] + ".refiner_files"]
-found = files.refiner_of(remote, remote.borrow(target.get_input_embeddings(), None))
-weights = None if found is None else found.up.weight.sum().item()
-answer([tokens(assistant_model=remote), remote.generation_config.refinement, weights])
+from hf_hsdraft import AutoDrafter
+from hf_hsdraft.methods.refinement.refiner_files import has_refiner, refiner_of
+drafter = AutoDrafter.from_pretrained("user/refined")
+weights = None
+if has_refiner(drafter):
+    weights = refiner_of(drafter, drafter.borrow(target.get_input_embeddings(), None)).up.weight.sum().item()
+answer([alone, tokens(assistant_model=drafter), drafter.generation_config.refinement, weights])
 """
-    plain = [bench.plain, 0.3, pytest.approx(float(refiner.up.weight.sum()))]
-    assert bench.child(pull, home="for_refined") == plain
+    refined = [bench.plain, bench.plain, 0.3, pytest.approx(float(refiner.up.weight.sum()))]
+    assert bench.child(pull, home="for_refined") == refined
     bench.child(push.format("drafter", 0.0), home="author", token=TOKEN)
-    assert bench.child(pull, home="for_refined") == [bench.plain, 0.0, None]
+    assert bench.child(pull, home="for_refined") == [bench.plain, bench.plain, 0.0, None]
 
 
 def test_pushing_leaves_alone_what_is_not_the_drafters(bench):

@@ -14,12 +14,18 @@ from typer.testing import CliRunner
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
-from hf_hsdraft.drafters.language_model import layer_skip
-from hf_hsdraft.drafters.language_model.layer_skip import LayerSkipConfig, _parts, drafting_part
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 from hf_hsdraft.drafters.language_model.lm_trial import LMAbility
-from hf_hsdraft.training.loop import layer_search
-from hf_hsdraft.training.loop.layer_search import Judged, as_drafter, judged, search, speed_of_chains, written_texts
+from hf_hsdraft.methods.layer_skip import layer_search, layer_skip
+from hf_hsdraft.methods.layer_skip.layer_search import (
+    Judged,
+    as_drafter,
+    judged,
+    search,
+    speed_of_chains,
+    written_texts,
+)
+from hf_hsdraft.methods.layer_skip.layer_skip import LayerSkipConfig, _parts, drafting_part
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
-from hf_hsdraft.training.loss.loss import Chains, Pack, true_labels, unroll
 from lm_helpers import GREEDY, drafts_of, layered_target, padded, steered, tiny, with_fixed
 from tokenizers import models
 from training_helpers import kill_at_step_three, planned, run
@@ -27,6 +26,7 @@ from hf_hsdraft.training.families.trained_lm import LMPredictions
 from hf_hsdraft.training.loop.prepared import prepared
 from hf_hsdraft.training.loop.pruning import prune
 from hf_hsdraft.training.loop.start import drafter_to_start_from
+from hf_hsdraft.training.loss.loss import Chains, Pack, true_labels, unroll
 
 
 @pytest.fixture(scope="module")

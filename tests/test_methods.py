@@ -1,12 +1,26 @@
 """Methods are loaded by their names, and the core does without them."""
 
+import ast
+import importlib
+import os
+import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+from conftest import make_target
+from test_self_speculation import make_self
+from test_specformer import make_specformer
 
+import hf_hsdraft
+from hf_hsdraft.bench.exactness import DRAWN_DRAFTS
 from hf_hsdraft.core import methods
 from hf_hsdraft.core.methods import Registry
+from hf_hsdraft.drafters.base.registry import FAMILIES
+from hf_hsdraft.training.families.trainable import TRAINABLE
+from hf_hsdraft.training.loss.objectives import WHOLE_LOSSES
 
 
 @pytest.fixture
@@ -39,3 +53,108 @@ def test_without_the_folder_nothing_is_offered(monkeypatch):
     methods._index.cache_clear()
     assert methods.offered("verification") == []
     methods._index.cache_clear()
+
+
+def child(code: str, package: Path, *arguments: str) -> str:
+    """What a process prints that finds the package in a folder, and the tests' helpers too."""
+    paths = os.pathsep.join([str(package), str(Path(__file__).parent)])
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=package)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+WITHOUT = """
+import json, sys
+from pathlib import Path
+import pytest, torch
+import hf_hsdraft
+from conftest import make_drafter, make_target
+from typer.testing import CliRunner
+from hf_hsdraft import AutoDrafter, CachebackDrafter
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.training.families.trainable import trainable
+
+assert Path(hf_hsdraft.__file__).is_relative_to(sys.argv[1])
+target, ids = make_target(), torch.arange(5, 17)[None]
+options = {"max_new_tokens": 16, "do_sample": False}
+for drafter in (make_drafter(target), CachebackDrafter()):
+    drafted = target.generate(ids, **options, assistant_model=drafter, return_dict_in_generate=True)
+    assert drafted.sequences.tolist() == target.generate(ids, **options).tolist()
+    assert sum(drafted.statistics.drafted_nodes) > 0
+listed = CliRunner().invoke(app, ["--help"]).output
+assert "\\n  bench " in listed and "\\n  plan " not in listed
+with pytest.raises(ImportError, match="CascadeDrafter is not here: it belongs to a method"):
+    from hf_hsdraft import CascadeDrafter
+(Path(sys.argv[1]) / "config.json").write_text(json.dumps({"model_type": "specformer"}))
+with pytest.raises(ValueError, match="no drafter of a known format .model_type=specformer"):
+    AutoDrafter.from_pretrained(sys.argv[1])
+with pytest.raises(ValueError, match="family='self' is unknown: expected one of block, eagle3, hidden-state"):
+    trainable("self", {})
+"""
+
+
+def test_the_core_works_with_the_folder_away(tmp_path):
+    source = Path(methods.__file__).parent.parent
+    shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("methods", "__pycache__"))
+    child(WITHOUT, tmp_path, str(tmp_path))
+
+
+LATER = """
+import sys
+import hf_hsdraft
+from transformers import AutoModel
+
+loaded = [name for name in sys.modules if name.startswith("hf_hsdraft.methods.")]
+assert not loaded, loaded
+for folder in sys.argv[1:]:
+    print(type(AutoModel.from_pretrained(folder)).__name__)
+"""
+
+
+def test_a_method_is_loaded_when_transformers_asks_for_it(tmp_path):
+    """Without code from the folder: importing the package is enough, as it was before there were methods."""
+    target = make_target()
+    for name, drafter in (("slots", make_specformer(target)), ("layers", make_self(target))):
+        drafter.save_pretrained(tmp_path / name)
+    printed = child(LATER, Path(methods.__file__).parents[2], str(tmp_path / "slots"), str(tmp_path / "layers"))
+    assert printed.split() == ["SpecFormerDrafter", "SelfDrafter"]
+
+
+def test_help_is_told_without_loading_pytorch():
+    code = """
+import sys
+sys.argv = ["/usr/bin/hsdraft", *sys.argv[1:]]
+from hf_hsdraft.cli.main import app
+app(standalone_mode=False)
+print("loaded:", *({"torch", "transformers"} & sys.modules.keys()))
+"""
+    package = Path(methods.__file__).parents[2]
+    for command in ("plan", "train"):
+        printed = child(code, package, command, "--help")
+        assert f"hsdraft {command} [OPTIONS]" in printed and printed.endswith("loaded:\n")
+    assert "\n  plan " in child(code, package, "--help")
+
+
+def test_all_that_is_offered_is_there():
+    """Every module of the index loads, and registers what it offers."""
+    for kind, names in methods._index().items():
+        for name in names:
+            module = methods.load(kind, name)
+            if kind == "name":
+                assert getattr(module, name).__name__ == name
+    for registry in (FAMILIES, TRAINABLE, WHOLE_LOSSES, DRAWN_DRAFTS):
+        assert set(methods.offered(registry.kind)) <= registry.loaded.keys()
+
+
+def test_public_names_are_those_that_type_checkers_read():
+    stub = ast.parse(Path(hf_hsdraft.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    found = {alias.name: line.module for line in stub.body if isinstance(line, ast.ImportFrom) for alias in line.names}
+    assert set(found) == set(hf_hsdraft.__all__) <= set(dir(hf_hsdraft))
+    assert hf_hsdraft._MODULES.items() <= found.items()
+    for name in set(found) - {"__version__"}:
+        module = importlib.import_module(f"hf_hsdraft.{found[name]}")
+        assert getattr(hf_hsdraft, name) is getattr(module, name)
+    with pytest.raises(AttributeError, match="no attribute 'NoDrafter'"):
+        hf_hsdraft.NoDrafter  # noqa: B018

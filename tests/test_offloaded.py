@@ -20,8 +20,8 @@ from test_targets import PackedLinear
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, LayerSkipDrafter, attach
 from hf_hsdraft.core.tensors import device_of, hooks_of
 from hf_hsdraft.drafters.hidden_state.target_match import measure_match
-from hf_hsdraft.drafters.language_model.layer_skip import drafting_part
 from hf_hsdraft.generate.by_name import drafter_of
+from hf_hsdraft.methods.layer_skip.layer_skip import drafting_part
 
 CPU, CALL = torch.device("cpu"), {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
 HOW = ["memory", "disk", "embedding"]  # all weights, and the embedding alone

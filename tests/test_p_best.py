@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_hsdraft.bench.exactness import FullExpansion, check
-from hf_hsdraft.trees.p_best_trees import p_best_trees
+from hf_hsdraft.methods.refinement.p_best_trees import p_best_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 TOKENS, DEPTH = 5, 4

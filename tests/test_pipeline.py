@@ -551,7 +551,7 @@ def test_training_that_decoding_does_not_use_is_stopped(chatty, tokenizer, tmp_p
     """The shift is in training alone, so nothing but the comparison could tell."""
     from hf_hsdraft.training.evaluate import parity
     from hf_hsdraft.training.loop import trainer
-    from hf_hsdraft.training.loss.loss import loss
+    from hf_hsdraft.training.loss import loss
 
     def shifted(pack, chains, steps):
         labels = loss.true_labels(pack, chains, steps)

@@ -14,13 +14,18 @@ from test_lossy import LOOSE
 from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, LayerSkipDrafter
-from hf_hsdraft.bench import quality as quality_module
 from hf_hsdraft.bench.calls import Settings
-from hf_hsdraft.bench.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
 from hf_hsdraft.bench.measure import encode_prompt
-from hf_hsdraft.bench.prompt_questions import main as write_questions
-from hf_hsdraft.bench.prompt_questions import questions_of, text_of
-from hf_hsdraft.bench.quality import (
+from hf_hsdraft.bench.systems import PLAIN
+from hf_hsdraft.cli.main import app
+from hf_hsdraft.methods.lossy import pivot_training as pivots
+from hf_hsdraft.methods.lossy import quality as quality_module
+from hf_hsdraft.methods.lossy.checked_tasks import GENERATED, Item, items_of, make_items, numbers_of, read_items
+from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier, tap_of
+from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, label, utility
+from hf_hsdraft.methods.lossy.prompt_questions import main as write_questions
+from hf_hsdraft.methods.lossy.prompt_questions import questions_of, text_of
+from hf_hsdraft.methods.lossy.quality import (
     EXACT,
     Answer,
     Quality,
@@ -29,14 +34,9 @@ from hf_hsdraft.bench.quality import (
     rules_of,
     systems_of,
 )
-from hf_hsdraft.bench.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
-from hf_hsdraft.bench.quality_log import AnswerLog, digest, model_digest, run_of
-from hf_hsdraft.bench.systems import PLAIN
-from hf_hsdraft.cli.main import app
-from hf_hsdraft.training.evaluate import pivots
-from hf_hsdraft.training.evaluate.pivots import Place, Plan, collect, fit, label, utility
+from hf_hsdraft.methods.lossy.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
+from hf_hsdraft.methods.lossy.quality_log import AnswerLog, digest, model_digest, run_of
 from hf_hsdraft.verify.lossy_rule import Rule
-from hf_hsdraft.verify.pivot import FILE, PivotClassifier, tap_of
 
 
 @pytest.mark.parametrize("task", GENERATED)

@@ -21,20 +21,20 @@ from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
-from hf_hsdraft.drafters.base.path_lm import PathLM, PathLMSizes
 from hf_hsdraft.drafters.base.protocol import Ask
-from hf_hsdraft.drafters.base.refinement import Refiner
-from hf_hsdraft.drafters.base.refiner_files import has_refiner, load_refiner, refiner_of, save_refiner
 from hf_hsdraft.drafters.block.block_session import BlockSession
 from hf_hsdraft.drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
-from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
+from hf_hsdraft.methods.growth.growing import grown
+from hf_hsdraft.methods.refinement.path_lm import PathLM, PathLMSizes
+from hf_hsdraft.methods.refinement.refinement import Refiner
+from hf_hsdraft.methods.refinement.refiner_files import has_refiner, load_refiner, refiner_of, save_refiner
+from hf_hsdraft.methods.refinement.refiner_training import Examples, examples_of, perplexity, train_refiner
+from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.data.vocabulary import with_draft_vocabulary
-from hf_hsdraft.training.families.growth import grown
-from hf_hsdraft.training.loop.refiner import Examples, examples_of, perplexity, train_refiner
 from hf_hsdraft.training.loop.run import train
 
 SHARE = 0.4
@@ -330,15 +330,15 @@ def test_it_is_off_by_default_and_changed_from_call_to_call(target, prompt, tmp_
     assert DraftOptions.of(drafter).own["refinement"] == 0.0
     made = Refiner.of.__func__
 
-    def noting(cls, drafter, options, *others):
-        shares.append(options.own["refinement"])
-        return made(cls, drafter, options, *others)
+    def noting(cls, drafter, share, *others):
+        shares.append(share)
+        return made(cls, drafter, share, *others)
 
     monkeypatch.setattr(Refiner, "of", classmethod(noting))
     for share in (0.0, 0.3):
         drafter.generation_config.refinement = share
         target.generate(prompt, max_new_tokens=6, do_sample=False, assistant_model=drafter)
-    assert shares == [0.0, 0.3]
+    assert shares == [0.3]
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, "much", math.nan])
@@ -580,7 +580,9 @@ def command(folder, *options: str):
 @pytest.mark.parametrize("where", ["beside", "elsewhere"])
 def test_the_command_looks_first_whether_it_can_save(where, chatty, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", lambda *args: (chatty, tokenizer))
-    monkeypatch.setattr("hf_hsdraft.training.loop.refiner.train_refiner", lambda *args: pytest.fail("has trained"))
+    monkeypatch.setattr(
+        "hf_hsdraft.methods.refinement.refiner_training.train_refiner", lambda *args: pytest.fail("has trained")
+    )
     make_drafter(chatty).save_pretrained(tmp_path / "drafter")
     out = tmp_path / ("drafter" if where == "beside" else "out")
     out.mkdir(exist_ok=True)
@@ -602,7 +604,7 @@ def test_the_command_saves_the_drafter_before_it_trains(chatty, tokenizer, tmp_p
         raise RuntimeError("interrupted")
 
     monkeypatch.setattr("hf_hsdraft.runtime.target_loading.load_target", load)
-    monkeypatch.setattr("hf_hsdraft.training.loop.refiner.train_refiner", trains)
+    monkeypatch.setattr("hf_hsdraft.methods.refinement.refiner_training.train_refiner", trains)
     make_drafter(chatty).to(torch.bfloat16).save_pretrained(tmp_path / "drafter")
     command(tmp_path, "--out", str(tmp_path / "out"))
     assert dtypes == there == [torch.bfloat16]

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, make_drafter, make_target
-from hf_hsdraft.training.loss.loss import ChainLoss
 from test_pipeline import decodes_as_plain, plan, run
 from test_static_cache import Graphs, decode
 
 from hf_hsdraft import AutoDrafter, HSCandidateGenerator, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.methods.growth.growing import grown
 from hf_hsdraft.training.evaluate.parity import parity
-from hf_hsdraft.training.families.growth import grown
 from hf_hsdraft.training.loop.trainer import _recompute_layers
+from hf_hsdraft.training.loss.loss import ChainLoss
 from hf_hsdraft.training.loss.objectives import forward_kl
 
 SHAPES = {

@@ -83,6 +83,12 @@ def test_a_family_imports_no_other_family(path: Path) -> None:
     assert {family_of(other) for other in imported(path)} <= {family_of(path), ""}
 
 
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "methods"], ids=lambda path: path.stem)
+def test_a_method_imports_no_other_method(path: Path) -> None:
+    others = {other.parent for other in imported(path) if room_of(other) == "methods"}
+    assert others <= {path.parent}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_module_imports_from_lower_rooms_only(path: Path) -> None:
     own = room_of(path)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from small_target import exact_distribution, small_target
 
 from hf_hsdraft.bench import exactness
-from hf_hsdraft.bench.exactness import DRAFTED, Table, cascaded, check, chi_square, grow
+from hf_hsdraft.bench.exactness import DRAFTED, Table, check, chi_square, grow
 from hf_hsdraft.bench.exactness import settings as all_settings
+from hf_hsdraft.methods.cascade.exactness import cascaded
 from hf_hsdraft.trees.sampled_trees import branching_for
 from hf_hsdraft.verify.rejection import Rejection
 
@@ -45,12 +46,12 @@ def test_a_biased_verifier_is_found():
 def test_a_middle_model_that_drew_by_another_distribution_is_found(monkeypatch):
     """The chain of a cascade, drawn at one temperature, with the distributions of another one."""
 
-    def biased(table, choice):
-        tree = cascaded(table, choice)
+    def biased(table):
+        tree = cascaded(table)
         told = [None if each is None else (0.3 * each).log_softmax(-1) for each in tree.log_probs]
         return replace(tree, log_probs=tuple(told))
 
-    monkeypatch.setattr(exactness, "cascaded", biased)
+    monkeypatch.setitem(exactness.DRAWN_DRAFTS, "cascade", biased)
     assert check("rejection", "cascade", "none", 1.0, samples=4000).p_value < 1e-6
 
 

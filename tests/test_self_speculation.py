@@ -11,7 +11,6 @@ import pytest
 import torch
 import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from lm_helpers import tiny
 from session_helpers import padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
@@ -22,7 +21,7 @@ from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.bench.tiny import VOCABULARY
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.runtime.first_layers import FirstLayers
+from hf_hsdraft.methods.self_speculation.first_layers import FirstLayers
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 from hf_hsdraft.runtime.tree_reading import read_trees
 from hf_hsdraft.training.data.conversations import TokenizedConversation
@@ -31,6 +30,7 @@ from hf_hsdraft.training.families.trainable import TRAINABLE, family_of
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.prepared import prepared
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import objective_of
 
 LAYERS, NEW = 4, 24
@@ -307,16 +307,16 @@ def test_hidden_states_that_are_asked_for_are_those_of_plain_decoding():
 
 def test_trials_of_the_target_do_not_take_what_was_read_ahead(monkeypatch):
     """What drafts have read is for the next verification of the call, not for a forward of a trial."""
-    target, apart, original = early(target_of("llama")), [], TargetRuntime.first_layers
+    target, apart, original = early(target_of("llama")), [], TargetRuntime.read_ahead
 
-    def noting(self, count, reuse):
-        made = original(self, count, reuse)
+    def noting(self, made):
+        reader = original(self, made)
         apart.extend([self.apart(), self.apart_of([0])])
-        return made
+        return reader
 
-    monkeypatch.setattr(TargetRuntime, "first_layers", noting)
+    monkeypatch.setattr(TargetRuntime, "read_ahead", noting)
     both(target, make_self(target), padded(1))
-    assert apart and all(trial._first is None for trial in apart)
+    assert apart and all(trial._ahead is None for trial in apart)
 
 
 def test_a_cache_that_does_not_grow_is_decoded_without_drafts(caplog):

@@ -21,7 +21,7 @@ from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask
-from hf_hsdraft.drafters.specformer.specformer_session import SpecFormerSession
+from hf_hsdraft.methods.specformer.specformer_session import SpecFormerSession
 
 STEPS = 4
 PART = list(range(1, VOCAB, 3))

@@ -17,7 +17,7 @@ from hf_hsdraft import AutoDrafter, CausalLMDrafter, LayerSkipDrafter, SteeredLM
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
-from hf_hsdraft.drafters.language_model.lm_steering import Steering, SteeringSizes
+from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
 
 
 @pytest.fixture(scope="module")

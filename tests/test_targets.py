@@ -347,11 +347,43 @@ def test_a_target_whose_products_round_their_inputs_is_refused(seed, rows):
         target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
 
 
-def test_modules_known_to_round_their_inputs_are_refused():
+class OfIntegers(torch.nn.Linear):
+    """Multiplies 8-bit integers of each row, as 8-bit activations do."""
+
+    def forward(self, x):
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+        return torch.nn.functional.linear((x / scale).round() * scale, self.weight)
+
+
+class OfUnpacked(torch.nn.Linear):
+    """Multiplies in float32 by weights of 4 bits, which it unpacks."""
+
+    def forward(self, x):
+        scale = self.weight.abs().amax(-1, keepdim=True) / 7
+        return torch.nn.functional.linear(x, (self.weight / scale).round() * scale)
+
+
+class OfHalf(torch.nn.Linear):
+    """Multiplies in half precision, whatever it is given."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [(OfIntegers, True), (OfHalf, True), (OfUnpacked, False)])
+def test_one_layer_of_another_library_that_rounds_its_inputs_is_found(kind, refused):
+    """By the layer itself: whether texts differ would be a matter of luck."""
     target = make_target()
-    target.model.layers[0].mlp.up_proj.__class__ = type("Linear8bitLt", (torch.nn.Linear,), {})
-    with pytest.raises(ValueError, match="round what they are given"):
-        target.generate(**batch_of(1), max_new_tokens=NEW, do_sample=False, assistant_model=make_drafter(target))
+    target.model.layers[1].mlp.up_proj.__class__ = kind
+    call = {"do_sample": False, "max_new_tokens": NEW}
+    plain = target.generate(**batch_of(1), **call)
+    if refused:
+        with pytest.raises(ValueError, match="round what they are given"):
+            target.generate(**batch_of(1), **call, assistant_model=make_drafter(target))
+    else:
+        drafted = target.generate(**batch_of(1), **call, assistant_model=make_drafter(target))
+        assert drafted.tolist() == plain.tolist()
+        check(target, "tree", 1)
 
 
 def test_compiled_targets():

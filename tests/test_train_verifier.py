@@ -11,13 +11,13 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.bench.checked_tasks import Item
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.hub.drafter_files import CARD, WEIGHTS
-from hf_hsdraft.training.evaluate import pivots
-from hf_hsdraft.training.evaluate.pivot_labels import Labels, run_of
-from hf_hsdraft.training.evaluate.pivots import Place, Plan, collect, fit, held_out
-from hf_hsdraft.verify.pivot import FILE, PivotClassifier
+from hf_hsdraft.methods.lossy import pivot_training as pivots
+from hf_hsdraft.methods.lossy.checked_tasks import Item
+from hf_hsdraft.methods.lossy.pivot import FILE, PivotClassifier
+from hf_hsdraft.methods.lossy.pivot_labels import Labels, run_of
+from hf_hsdraft.methods.lossy.pivot_training import Place, Plan, collect, fit, held_out
 
 
 def place_of(question: str, state: torch.Tensor, drafted: int = 1) -> Place:

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_target, write_prompts
-from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file
@@ -30,6 +29,7 @@ from hf_hsdraft.training.loop import publish
 from hf_hsdraft.training.loop.arguments import DrafterTrainingArguments
 from hf_hsdraft.training.loop.run import train
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
+from hf_hsdraft.training.loss.loss import ChainLoss, Chains, Pack, sample_chains, true_labels, unroll
 from hf_hsdraft.training.loss.objectives import forward_kl
 from hf_hsdraft.training.loss.on_policy import drafted_labels
 

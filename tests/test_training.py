@@ -8,6 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+
+from hf_hsdraft import HSCandidateGenerator
+from hf_hsdraft.training.data.conversations import TokenizedConversation
+from hf_hsdraft.training.data.features import Features, cache_features
+from hf_hsdraft.training.evaluate import parity as parity_module
+from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.loss.loss import (
     ChainLoss,
     Chains,
@@ -17,12 +23,6 @@ from hf_hsdraft.training.loss.loss import (
     sample_chains,
     true_labels,
 )
-
-from hf_hsdraft import HSCandidateGenerator
-from hf_hsdraft.training.data.conversations import TokenizedConversation
-from hf_hsdraft.training.data.features import Features, cache_features
-from hf_hsdraft.training.evaluate import parity as parity_module
-from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.loss.objectives import OBJECTIVES, forward_kl, total_variation
 from hf_hsdraft.training.loss.on_policy import drafted_labels
 

@@ -7,7 +7,7 @@ is launched between products is not counted, and neither is what the host does. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ..drafters.base.protocol import Drafter
 from ..training.evaluate.arithmetic import Arithmetic
@@ -17,6 +17,14 @@ _NOT_COUNTED = (
     "not counted: launches, the host, attention scores, reading what was accepted into the drafter, and memory of "
     "temporary results. All experts of a mixture count as read."
 )
+
+
+@runtime_checkable
+class KeepsTexts(Protocol):
+    """A drafter that keeps keys and values of whole texts."""
+
+    def numbers_kept(self, length: int) -> int:
+        """Returns how many numbers it keeps of a text of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ def estimate_decoding(
     add, width = sheet.add, bytes_per_weight
     add("target in memory", "B", "weights x bytes", sum(parts.values()), width)
     add("drafter in memory", "B", "its own weights that a draft reads x bytes", own, width)
-    kept = drafter.numbers_kept(plan.length)
-    if kept:
+    if isinstance(drafter, KeepsTexts):
+        kept = drafter.numbers_kept(plan.length)
         add("drafter's keys and values", "B", "numbers kept of the text x bytes", kept, width)
     kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from ..core.draft_tree import DraftTree
-from ..drafters.cascade.held_chain import Choice, HeldChain
-from ..trees.builder_registry import DRAWING, TREE_BUILDERS
+from ..core.methods import Registry
+from ..trees.builder_registry import TREE_BUILDERS
 from ..trees.tree_builders import Expansion, TreeLimits
 from ..verify.registry import VERIFIERS
 from ..verify.verdict import Nodes, Verifier, draw_token
@@ -34,7 +34,7 @@ from ..verify.verdict import Nodes, Verifier, draw_token
 LENGTH = 3  # number of tokens compared
 VOCABULARY = 6
 DRAFTED = 5  # size of the draft vocabulary: the last token is never in a tree
-_ROOT = 0
+ROOT = 0
 
 PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "none": list,
@@ -44,10 +44,7 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-CASCADE = "cascade"  # no builder of trees: a middle model passes up what it says of the drafts of another drafter
-# Tree size and beam width of each builder.
-LIMITS = {"beam": (8, 3), "p_best": (8, 3), "gumbel": (9, 3), "stochastic_beam": (8, 4), CASCADE: (2, 1)}
-_DRAWN = {*DRAWING, CASCADE}
+_SIZES = {"gumbel": (9, 3), "stochastic_beam": (8, 4)}  # tree size and beam width of builders that differ from others
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Table:
         for length in range(LENGTH + 1):
             for text in itertools.product(range(VOCABULARY), repeat=length):
                 raw = torch.randn(1, VOCABULARY, generator=generator) * 1.5
-                self.scores[text] = process(torch.tensor([[_ROOT, *text]]), raw)
+                self.scores[text] = process(torch.tensor([[ROOT, *text]]), raw)
         self.probabilities = {text: scores[0].softmax(-1).double() for text, scores in self.scores.items()}
         noise = torch.randn(LENGTH + 1, VOCABULARY, DRAFTED, generator=generator)
         self.drafts = (noise / temperature).log_softmax(-1)
@@ -123,29 +120,17 @@ class FullExpansion(Expansion):
         return self.expand(level, tokens, states)
 
 
+# What methods draft by draws, without a builder of trees: returns the draft of a round.
+DRAWN_DRAFTS: Registry[Callable[[Table], DraftTree]] = Registry("exactness")
+
+
 def grow(builder: str, table: Table, count: int) -> list[DraftTree]:
-    """Returns trees of one builder for `count` rounds."""
-    if builder == CASCADE:
-        return [cascaded(table, Choice(1.0, DRAFTED)) for _ in range(count)]
-    limits = TreeLimits(*LIMITS[builder], threshold=0.0, max_depths=[2] * count)
-    roots, ids = torch.full((count,), _ROOT), torch.arange(DRAFTED)
+    """Returns trees of one builder, or drafts of a method, for `count` rounds."""
+    if builder in DRAWN_DRAFTS:
+        return [DRAWN_DRAFTS[builder](table) for _ in range(count)]
+    limits = TreeLimits(*_SIZES.get(builder, (8, 3)), threshold=0.0, max_depths=[2] * count)
+    roots, ids = torch.full((count,), ROOT), torch.arange(DRAFTED)
     return TREE_BUILDERS[builder](FullExpansion(table.expand, depth=2), roots, ids, limits)
-
-
-def cascaded(table: Table, choice: Choice) -> DraftTree:
-    """Returns the chain of two tokens that the table's drafter holds, in the place of a middle model.
-
-    The level below drafts without looking at it, as n-grams do: always the next higher token.
-    """
-    held, depth = HeldChain(), 2
-    while len(held.tokens) < depth:
-        tokens = [*held.tokens[-1:], *([] if held.tokens else [_ROOT])]
-        tokens += [(tokens[0] + each) % DRAFTED for each in range(1, depth - len(held.tokens))]
-        places = range(len(tokens))
-        draft = DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(places), (0.0,) * len(tokens))
-        logits = torch.stack([table.drafts[len(held.tokens) + place][tokens[place]] for place in places])
-        held.add(draft, logits, choice)
-    return held.tree(_ROOT, choice)
 
 
 def check(
@@ -155,7 +140,7 @@ def check(
 
     Args:
         verifier: a name of `VERIFIERS`, or another rule.
-        builder: a name of `LIMITS`.
+        builder: a name of `TREE_BUILDERS` or of `DRAWN_DRAFTS`.
         processor: a name of `PROCESSORS`.
         temperature: temperature of the target.
         samples: number of texts.
@@ -210,6 +195,7 @@ def settings(
     processors: Sequence[str] = tuple(PROCESSORS), temperatures: Sequence[float] = (0.5, 1.0, 1.5)
 ) -> Iterator[tuple[str, str, str, float]]:
     """Yields all settings of exact rules. Those for drawn nodes are left out where none are drawn."""
-    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), LIMITS):
-        if rule.exact and (builder in _DRAWN or not rule.drawn_nodes):
+    for (verifier, rule), builder in itertools.product(VERIFIERS.items(), (*TREE_BUILDERS, *DRAWN_DRAFTS)):
+        draws = builder in DRAWN_DRAFTS or TREE_BUILDERS[builder].draws
+        if rule.exact and (draws or not rule.drawn_nodes):
             yield from ((verifier, builder, p, t) for p in processors for t in temperatures)

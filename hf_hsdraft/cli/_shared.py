@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..core.methods import offered
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,7 +48,7 @@ VerificationOption = Annotated[
     str | None,
     typer.Option(
         "--verification",
-        help="Rule of verification; fly, typical and pivot are lossy and take options, as "
+        help=f"Rule of verification. Lossy ones ({', '.join(offered('verification'))}) take options, as "
         "fly+fly_window=2+ngram_continuation=8. Default: exact.",
     ),
 ]

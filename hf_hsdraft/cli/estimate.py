@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..core.methods import load
 from ._shared import Injector, console
 
 app = typer.Typer()
@@ -79,7 +80,7 @@ def estimate(
         }  # fmt: skip
         lines = _training(target, {**fields, "num_draft_steps": num_draft_steps or 6}, work)
     else:
-        hierarchy = None if middle is None else (middle, _parsed(shares or _SHARES))
+        hierarchy = None if middle is None else (middle, shares or _SHARES)
         drafting = {"steps": num_draft_steps, "nodes": nodes, "tau": tau, "length": length}
         fields |= {} if drafter is not None or num_draft_steps is None else {"num_draft_steps": num_draft_steps}
         speeds = bytes_per_second, flops_per_second or 9.9e14
@@ -107,26 +108,6 @@ def _check_given(tau: float | None, fields: Mapping[str, Any], given: Mapping[st
         raise typer.BadParameter("it is about a smaller model: expected --middle beside it", param_hint="--shares")
 
 
-def _parsed(shares: str) -> list[float]:
-    """Returns shares of accepted tokens.
-
-    Raises:
-        BadParameter: they are not three numbers of 0 or more and below 1.
-    """
-    from ..bench.hierarchy_estimate import check_shares
-
-    try:
-        found = [float(share) for share in shares.split(",")]
-    except ValueError:
-        told = f"{shares!r} is invalid: expected three numbers of 0 or more and below 1, as {_SHARES}"
-        raise typer.BadParameter(told, param_hint="--shares") from None
-    try:
-        check_shares(found)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shares") from None
-    return found
-
-
 def _training(target: str, fields: dict[str, Any], work: Mapping[str, Any]) -> list[str]:
     """Returns what is told about training a fresh drafter.
 
@@ -149,7 +130,7 @@ def _decoding(
     drafter: tuple[str | None, str, dict[str, Any]],
     drafting: Mapping[str, Any],
     speeds: tuple[float, float],
-    hierarchy: tuple[str, list[float]] | None,
+    hierarchy: tuple[str, str] | None,
 ) -> list[str]:
     """Returns what is told about decoding with a drafter.
 
@@ -158,10 +139,9 @@ def _decoding(
         drafter: its Hub name or folder, or `None` for a fresh one; the family and the fields of that.
         drafting: `tau`, and `length` of the text in tokens; `steps` and `nodes`, `None` for the drafter's own.
         speeds: bytes and operations per second of the device.
-        hierarchy: name of a middle model and the shares of `estimated_levels`; `None` leaves hierarchies out.
+        hierarchy: name of a middle model, and shares of tokens that are accepted; `None` leaves hierarchies out.
     """
     from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
-    from ..bench.hierarchy_estimate import SAME_TOKENS, check_vocabularies, estimate_cascade, estimated_levels
     from ..runtime.target_loading import load_config
 
     config, device, length = load_config(target), Device(*speeds), drafting["length"]
@@ -173,13 +153,8 @@ def _decoding(
     lines = list(found.lines)
     if hierarchy is not None:
         middle, shares = hierarchy
-        of_middle = load_config(middle)
-        try:
-            check_vocabularies(config, of_middle)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--middle") from None
-        levels = estimated_levels(config, of_middle, shares, device, length)
-        lines += ["", *estimate_cascade(levels, found.figures["speed-up, at most"]), SAME_TOKENS]
+        tell = load("estimate", "--middle").tell
+        lines += ["", *tell(config, load_config(middle), shares, device, length, found.figures["speed-up, at most"])]
     return lines
 
 

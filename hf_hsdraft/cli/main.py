@@ -1,4 +1,4 @@
-"""`hsdraft`: demo, bench and train from the command line. A new command is a new file beside this one."""
+"""`hsdraft`: demo, bench and train from the command line. A new command is a file beside this one or of a method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from .. import cli as commands
 from .._version import __version__
-from ..transformers_version import needs_newer
+from ..core.methods import load, offered
 
 app = typer.Typer(
     help="Hidden-state speculative decoding for transformers.",
@@ -25,6 +25,15 @@ app = typer.Typer(
 for found in pkgutil.iter_modules(commands.__path__):
     if not found.name.startswith("_") and found.name != "main":
         app.add_typer(importlib.import_module(f"{commands.__name__}.{found.name}").app)
+for name in offered("command"):
+    app.add_typer(load("command", name).app)
+
+
+def needs_newer() -> str | None:
+    """See `transformers_version`; transformers is not loaded before."""
+    from ..transformers_version import needs_newer as found
+
+    return found()
 
 
 @app.callback(invoke_without_command=True)
@@ -42,7 +51,7 @@ def common(version: Annotated[bool, typer.Option("--version", help="Print the ve
 def main() -> None:
     """The command; what a user got wrong is said in a line, not in a traceback."""
     try:
-        if (why := needs_newer()) is not None:
+        if "--help" not in sys.argv and (why := needs_newer()) is not None:
             raise ImportError(why)
         app()
     except (ValueError, OSError, ImportError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""`hsdraft prune` and `hsdraft skip-layers`: drafters out of a target's own layers."""
+"""`hsdraft prune`: a small language model out of a target's own layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+from ._shared import Dtype, DtypeOption, console
 
 app = typer.Typer()
 
@@ -47,49 +47,3 @@ def prune(
     size = sum(weight.numel() for weight in small.parameters())
     told = f"{len(kept)} of {count} layers ({', '.join(map(str, kept))}), {size / 1e6:.1f}M parameters"
     console.print(f"{told}, saved in {out}", highlight=False, soft_wrap=True)
-
-
-@app.command(short_help="Search which layers a target can leave out when it drafts.")
-def skip_layers(
-    out: Annotated[Path, typer.Option(help="New folder of the drafter.")],
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL, `turns`; default: a few.")
-    ] = None,
-    target: TargetOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts in all, evenly from all categories.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,
-    most: Annotated[int | None, typer.Option(min=1, help="Layers to leave out at most; default: all but two.")] = None,
-    dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = "cpu",
-) -> None:
-    """Searches the layers by acceptance per cost, on texts that the target writes, and saves the list as a drafter.
-
-    The drafter drafts chains of the length that was best.
-    """
-    from ..bench.measure import encode_prompts
-    from ..bench.run import spread
-    from ..runtime.target_loading import DEFAULT_TARGET, load_target
-    from ..training.data.conversations import read_prompts
-    from ..training.evaluate.parity import PROMPTS
-    from ..training.loop.layer_search import as_drafter, check_target, search, written_texts
-    from ..training.loop.progress import Reporter
-    from ..training.loop.pruning import check_empty
-
-    check_empty(out)
-    found = None if prompts is None else spread(read_prompts(prompts), limit)
-    texts = list(PROMPTS[:limit]) if found is None else [prompt.turns[0] for prompt in found]
-    if not texts:
-        raise typer.BadParameter(f"no prompts: {prompts} holds no line with `turns`", param_hint="--prompts")
-    model, tokenizer = load_target(target, dtype.torch, device)
-    check_target(model)
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-    report = Reporter(say, console=console if console.is_terminal else None)
-    inputs = encode_prompts(model, tokenizer, texts)
-    best = search(model, written_texts(model, inputs, max_new_tokens, report), most, report)
-    as_drafter(model, best, target or DEFAULT_TARGET).save_pretrained(out)
-    say(f"best {best}; saved in {out}")
-    if best.speed <= 1.0:
-        say(f"this does not pay here: {best.speed:.2f} x plain. Plain decoding is faster than this drafter")

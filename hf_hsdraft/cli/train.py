@@ -6,23 +6,17 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
+from ..core.methods import offered
 from ._shared import Dtype, Injector, TargetOption, checked_device, console
 
 app = typer.Typer()
-
-
-class Family(StrEnum):
-    hidden_state = "hidden-state"
-    block = "block"
-    eagle3 = "eagle3"
-    self_speculation = "self"
-    specformer = "specformer"
-    steered_lm = "steered-lm"
-    lm = "lm"
+_FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
+Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
+_DEFAULT_FAMILY = Family("hidden-state")
 
 
 class MarkovHead(StrEnum):
@@ -53,7 +47,7 @@ def train(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; run again to resume.")],
     target: TargetOption = None,
-    family: Annotated[Family, typer.Option(help="Family of the drafter.")] = Family.hidden_state,
+    family: Annotated[Family, typer.Option(help="Family of the drafter.")] = _DEFAULT_FAMILY,
     prompts: Annotated[
         list[Path] | None,
         typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL: `turns` to answer, or `messages`; repeat."),

@@ -40,8 +40,10 @@ def load(kind: str, name: str) -> ModuleType:
     """Imports the module that offers a name.
 
     Raises:
-        KeyError: No method offers it.
+        ImportError: No method offers it.
     """
+    if name not in offered(kind):
+        raise ImportError(f"no method here offers the {kind} {name}: is it in the folder {_PACKAGE}?")
     return importlib.import_module(f"{_PACKAGE}.{_index()[kind][name]}")
 
 
@@ -71,7 +73,8 @@ class Registry(MutableMapping[str, Offer]):
         return name in self.loaded or name in offered(self.kind)
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys([*self.loaded, *offered(self.kind)])
+        methods = offered(self.kind)
+        yield from [*(name for name in self.loaded if name not in methods), *methods]
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -19,8 +19,7 @@ from .drafter_files import (
     CONFIG,
     DOCUMENTS,
     INDEX,
-    REFINER,
-    RULE_FILES,
+    METHOD_FILES,
     WEIGHTS,
     check_is_drafter,
     read_json,
@@ -72,8 +71,8 @@ class RepositoryCare:
             elif CONFIG in there:
                 api.hf_hub_download(repo_id, CONFIG, revision=options.get("revision"), local_dir=place)
                 check_is_drafter(Path(place), type_in(read_json(folder / CONFIG)))
-                ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors", *REFINER]
-                ours += [*sorted(set(DOCUMENTS) - {CARD}), *RULE_FILES]
+                ours = [WEIGHTS, INDEX, "model-?????-of-?????.safetensors"]
+                ours += [*sorted(set(DOCUMENTS) - {CARD}), *METHOD_FILES]
                 former = {name for pattern in ours for name in fnmatch.filter(there, pattern)}
                 former |= there & self.former_code(Path(place))
                 stale = sorted(name for name in former if not (folder / name).is_file())

@@ -25,8 +25,8 @@ from ..core.checks import few, printable
 from .drafter_files import (
     CONFIG,
     INDEX,
+    METHOD_FILES,
     OPTIONS,
-    REFINER,
     WEIGHTS,
     DamagedFile,
     checked_numbers,
@@ -77,7 +77,7 @@ class Checkpoint:
             OSError: there is no such folder or repository, or it holds no configuration.
             DamagedFile: the configuration is damaged.
         """
-        wanted = (CONFIG, OPTIONS, LOOSE_MASK, INDEX, *REFINER)
+        wanted = (CONFIG, OPTIONS, LOOSE_MASK, INDEX, *METHOD_FILES)
         folder = find_folder(name, wanted, subfolder, **hub)
         if os.path.isdir(name):
             return cls(os.fspath(name), folder, read_json(folder / CONFIG))

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ..core.checks import few, printable
-from ..verify.registry import rule_files
+from ..core.methods import offered
 
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
 FORMAT_VERSION = 2
@@ -25,12 +25,10 @@ FORMAT_VERSION = 2
 CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
-RULE_FILES = tuple(rule_files())  # what lossy rules have learned of the target
 PICTURES = ("speed_up.png", "learning_curves.png", "acceptance.png", "calibration.png")
-REFINER = REFINER_CONFIG, REFINER_WEIGHTS = ("refiner/config.json", "refiner/model.safetensors")
-STEERING = "steering.safetensors"  # beside a language model: what steers it by the target's hidden states
+METHOD_FILES = tuple(offered("file"))  # what methods keep beside the weights of a drafter
 DOCUMENTS = (CARD, RECIPE, FIGURES, *PICTURES)
-DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS, *RULE_FILES)  # all but weights and code
+DESCRIBED = (CONFIG, OPTIONS, INDEX, *DOCUMENTS)  # all but weights, code and files of methods
 CODE = ("*.py", "custom_generate/generate.py", "custom_generate/requirements.txt")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
@@ -90,7 +88,7 @@ def fetch(name: str | os.PathLike[str], model_type: str, subfolder: str = "", **
     check_is_drafter(folder, model_type)
     if not os.path.isdir(name):
         commit = folder.parents[len(Path(subfolder).parts) - 1].name if subfolder else folder.name
-        names = [*(listed_files(folder) or [WEIGHTS]), *REFINER]
+        names = [*(listed_files(folder) or [WEIGHTS]), *METHOD_FILES]
         folder = find_folder(name, names, subfolder, **{**hub, "revision": commit})  # of the same state
     return folder
 

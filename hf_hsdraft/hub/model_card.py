@@ -13,10 +13,10 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import safe_open
 
 from ..core.checks import public_name
-from ..verify.pivot import FILE, PivotClassifier
-from ..verify.registry import is_lossy
+from ..core.methods import offered
+from ..verify.registry import is_lossy, rules_learned_in
 from .card_figures import figures_section, is_chain
-from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, STEERING, read_json, weight_files
+from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
 from .markdown import code, table
 from .publication import MARK, is_generated, stands_alone
 from .speculators_format import target_of
@@ -120,7 +120,7 @@ def render_card(folder: Path, name: str) -> str:
     of_paper = adapts is not None or "injector" in config
     told = bool(config.get("reads_states")) or "speculators_model_type" in config
     told = told or not config.keys().isdisjoint(("target_tap_layers", "draft_layers"))
-    reads_states = of_paper or told or (folder / STEERING).is_file()
+    reads_states = of_paper or told or any((folder / name).is_file() for name in offered("reader of states"))
     metadata = _metadata(name, target, adapts, recipe, benchmarks)
     if not of_paper:
         metadata.tags = ["speculative-decoding"]
@@ -309,17 +309,7 @@ def _lossy(folder: Path) -> str:
             f"The saved options ask for `verification={rule!r}`. It may change the text, so a drafter that is loaded "
             f"verifies exactly until `drafter.generation_config.verification = {rule!r}` is set."
         )
-    if (folder / FILE).is_file():
-        try:
-            recipe = PivotClassifier.load(folder / FILE).recipe
-        except ValueError:
-            recipe = {}
-        parts += [
-            f"`{FILE}` is a classifier for `verification='pivot'`, which accepts drafted tokens that are not the "
-            "model's own where the classifier holds that they do not matter. It was trained for the tasks below, with "
-            "their checkers, and is to be trusted for these only. It is never used unless that option is set.",
-            *([table(["", ""], recipe.items())] if recipe else []),
-        ]
+    parts += [paragraph for each in rules_learned_in(folder) for paragraph in each.described(folder)]
     return "\n\n".join(["## Lossy verification", *parts]) if parts else ""
 
 

@@ -14,8 +14,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..core.checks import few
-from ..verify.registry import is_lossy, lossy_options
+from ..core.checks import few, printable
+from ..verify.registry import VERIFIERS, is_lossy, rule_options
 from .care import care
 from .drafter_files import (
     CONFIG,
@@ -243,25 +243,28 @@ def stored_options(path: Path) -> dict[str, Any]:
 
 
 def without_lossy(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the drafting options of a folder, without a lossy rule of verification; a warning tells of it.
+    """Returns the drafting options of a folder without a saved lossy rule, or one that is not here, and warns of it.
 
-    Whoever saved them does not decide about the texts of whoever loads them.
+    A saved lossy rule is ignored: the loading code must ask for it.
     """
     rule = options.get("verification")
-    if not is_lossy(rule):
+    if not isinstance(rule, str) or (rule in VERIFIERS and not is_lossy(rule)):
         return options
-    logger.warning(
-        f"the options saved in {folder} ask for verification={rule!r}, which is lossy: it may change the text. The "
-        "drafter is loaded with exact verification. To use that rule, load the drafter, set "
-        f"drafter.generation_config.verification = {rule!r}, and pass the drafter itself, not its "
-        f"name{_unpublished(options)}"
-    )
+    asked = f"the options saved in {folder} ask for verification={printable(rule)!r}, which is"
+    if rule in VERIFIERS:
+        logger.warning(
+            f"{asked} lossy: it may change the text. The drafter is loaded with exact verification. To use that rule, "
+            f"load the drafter, set drafter.generation_config.verification = {rule!r}, and pass the drafter itself, "
+            f"not its name{_unpublished(options)}"
+        )
+    else:
+        logger.warning(f"{asked} no rule that this installation has. The drafter is loaded with exact verification")
     return {name: value for name, value in options.items() if name != "verification"}
 
 
 def _unpublished(options: dict[str, Any]) -> str:
     """What a warning says of saved options of lossy rules that are not as published; empty where all are."""
-    published = {name: option.default for name, option in lossy_options().items()}
+    published = {option.name: option.default for option in rule_options(options, lossy=True)}
     told = [f"{name}={options[name]!r}, not {default!r}" for name, default in published.items()
             if options.get(name, default) not in (None, default)]  # fmt: skip
     return f". It would then be used with saved options that are not the published ones: {few(told)}" if told else ""

@@ -2,7 +2,7 @@
 
     config.json, generation_config.json     sizes, target, digests, the map to the code; drafting options
     model.safetensors                       weights
-    refiner/                                what refines the drafts, where it was trained
+    refiner/ and others                     files of methods, see `METHOD_FILES`
     *.py, custom_generate/                  the code, for those who have not installed it
     training_recipe.json, figures.json      how it was trained, what was measured
     README.md, *.png                        the card, made of those
@@ -34,9 +34,8 @@ from .drafter_files import (
     DOCUMENTS,
     FORMAT_VERSION,
     INDEX,
+    METHOD_FILES,
     RECIPE,
-    REFINER,
-    RULE_FILES,
     WEIGHTS,
     check_is_drafter,
     digests,
@@ -81,7 +80,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
             if path.relative_to(folder) not in written and is_ours(path.name, code) and path.is_file():
                 path.unlink(missing_ok=True)
         if former:
-            _remove_refiner(folder, written)
+            _remove_method_files(folder, written)
         for one, other in ((WEIGHTS, INDEX), (INDEX, WEIGHTS)):  # either would be read instead of the other
             if Path(one) in written:
                 (folder / other).unlink(missing_ok=True)
@@ -92,8 +91,8 @@ def complete_folder(folder: Path) -> Iterator[Path]:
 
 
 def is_ours(name: str, code: Collection[str]) -> bool:
-    """Whether a file of a repository is one that a drafter brings: weights, refiner, documents, or its `code`."""
-    ours = (WEIGHTS, INDEX, *REFINER, *DOCUMENTS, *RULE_FILES)
+    """Whether a drafter brings a file of a repository: weights, files of methods, documents, or its `code`."""
+    ours = (WEIGHTS, INDEX, *METHOD_FILES, *DOCUMENTS)
     return name in ours or name in code or bool(_SHARD.fullmatch(name))
 
 
@@ -144,37 +143,27 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
 
 
 def bring_known(source: Path, partial: Path) -> None:
-    """Copies what is known of a drafter and what belongs to it, see `_bring_documents` and `bring_refiner`."""
+    """Copies what is known of a drafter, see `_bring_documents`, and what methods keep beside it.
+
+    Files of methods come along whatever became of the weights: they fit the vocabulary, or are of the target.
+    """
     _bring_documents(source, partial)
-    bring_refiner(source, partial)
-
-
-def bring_refiner(source: Path, partial: Path) -> None:
-    """Copies the refiner of a drafter, if it has one. It fits the vocabulary, whatever became of the weights."""
-    for name in REFINER:
+    for name in METHOD_FILES:
         if (source / name).is_file():
             (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, partial / name)
 
 
-def _remove_refiner(folder: Path, kept: Collection[Path]) -> None:
-    """Deletes the files of a former drafter's refiner that are not among others, and their folder if it is empty."""
-    for name in REFINER:
-        if Path(name) not in kept:
-            (folder / name).unlink(missing_ok=True)
-    place = (folder / REFINER[0]).parent
-    if place.is_dir() and not any(place.iterdir()):
-        place.rmdir()
+def _remove_method_files(folder: Path, kept: Collection[Path]) -> None:
+    """Deletes the files of methods beside a former drafter that are not among others, and folders without files."""
+    for path in (folder / name for name in METHOD_FILES if Path(name) not in kept):
+        path.unlink(missing_ok=True)
+        if path.parent != folder and path.parent.is_dir() and not any(path.parent.iterdir()):
+            path.parent.rmdir()
 
 
 def _bring_documents(source: Path, partial: Path) -> None:
-    """Copies what is known of a drafter; after a change of its weights, only where it comes from.
-
-    What rules of verification have learned is of the target, so it comes along in any case.
-    """
-    for name in RULE_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, partial / name)
+    """Copies what is known of a drafter; after a change of its weights, only where it comes from."""
     documents = [name for name in DOCUMENTS if (source / name).is_file()]
     if _same_weights(source, partial):
         for name in documents:

@@ -14,8 +14,6 @@ from torch.nn.modules import module as of_all_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _PACKAGE = __name__.partition(".")[0]
-_ROUNDING = ("Linear8bitLt",)
-_EXACT = ("torch", "transformers", "peft", _PACKAGE)
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -41,23 +39,6 @@ def fingerprint(model: nn.Module) -> int:
     parts.append(frozenset((kind, _serial(kind.forward)) for kind in kinds))
     parts.append(frozenset((str(name), _serial(ALL_ATTENTION_FUNCTIONS.get(name))) for name in attentions))
     return hash(tuple(parts))
-
-
-def may_round(model: nn.Module) -> bool:
-    """Whether a model has weights or modules of other libraries, whose products may round what they are given."""
-    return any(
-        type(module).__module__.partition(".")[0] not in _EXACT
-        or any(weight is not None and type(weight) is not nn.Parameter for weight in module._parameters.values())
-        for module in model.modules()
-    )
-
-
-def rounds(model: nn.Module) -> bool:
-    """Whether a model has modules that round what they multiply, whatever their dtype says.
-
-    bitsandbytes' 8-bit ones take integers. A trial can miss them: tokens may be read alike by luck.
-    """
-    return any(type(module).__name__ in _ROUNDING for module in model.modules())
 
 
 def has_foreign_hooks(model: nn.Module) -> bool:

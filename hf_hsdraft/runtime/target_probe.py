@@ -25,7 +25,8 @@ import torch
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
 from .cache_slots import Mark
-from .fingerprint import has_foreign_hooks, may_round, rounds
+from .fingerprint import has_foreign_hooks
+from .foreign_products import foreign_modules, rounds_inputs
 from .misreading import (
     computing_dtype,
     distances_of,
@@ -105,9 +106,10 @@ class Steps:
         runtime, usual, full = self.runtime, usual_tolerance(self.dtype), is_full(self.dtype)
         reach = furthest_read(runtime.target, self.length) - self.length
         fits = min(runtime.deepest, reach) >= STEPS + _NOISE_COLUMNS
-        if full and rounds(runtime.target):
+        foreign = any(foreign_modules(runtime.target))
+        if full and foreign and torch.get_float32_matmul_precision() == "highest" and rounds_inputs(runtime.target):
             return 0.0
-        if (full and not may_round(runtime.target)) or not fits or runtime.prepare_trees():
+        if (full and not foreign) or not fits or runtime.prepare_trees():
             return usual
         try:
             if full:

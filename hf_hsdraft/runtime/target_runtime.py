@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,12 +22,13 @@ from ..trees.tree_masks import AttentionKind
 from .cache_slots import CacheSlots, as_given
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
-from .first_layers import FirstLayers
 from .static_cache import slots_of_prompts
 from .target_call import Names, TargetCall, TextRows, dropped
 from .target_limits import check_cache, text_config
 from .target_outputs import LastState, NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
-from .tree_reading import commit_trees, kinds_of_attention, noise_of, read_trees, tokens_kept
+from .tree_reading import AheadReader, commit_trees, kinds_of_attention, noise_of, read_trees, tokens_kept
+
+Reader = TypeVar("Reader", bound=AheadReader)
 
 
 class TargetRuntime:
@@ -58,7 +59,7 @@ class TargetRuntime:
         self._outputs: Any = None  # of the last forward
         self._columns = self._again = 0  # the drafts' columns in it, and those before them that were read again
         self._ended: EndedRows | None = None  # where rows may leave the batch
-        self._first: FirstLayers | None = None  # where drafts are read ahead
+        self._ahead: AheadReader | None = None
         if (cache := given_cache(self._kwargs)) is not None:
             check_cache(target, cache)
 
@@ -97,11 +98,11 @@ class TargetRuntime:
         """From here on drafts are chains; only where one text is read, as rows of a batch may be at odds by now."""
         self.trees, self._call.fixed = False, 0
 
-    def first_layers(self, count: int, reuse: bool) -> FirstLayers | None:
-        """The first `count` layers, see `FirstLayers` for `reuse`; `None` without trees or with a static cache."""
+    def read_ahead(self, made: Callable[[TargetCall, Sequence[AttentionKind]], Reader]) -> Reader | None:
+        """Lets what `made` returns verify trees from here on; `None` without trees or with a static cache."""
         able = self.trees and self._kinds and self._call.slots.static is None and not self.recurrent
-        self._first = FirstLayers(self._call, self._kinds, count, reuse) if able else None
-        return self._first
+        self._ahead = reader = made(self._call, self._kinds) if able else None
+        return reader
 
     def make_room(self, columns: int) -> None:
         """From here on the cache grows in place, where its layers can and attention takes views of any strides.
@@ -134,7 +135,7 @@ class TargetRuntime:
         # Of rows that have left, `input_ids` and the model's inputs still tell.
         with self._last_state.kept():
             if self.trees and (self._columns > 1 or len(trees) > 1 or self._ended is not None):
-                ahead = None if self._first is None else self._first.verify(trees, self._columns)
+                ahead = None if self._ahead is None else self._ahead.verify(trees, self._columns)
                 self._outputs, self._again = ahead or read_trees(call, trees, self._columns, self._kinds), 0
             else:
                 self._outputs, self._again = read_chains(call, trees, input_ids, self._columns), call.unread
@@ -208,7 +209,7 @@ class TargetRuntime:
 
     def _with_call(self, call: TargetCall) -> TargetRuntime:
         trial = copy.copy(self)
-        trial._call, trial._first = call, None  # what was read ahead is for the call itself
+        trial._call, trial._ahead = call, None  # what was read ahead is for the call itself
         return trial
 
     def let_rows_leave(self, keep: bool) -> bool:
@@ -265,7 +266,7 @@ class TargetRuntime:
     @property
     def reused_share(self) -> float:
         """Share of the layers' work in verifying trees that drafts had done; 0 where they are not read ahead."""
-        return 0.0 if self._first is None else self._first.reused_share
+        return 0.0 if self._ahead is None else self._ahead.reused_share
 
     @property
     def cache(self) -> Any:

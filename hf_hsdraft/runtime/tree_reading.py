@@ -7,7 +7,7 @@ position. Rows may be at different lengths: behind a shorter text, slots are lef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,17 @@ from .cache_slots import move_slots
 from .misreading import distances_of
 from .target_call import TargetCall
 from .target_limits import text_config, why_no_trees
+
+
+class AheadReader(Protocol):
+    """Reads drafts before they are verified, so that verifying them has less to compute."""
+
+    @property
+    def reused_share(self) -> float:
+        """Share of the layers' work in verifying trees that was done before."""
+
+    def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
+        """The target's outputs for a tree of each row, as `read_trees` has them; `None` if nothing was read ahead."""
 
 
 def kinds_of_attention(call: TargetCall) -> list[AttentionKind]:

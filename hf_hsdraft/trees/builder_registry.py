@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from .p_best_trees import p_best_trees
-from .sampled_trees import gumbel_trees, stochastic_beam_trees
-from .tree_builders import TreeBuilder, beam_trees
+from dataclasses import dataclass
 
-TREE_BUILDERS: dict[str, TreeBuilder] = {
-    "beam": beam_trees,
-    "p_best": p_best_trees,
-    "gumbel": gumbel_trees,
-    "stochastic_beam": stochastic_beam_trees,
-}
-DRAWING = frozenset({"gumbel", "stochastic_beam"})  # those that draw their nodes
-WHOLE = DRAWING | {"p_best"}  # those whose trees are verified as they are, as choosing among the nodes would undo them
+import torch
+
+from ..core.draft_tree import DraftTree
+from ..core.methods import Registry
+from .sampled_trees import gumbel_trees, stochastic_beam_trees
+from .tree_builders import Expansion, TreeBuilder, TreeLimits, beam_trees
+
+
+@dataclass(frozen=True)
+class Builder(TreeBuilder):
+    """A function that grows trees, and what may be done with its trees.
+
+    Attributes:
+        grow: The function.
+        draws: Whether it draws its nodes.
+        whole: Whether the best nodes of a tree must not be chosen: that would undo what it grows.
+    """
+
+    grow: TreeBuilder
+    draws: bool = False
+    whole: bool = False
+
+    def __call__(
+        self, expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits, /
+    ) -> list[DraftTree]:
+        return self.grow(expansion, root_tokens, vocab_ids, limits)
+
+
+TREE_BUILDERS: Registry[Builder] = Registry(
+    "tree_builder",
+    {
+        "beam": Builder(beam_trees),
+        "gumbel": Builder(gumbel_trees, draws=True),
+        "stochastic_beam": Builder(stochastic_beam_trees, draws=True),
+    },
+)

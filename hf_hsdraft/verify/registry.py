@@ -1,23 +1,18 @@
-"""The rules of verification, by the value of the option `verification`."""
+"""The rules of verification, by the value of the option `verification`; lossy ones are methods."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ..core.methods import Registry, load, offered
 from ..core.options import Option
-from .fly import FLy
-from .pivot import Pivot
 from .rejection import Rejection
-from .typical import Typical
 from .verdict import OwnChoice, Verifier
 
-VERIFIERS: dict[str, Verifier] = {
-    "walk": OwnChoice(),
-    "rejection": Rejection(),
-    "fly": FLy(),
-    "typical": Typical(),
-    "pivot": Pivot(),
-}
+VERIFIERS: Registry[Verifier] = Registry("verification", {"walk": OwnChoice(), "rejection": Rejection()})
+OPTION_NAMES = frozenset(offered("verification_option"))  # of rules that need not be loaded
 
 
 def is_lossy(name: Any) -> bool:
@@ -25,11 +20,24 @@ def is_lossy(name: Any) -> bool:
     return isinstance(name, str) and name in VERIFIERS and not VERIFIERS[name].exact
 
 
-def lossy_options() -> dict[str, Option]:
-    """Returns the options of lossy rules by name."""
-    return {option.name: option for rule in VERIFIERS.values() if not rule.exact for option in rule.own_options}
+def rule_options(*given: Mapping[str, Any], lossy: bool = False) -> list[Option]:
+    """Returns the options of the rules that are loaded.
+
+    Args:
+        given: Drafting options by name. Rules that these name, or that have some of these options, are loaded first.
+        lossy: Only those of lossy rules.
+    """
+    for options in given:
+        VERIFIERS.get(str(options.get("verification")))
+        for name in OPTION_NAMES & options.keys():
+            load("verification_option", name)
+    rules = [rule for rule in VERIFIERS.loaded.values() if not (lossy and rule.exact)]
+    return [option for rule in rules for option in rule.own_options]
 
 
-def rule_files() -> list[str]:
-    """Returns the names of the files that hold what rules have learned; they lie beside a drafter's weights."""
-    return [rule.file for rule in VERIFIERS.values() if rule.file]
+def rules_learned_in(folder: Path) -> list[Verifier]:
+    """Returns the rules that have a file in a drafter's folder."""
+    for name in offered("file"):
+        if (folder / name).is_file():
+            load("file", name)
+    return [rule for rule in VERIFIERS.loaded.values() if rule.file and (folder / rule.file).is_file()]

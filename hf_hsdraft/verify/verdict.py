@@ -126,6 +126,10 @@ class Verifier:
         """
         return self
 
+    def described(self, folder: Path) -> list[str]:
+        """Returns what a card says of the rule's file in a drafter's folder, in paragraphs of Markdown."""
+        return []
+
     def check(self, width: int, layers: int, name: str = "") -> None:
         """Raises a ValueError for a target that the rule was not trained for. May warn of one with another name.
 

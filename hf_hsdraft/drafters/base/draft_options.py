@@ -14,8 +14,8 @@ from ...core.checks import few, is_integer, is_number, printable, short
 from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.round_costs import Costs
-from ...trees.builder_registry import DRAWING, TREE_BUILDERS, WHOLE
-from ...verify.registry import VERIFIERS, is_lossy, lossy_options
+from ...trees.builder_registry import TREE_BUILDERS
+from ...verify.registry import OPTION_NAMES, VERIFIERS, is_lossy, rule_options
 from ...verify.verdict import Verifier
 
 logger = logging.get_logger(__name__)
@@ -44,9 +44,8 @@ class DraftOptions:
         depth: greatest depth of what the drafter drafts, `num_assistant_tokens`; n-grams may reach further.
         tree_size, beam_width: see `TreeLimits`; a batch shares `tree_size`.
         threshold: `assistant_confidence_threshold`, the least probability of a drafted path.
-        tree_builder: `"beam"` takes the best nodes and `"p_best"` the best whole paths; `"gumbel"` and
-            `"stochastic_beam"` draw their nodes.
-        verification: a name of `VERIFIERS`: `"walk"` or `"rejection"`, which are exact, or a lossy rule.
+        tree_builder: a name of `TREE_BUILDERS`.
+        verification: a name of `VERIFIERS`.
         temperature: of the draws of a sampled tree.
         ngram_length: tokens of the longest leader of `NgramCache`, whose nodes join the tree; 0 leaves them out.
         ngram_continuation: greatest number of n-gram nodes that go on from the most probable drafted path.
@@ -73,7 +72,7 @@ class DraftOptions:
     @property
     def drawn(self) -> bool:
         """Whether nodes are drawn, by the distributions that a rule of verification may ask for."""
-        return self.tree_builder in DRAWING
+        return TREE_BUILDERS[self.tree_builder].draws
 
     @property
     def draw_temperature(self) -> float:
@@ -108,10 +107,12 @@ class DraftOptions:
         Raises:
             ValueError: an option is misspelt or out of range; the message names it and what would be right.
         """
-        config, own = drafter.generation_config, _own_options(drafter)
+        config = drafter.generation_config
+        own = _own_options(drafter, _given(config), _given(call))
         defaults = drafter.default_generation_config()
         _check_names(config, option_names(drafter), type(drafter).__name__)
-        library, of_lossy = GenerationConfig._get_default_generation_params(), lossy_options()
+        library = GenerationConfig._get_default_generation_params()
+        of_lossy = {each.name for each in rule_options(lossy=True)}
 
         def option(name: str) -> Any:
             given, set_here = getattr(call, name, None), getattr(config, name, None)
@@ -126,7 +127,8 @@ class DraftOptions:
 
         _check_sizes(option, drafter)
         _check_rules(option, drafter)
-        builder = option("tree_builder")
+        builder: str = option("tree_builder")
+        draws, whole = TREE_BUILDERS[builder].draws, TREE_BUILDERS[builder].whole
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         options = cls(
             depth=option("num_assistant_tokens"),
@@ -137,9 +139,9 @@ class DraftOptions:
             verification=option("verification"),
             temperature=call.temperature if sampled else 1.0,  # type: ignore[union-attr]
             # Of drawn nodes one has to know how likely they were; leaving some of them out would bias the text.
-            ngram_length=option("ngram_length") if builder not in DRAWING else 0,
-            ngram_continuation=option("ngram_continuation") if builder not in DRAWING else 0,
-            tree_sizing=option("tree_sizing") if builder not in WHOLE else "fixed",  # sizes by cost keep the best nodes
+            ngram_length=option("ngram_length") if not draws else 0,
+            ngram_continuation=option("ngram_continuation") if not draws else 0,
+            tree_sizing="fixed" if draws or whole else option("tree_sizing"),  # sizes by cost keep the best nodes
             costs=_given_costs(option("node_cost"), option("depth_cost")),
             packed_weights=option("packed_weights"),
             own={name: each.checked(option(name)) for name, each in own.items()},
@@ -184,7 +186,7 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
             known = ", ".join(f"{each} (lossy)" if is_lossy(each) else each for each in allowed)
             raise ValueError(f"{name}={option(name)!r} is invalid: expected one of {known}")
     builder, verification, packed = map(option, ("tree_builder", "verification", "packed_weights"))
-    if VERIFIERS[verification].drawn_nodes and builder not in DRAWING:
+    if VERIFIERS[verification].drawn_nodes and not TREE_BUILDERS[builder].draws:
         raise ValueError(
             f"verification={verification!r} is invalid with tree_builder={builder!r}: its ratio holds for drawn nodes "
             "only, the best nodes or paths would bias the text; choose tree_builder='gumbel' or 'stochastic_beam'"
@@ -203,7 +205,9 @@ def _check_rules(option: Callable[[str], Any], drafter: Any) -> None:
 def default_options(
     num_assistant_tokens: int, tree_size: int, beam_width: int, own: Sequence[Option] = ()
 ) -> GenerationConfig:
-    """The drafting options there are, as they stand where nobody says otherwise.
+    """The drafting options that every drafter of a family has, with their defaults.
+
+    Options of rules of verification are added by setting them.
 
     Args:
         own: options of the family, see `Drafter.own_options`.
@@ -221,17 +225,18 @@ def default_options(
         node_cost=None,
         depth_cost=None,
         packed_weights=None,
-        **{option.name: option.default for option in (*_options_of_rules(), *own)},
+        **{option.name: option.default for option in own},
     )
 
 
-def _options_of_rules() -> list[Option]:
-    return [option for rule in VERIFIERS.values() for option in rule.own_options]
+def _given(config: GenerationConfig | None) -> dict[str, Any]:
+    """Returns what a configuration sets."""
+    return {} if config is None else {name: value for name, value in vars(config).items() if value is not None}
 
 
-def _own_options(drafter: Any) -> dict[str, Option]:
-    """Returns the options that a drafter's family and the rules of verification have for themselves, by name."""
-    options = [*_options_of_rules(), *drafter.own_options]
+def _own_options(drafter: Any, *given: Mapping[str, Any]) -> dict[str, Option]:
+    """Returns the options of a drafter's family and of rules of verification by name; see `rule_options`."""
+    options = [*rule_options(*given), *drafter.own_options]
     own = {option.name: option for option in options}
     taken = sorted(own.keys() & (vars(GenerationConfig()).keys() | _COMMON | vars(Verifier).keys()))
     taken += sorted({option.name for option in options if own[option.name] is not option})  # rules may share one
@@ -243,9 +248,9 @@ def _own_options(drafter: Any) -> dict[str, Option]:
 def option_names(drafter: Any = None) -> set[str]:
     """Returns the names of a drafter's options; without a drafter, of those that all drafters have."""
     if drafter is None:
-        return _COMMON | {option.name for option in _options_of_rules()}
+        return _COMMON | OPTION_NAMES | {option.name for option in rule_options()}
     given = vars(drafter.default_generation_config()).keys() - vars(GenerationConfig()).keys()
-    return _COMMON | _own_options(drafter).keys() | given
+    return option_names() | _own_options(drafter).keys() | given
 
 
 def nearest_option(name: str, options: Collection[str]) -> str:

@@ -6,11 +6,13 @@ with marks of its own is asked before one that is recognised by less.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...core.checks import few, printable
+from ...core.methods import Registry
 from ...hub.checkpoint import Checkpoint
 
 # Fields that tell how large a drafter and its target are and what it reads, whatever table of config.json they are in.
@@ -68,7 +70,7 @@ def with_fields(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda config: all(config.get(name) is not None for name in names)
 
 
-_formats: dict[str, Format] = {}
+_formats: Registry[Format] = Registry("format")
 
 
 def register_format(form: Format) -> None:
@@ -77,7 +79,8 @@ def register_format(form: Format) -> None:
 
 
 def formats() -> list[Format]:
-    """Returns all formats, in the order of asking."""
+    """Returns all formats, in the order of asking; methods that offer some are loaded."""
+    importlib.import_module(".families", __package__)  # they register their formats, and import this module
     return sorted(_formats.values(), key=lambda form: (form.rank, form.name))
 
 

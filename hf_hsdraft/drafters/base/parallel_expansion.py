@@ -16,7 +16,7 @@ from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from .candidates import biased
-from .refinement import Refinement
+from .refiners import Refinement
 
 
 class TokenBias:
@@ -168,7 +168,7 @@ class ParallelExpansion(Expansion):
     def _whole(self) -> _Part:
         """All of the vocabulary."""
         up = None if self.bias is None else self.bias.up
-        refined_up = None if self.refinement is None else self.refinement.model.up
+        refined_up = None if self.refinement is None else self.refinement.among(None)
         return _Part(None, up, self.logits, self.race, self.reach, refined_up)
 
     @cached_property

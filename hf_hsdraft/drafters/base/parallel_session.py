@@ -16,13 +16,13 @@ from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
 from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeLimits
+from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
 from ...verify.foresight import Foresight, Race
 from .draft_memory import DraftMemory
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
 from .protocol import Accepted, Ask, Session
-from .refinement import Refiner
+from .refiners import refiner_of
 from .row_context import RowContext, Slots
 from .target_weights import TargetWeights
 
@@ -69,7 +69,7 @@ class ParallelSession(Session):
         self._foresight = foresight if not options.drawn and fits else None
         self._context = context
         self._rows = [_Row() for _ in context.lengths]
-        self._refiner = Refiner.of(drafter, options, weights, len(self._rows))
+        self._refiner = refiner_of(drafter, options, weights, len(self._rows))
 
     def columns(self, news: Accepted) -> Columns:
         """Returns what is kept of news until they are read, where the drafter is."""
@@ -184,7 +184,7 @@ class ParallelSession(Session):
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]
         limits = TreeLimits(asks[0].size, asks[0].width, options.threshold, depths)
-        build = TREE_BUILDERS[options.tree_builder]
+        build: TreeBuilder = TREE_BUILDERS[options.tree_builder]
         if options.tree_builder == "beam" and not asks[0].chain and not expansion.has_states:
             build = best_first_trees
         return build(expansion, roots, ids, limits)

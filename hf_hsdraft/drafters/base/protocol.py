@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,9 +134,9 @@ class Call:
         """By which forwards over trees are compiled; `None` if they are not."""
         return None if self.runtime is None else self.runtime.acceleration.compile_config
 
-    def first_layers(self, count: int, reuse: bool) -> Any:
-        """See `TargetRuntime.first_layers`."""
-        return None if self.runtime is None else self.runtime.first_layers(count, reuse)
+    def read_ahead(self, made: Callable[..., Any]) -> Any:
+        """See `TargetRuntime.read_ahead`."""
+        return None if self.runtime is None else self.runtime.read_ahead(made)
 
 
 DraftCall = Call  # its name in families
@@ -167,15 +167,6 @@ class Session:
     def observe(self, news: Sequence[Accepted]) -> None:
         """Takes what was accepted; the first news are those of the prompts."""
 
-    def suppose(self, news: Sequence[Accepted]) -> None:
-        """Goes on from tokens that may be taken back: another model has chosen them, the target has not seen them.
-
-        They stand after what was observed, and hold until the next news of the same text, supposed or observed. The
-        session of a drafter that `supposes` can do it. One that reads hidden states, as that of [`HSDrafter`], is told
-        those of the supposed tokens too, and has to be told before every draft.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot take back what it was told")
-
     def keep(self, rows: Sequence[int]) -> None:
         """From here on only these texts go on; the others have ended. May be called again with fewer texts."""
 
@@ -196,40 +187,6 @@ class Session:
         """The call has ended well."""
 
 
-class Reader:
-    """A language model that reads texts with drafts after them, so that it can verify the drafts of another drafter.
-
-    Attributes:
-        vocab_size: number of tokens that it knows.
-        kind: what the time of its forwards depends on; hashable.
-    """
-
-    vocab_size: int
-    kind: tuple[Any, ...] = ()
-
-    def room(self) -> int:
-        """Returns the greatest number of tokens that a text may have."""
-        raise NotImplementedError
-
-    def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Returns logits `[n, V]` after the last n tokens of some texts, in one forward if the model can.
-
-        What was read before of the same beginning of a text is not read again; what differs from it is taken back.
-
-        Args:
-            texts: all tokens of each text, drafted ones included.
-            counts: for each text the number n, at least 1.
-        """
-        raise NotImplementedError
-
-    def states(self, row: int, text: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Returns hidden states `[taps * D]` at the first tokens of a text, as far as they have been read."""
-        raise NotImplementedError
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """From here on only these texts go on."""
-
-
 class Drafter:
     """Weights, configuration and drafting options. One drafter may serve several calls at once.
 
@@ -241,10 +198,6 @@ class Drafter:
         num_draft_steps: greatest `num_assistant_tokens`.
         takes_tree_builders: whether its sessions can grow trees by any `tree_builder`, also by those that draw nodes.
         least_ngram_length: least `ngram_length`; 0 where the drafter can do without n-grams.
-        supposes: whether its sessions can take back what they were told, see `Session.suppose`. [`HSDrafter`] can
-            unless it has a narrow window.
-        settled_options: names of `own_options` that keep their defaults in a session that takes tokens back: they need
-            drafts of a text that stays.
         why_not_refined: why its drafts cannot be refined by a tiny model of the target's text; empty if they can.
         own_options: options that this family has for itself. Sessions find their values in `call.options.own`.
         saved_as: formats of other projects that `save_pretrained` writes; it then takes `target_name` too.
@@ -256,10 +209,8 @@ class Drafter:
     num_draft_steps: int
     takes_tree_builders: bool = False
     least_ngram_length: int = 0
-    supposes: bool = False
     why_not_refined: str = "its depths are not drafted at once"
     own_options: Sequence[Option] = ()
-    settled_options: Sequence[str] = ()
     saved_as: Sequence[str] = ()
     why_not_exported: str = "no other program is known to read it"
     generation_config: GenerationConfig
@@ -301,25 +252,6 @@ class Drafter:
     def session(self, call: DraftCall) -> Session:
         """What drafts in one call."""
         raise NotImplementedError
-
-    @property
-    def verifying_model(self) -> Any:
-        """The language model by which it can verify the drafts of another drafter; `None` if it has none."""
-        return None
-
-    def reader(self, rows: int, most_pending: int, taps: Sequence[int] = ()) -> Reader:
-        """Returns what reads texts by `verifying_model`.
-
-        Args:
-            rows: number of texts.
-            most_pending: greatest number of tokens of a text that may be taken back.
-            taps: indices of the model's hidden states that the drafter below reads.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no model that verifies")
-
-    def numbers_kept(self, length: int) -> int:
-        """Returns how many numbers its model keeps of a text of so many tokens, keys and values; 0 if not counted."""
-        return 0
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         """What a draft of one text multiplies by; () where that takes no time worth counting.

@@ -40,7 +40,7 @@ class SpeculatorsFiles:
 class PublishedDrafter(Drafter):
     """A drafter that other projects publish. It is saved in the format of the package speculators, which vLLM reads."""
 
-    loaded_from: Path | None = None  # where recipe, figures and a refiner may lie
+    loaded_from: Path | None = None  # holds recipe, figures and files of methods, if any
     saved_as = ("speculators",)
     why_not_exported = "it is written in the format of speculators only"
 

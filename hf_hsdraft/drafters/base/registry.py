@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
+from ...core.methods import Registry, offered
+
 
 @dataclass(frozen=True)
 class Family:
@@ -34,7 +36,7 @@ class TokenizerOfTarget:
         raise TypeError("a drafter has no tokenizer: use that of its target")
 
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: Registry[Family] = Registry("model_type")
 
 
 def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
@@ -57,7 +59,7 @@ def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
     if known == family:
         return
     if issubclass(config, PreTrainedConfig):
-        AutoConfig.register(model_type, config, exist_ok=known is not None)
+        AutoConfig.register(model_type, config, exist_ok=known is not None or model_type in offered("AutoConfig"))
         AutoModel.register(config, drafter, exist_ok=known is not None)
         AutoTokenizer.register(config, TokenizerOfTarget, exist_ok=known is not None)
     FAMILIES[model_type] = family
@@ -65,3 +67,22 @@ def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
 
 def _names(family: Family) -> list[str]:
     return [f"{one.__module__}.{one.__qualname__}" for one in (family.config, family.drafter)]
+
+
+def _loaded_later(model_type: str) -> Any:
+    """Stands for the configuration of a method that is not loaded: making one loads and registers the method."""
+
+    class LoadedLater:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return FAMILIES[model_type].config(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
+            return FAMILIES[model_type].config.from_dict(*args, **kwargs)
+
+    return LoadedLater
+
+
+for _model_type in offered("AutoConfig"):
+    if _model_type not in FAMILIES.loaded:
+        AutoConfig.register(_model_type, _loaded_later(_model_type), exist_ok=True)

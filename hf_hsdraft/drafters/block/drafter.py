@@ -21,7 +21,7 @@ from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import DraftCall
 from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
-from ..base.refinement import REFINEMENT, check_refinement
+from ..base.refiners import REFINER_OPTIONS, check_refiners
 from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows
@@ -45,7 +45,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
 
     takes_tree_builders = True
     why_not_refined = ""
-    own_options = (REFINEMENT,)
+    own_options = REFINER_OPTIONS
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -134,7 +134,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         return default_options(steps, tree_size=max(24, steps), beam_width=8, own=self.own_options)
 
     def check_together(self, options: DraftOptions) -> None:
-        check_refinement(self, options)
+        check_refiners(self, options)
 
     def check(self, target: Any) -> None:
         config, wanted = text_config(target), self.config

@@ -10,7 +10,7 @@ import torch
 from ...core.draft_tree import DraftTree
 from ...trees.best_first import best_first_trees
 from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeLimits
+from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
 from ...verify.foresight import Foresight
 from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
@@ -76,7 +76,7 @@ class EagleSession(Session):
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [ask.depth for ask in asks]
         limits = TreeLimits(asks[0].size, asks[0].width, options.threshold, depths)
-        build = TREE_BUILDERS[options.tree_builder]
+        build: TreeBuilder = TREE_BUILDERS[options.tree_builder]
         if options.tree_builder == "beam" and not asks[0].chain and isinstance(expansion, ParallelExpansion):
             build = best_first_trees  # no node knows its path, so the best tree is found exactly
         return build(expansion, roots, ids, limits)

@@ -16,7 +16,7 @@ from ...verify.foresight import Foresight
 from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
 from ..base.protocol import Accepted, Ask, Session
-from ..base.refinement import Refiner
+from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
 from .expansion import Expansion
 from .network import HSDraftNetwork
@@ -81,7 +81,7 @@ class HSDraftSession(Session):
         self._foresight = foresight if not self._options.drawn and fits else None
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(batch_size)]
-        self._refiner = Refiner.of(drafter, self._options, weights, batch_size)
+        self._refiner = refiner_of(drafter, self._options, weights, batch_size)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
@@ -103,6 +103,7 @@ class HSDraftSession(Session):
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
 
     def suppose(self, news: Sequence[Accepted]) -> None:
+        """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
         device, dtype = self.drafter.device, self.drafter.dtype
         for each in news:
             state = self._rows[each.row]

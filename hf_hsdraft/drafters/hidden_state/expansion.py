@@ -9,7 +9,7 @@ import torch
 from ...core.tensors import Transform
 from ...verify.foresight import Race
 from ..base.parallel_expansion import ParallelExpansion, TokenBias
-from ..base.refinement import Refinement
+from ..base.refiners import Refinement
 from ..base.target_weights import TargetWeights
 from .injectors import Injector
 from .working_weights import WorkingWeights

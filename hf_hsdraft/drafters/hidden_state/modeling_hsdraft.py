@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import DraftCall, Drafter
-from ..base.refinement import REFINEMENT, check_refinement
+from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.target_sizes import check_sizes
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import HSDraftSession
@@ -47,8 +47,8 @@ class HSDrafter(HSDraftNetwork, Drafter):
 
     takes_tree_builders = True
     why_not_refined = ""
-    own_options = (*REUSE_OPTIONS, REFINEMENT)
-    settled_options = tuple(option.name for option in own_options)
+    own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
+    settled_options = tuple(option.name for option in own_options)  # not in a cascade, which takes tokens back
     why_not_exported = (
         "its states roll on from one depth to the next without tokens, and no format of another project has a trunk "
         "that does so"
@@ -67,7 +67,8 @@ class HSDrafter(HSDraftNetwork, Drafter):
         return self.config.num_draft_steps
 
     @property
-    def supposes(self) -> bool:  # type: ignore[override]
+    def supposes(self) -> bool:
+        """Whether its sessions can take back what they were told."""
         return self.config.sliding_window is None or self.config.sliding_window > _LEAST_WINDOW
 
     def default_generation_config(self) -> GenerationConfig:
@@ -76,7 +77,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
         return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
 
     def check_together(self, options: DraftOptions) -> None:
-        check_refinement(self, options)
+        check_refiners(self, options)
         reuse, _ = reuse_of(options.own)
         if options.tree_builder != "beam" and reuse != "none":
             raise ValueError(

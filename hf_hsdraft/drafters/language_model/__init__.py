@@ -1,23 +1,9 @@
-"""Small language models with the target's tokenizer as drafters, steered ones, and parts of the target itself."""
+"""Small language models with the target's tokenizer as drafters."""
 
 from ..base.formats import Format, register_format
-from ..base.registry import register_drafter
-from .layer_skip import LayerSkipConfig, LayerSkipDrafter
 from .lm_drafter import CausalLMDrafter
 from .lm_files import DRAFTING_OPTIONS, describe, why_no_causal_lm, why_not_by_config
-from .steered_lm import SteeredLMDrafter, has_steering
 
-register_format(
-    Format(
-        name="steered language model",
-        rank=999,
-        matches=lambda checkpoint: not why_no_causal_lm(checkpoint) and has_steering(checkpoint),
-        load=SteeredLMDrafter.of_checkpoint,
-        describe=lambda checkpoint: {**describe(checkpoint), "reads": "the text, and the target's hidden states"},
-        drafter=SteeredLMDrafter,
-        possible=lambda config: not why_not_by_config(config),
-    )
-)
 # Asked last: it has no mark of its own, only that of no other format.
 register_format(
     Format(
@@ -31,4 +17,3 @@ register_format(
         listed=lambda checkpoint: (checkpoint.folder / DRAFTING_OPTIONS).is_file(),  # most models are no drafters
     )
 )
-register_drafter(LayerSkipConfig.model_type, LayerSkipConfig, LayerSkipDrafter)

@@ -21,10 +21,9 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
-from ..base.protocol import DraftCall, Drafter, Reader
+from ..base.protocol import DraftCall, Drafter
 from ..base.special_tokens import ANY, AnySpecialTokens
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
-from .lm_reader import LMReader
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
 from .lm_vocabulary import shared_tokens, what_differs
@@ -60,7 +59,7 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     num_draft_steps = 32
     takes_tree_builders = True
-    supposes = True
+    supposes = True  # its sessions can take back what they were told
     why_not_exported = (
         "its folder is that of the language model itself, which other programs take as their draft model as it is"
     )
@@ -180,6 +179,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         return Read("layers", body, depth, width), Read("head", head.numel(), depth, width), *looked_up
 
     def numbers_kept(self, length: int) -> int:
+        """Returns how many numbers its model keeps of a text of so many tokens, keys and values."""
         config = text_config(self.model)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -190,7 +190,5 @@ class CausalLMDrafter(nn.Module, Drafter):
 
     @property
     def verifying_model(self) -> Any:
+        """The language model by which it can verify the drafts of another drafter."""
         return self.model
-
-    def reader(self, rows: int, most_pending: int, taps: Sequence[int] = ()) -> Reader:
-        return LMReader(self.model, rows, ability_of(self.model).kinds, most_pending, taps)

@@ -115,6 +115,7 @@ class CausalLMSession(Session):
             self._texts[0].read = list(memory.tokens)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
+        """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
         for each in news:
             self._texts[each.row].supposed = list(each.tokens)
 

@@ -78,6 +78,7 @@ class NgramSession(Session):
             self._caches[each.row].extend([*each.earlier, *each.tokens])
 
     def suppose(self, news: Sequence[Accepted]) -> None:
+        """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
         self._supposed.update({each.row: each.tokens for each in news})
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.refiners import leave_folder
 from .conversations import TokenizedConversation
 
 
@@ -62,7 +62,7 @@ def with_draft_vocabulary(drafter: Any, ids: Sequence[int], output_rows: torch.T
     fields = drafter.config.to_dict() | {"draft_vocab_ids": list(ids), "draft_vocab_size": len(ids)}
     changed = type(drafter)(type(drafter.config).from_dict(fields)).to(drafter.device, drafter.dtype)
     changed.generation_config = copy.deepcopy(drafter.generation_config)
-    leave_refiner(changed)  # it belongs to the former vocabulary
+    leave_folder(changed)  # it belongs to the former vocabulary
     place = torch.full((drafter.config.vocab_size,), -1)
     place[old_ids] = torch.arange(len(old_ids))
     place = place[new_ids]

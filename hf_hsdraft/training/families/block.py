@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ...drafters.base.protocol import Session
+from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.block.block_session import BlockSession
 from ...drafters.block.configuration import BlockConfig
@@ -72,7 +73,7 @@ class BlockFamily(PublishedFamily):
     drafter = BlockDrafter
     config = BlockConfig
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "markov_rank": 1}  # noqa: RUF012
-    plain_options = {"refinement": 0.0}  # noqa: RUF012
+    plain_options = NOT_REFINED
     arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # a block is computed whole in any case
 
     def derived(self, target: Any, fields: Mapping[str, Any]) -> BlockConfig:

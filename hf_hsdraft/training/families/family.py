@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.methods import Registry
 from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
 from ...runtime.target_limits import decoder_layers, text_config
@@ -16,6 +17,7 @@ from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions
 
 Choose = Callable[[int], list[int]]
+GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
 
 
 class TrainableFamily:
@@ -132,7 +134,8 @@ class TrainableFamily:
             drafter: the drafter that training starts from.
             fields: fields of the plan. Those that say nothing of its size are not looked at.
         """
-        return drafter
+        grow = GROWTHS.get(self.name)
+        return drafter if grow is None else grow(drafter, fields)
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         """Gives a drafter that is trained further those of the fields that no weights depend on.
@@ -171,6 +174,14 @@ class TrainableFamily:
         """
         width: int = config.hidden_size
         return width
+
+    def only_objective(self, config: Any) -> str:
+        """Returns the name of the only objective by which a drafter can learn; empty if there are others.
+
+        Args:
+            config: its configuration.
+        """
+        return ""
 
     def check_policy(self, data_policy: str) -> None:
         """Raises a ValueError for a data policy by which chains of this family cannot be trained."""

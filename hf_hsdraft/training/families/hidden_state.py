@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.model_card import trunk_in_words
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
-from .growth import grown
 from .identity import record_target
 from .travelling import TravellingFamily
 
@@ -61,18 +61,12 @@ class HiddenStateFamily(TravellingFamily):
     name = "hidden-state"
     drafter = HSDrafter
     least = {"draft_vocab_size": 1, "intermediate_size": 1, "injector_rank": 1, "injector_hidden_size": 1}  # noqa: RUF012
-    plain_options = {"reuse": "none", "refinement": 0.0}  # noqa: RUF012
+    plain_options = {"reuse": "none", **NOT_REFINED}  # noqa: RUF012
     takes_adapters = True
 
     def continued(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> None:
         drafter.config.target_reference = None  # it is recorded anew at the end
         super().continued(drafter, fields)
-
-    def grown(self, drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
-        config = drafter.config
-        has = config.num_step_modules, config.num_hidden_layers
-        wanted = fields.get("num_step_modules", has[0]), fields.get("num_hidden_layers", has[1])
-        return grown(drafter, *map(max, has, wanted)) if wanted != has else drafter
 
     def layers(self, drafter: HSDrafter) -> list[nn.Module]:
         return [*drafter.layers, *(layer for step in drafter.step_modules for layer in step.layers)]  # type: ignore

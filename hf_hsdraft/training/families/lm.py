@@ -13,7 +13,7 @@ from torch import nn
 from ...core.checks import public_name
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import Session
-from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.refiners import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
@@ -104,7 +104,7 @@ class LMFamily(TrainableFamily):
             )
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
-        leave_refiner(drafter)
+        leave_folder(drafter)
         found = decoder_layers(text_config(drafter.model))
         if fields.get("num_hidden_layers", found) != found:
             raise ValueError(

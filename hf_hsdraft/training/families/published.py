@@ -11,7 +11,7 @@ import torch
 
 from ...core.checks import public_name
 from ...drafters.base.decoder_layer import LayerSizes
-from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.refiners import leave_folder
 from .family import TrainableFamily
 
 _OPTIONS = ("tree_size", "beam_width")  # drafting options, which these configurations do not hold
@@ -60,7 +60,7 @@ class PublishedFamily(TrainableFamily):
 
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         self.check_trainable(drafter.config)
-        leave_refiner(drafter)
+        leave_folder(drafter)
         fields = _named(fields)
         drafter.config = replace(drafter.config, **{name: fields[name] for name in self.free if name in fields})
         drafter.generation_config.num_assistant_tokens = drafter.num_draft_steps

@@ -1,4 +1,4 @@
-"""The families of drafters that can be trained. A new one is one more name here."""
+"""The families of drafters that can be trained. Those of methods are loaded when they are asked for."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.checks import few
+from ...core.methods import Registry
 from ..data.plan import TrainingPlan
 from .block import BlockFamily
 from .eagle3 import EagleFamily
 from .family import TrainableFamily
 from .hidden_state import HiddenStateFamily
 from .lm import LMFamily
-from .self_speculation import SelfFamily
-from .specformer import SpecFormerFamily
-from .steered_lm import SteeredLMFamily
 
-_FAMILIES: tuple[TrainableFamily, ...] = (
+_CORE: tuple[TrainableFamily, ...] = (
     HiddenStateFamily(),
     BlockFamily(),
     EagleFamily(),
-    SelfFamily(),
-    SpecFormerFamily(),
-    SteeredLMFamily(),  # before the drafters that it derives from
     LMFamily(),
 )
-TRAINABLE = {family.name: family for family in _FAMILIES}
+TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family for family in _CORE})
 
 
 def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
@@ -71,9 +66,14 @@ def family_for(plan: TrainingPlan) -> TrainableFamily:
     return family
 
 
+def _most_special_first() -> list[TrainableFamily]:
+    """Returns all families; those whose drafters derive from others' come first."""
+    return sorted(TRAINABLE.values(), key=lambda family: -len(family.drafter.__mro__))
+
+
 def as_trained(drafter: Any) -> Any | None:
     """Returns a drafter as training takes it; `None` if it can only draft, by its family or by its form."""
-    for family in TRAINABLE.values():
+    for family in _most_special_first():
         try:
             taken = family.taken(drafter)
             if taken is not None:
@@ -90,7 +90,7 @@ def family_of(drafter: Any) -> TrainableFamily:
     Raises:
         ValueError: drafters of this class cannot be trained.
     """
-    for family in TRAINABLE.values():
+    for family in _most_special_first():
         if isinstance(drafter, family.drafter):
             return family
     raise ValueError(

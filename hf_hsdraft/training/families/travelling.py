@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.refiners import leave_folder
 from ..data.vocabulary import with_draft_vocabulary
 from .family import Choose, TrainableFamily
 
@@ -34,7 +34,7 @@ class TravellingFamily(TrainableFamily):
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         config, options = drafter.config, drafter.generation_config
         config.target_name = fields.get("target_name", config.target_name)
-        leave_refiner(drafter)  # and recipe and figures, which do not hold for the drafter of this run
+        leave_folder(drafter)  # and recipe and figures, which do not hold for the drafter of this run
         for name in _FREE:
             if name in fields and hasattr(config, name):
                 setattr(config, name, fields[name])

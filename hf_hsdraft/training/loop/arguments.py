@@ -15,10 +15,10 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..loss.depth_weights import DEPTH_WEIGHTINGS
-from ..loss.objectives import OBJECTIVES, objective_of
+from ..loss.objectives import OBJECTIVES, WHOLE_LOSSES, objective_of
 
 DATA_POLICIES = ("teacher", "student", "mixed", "draft-opd")
-_OBJECTIVES = (*OBJECTIVES, "ctc")
+_OBJECTIVES = (*OBJECTIVES, *WHOLE_LOSSES)
 _DEPTH_DECAY = 0.8
 
 
@@ -27,7 +27,8 @@ class DrafterTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
 
     Args:
-        objective: name in `objectives.OBJECTIVES`, or `"ctc"` for a drafter whose slots are frames with a blank.
+        objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, as `"ctc"` for a drafter whose
+            slots are frames with a blank.
         ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
         ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
             frames.
@@ -127,6 +128,8 @@ class DrafterTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={getattr(self, name)} is invalid: expected 1 or more")
         if self.ctc_labels is not None and self.ctc_labels < 1:
             raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: expected 1 or more")
+        if self.ctc_labels is not None and self.objective not in WHOLE_LOSSES:
+            raise ValueError(f"ctc_labels={self.ctc_labels} is invalid: leave it out, or name the objective='ctc'")
         if self.cosine_weight < 0:
             raise ValueError(f"cosine_weight={self.cosine_weight} is invalid: expected 0 or more")
         if self.learning_rate < 0:

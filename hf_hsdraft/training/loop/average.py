@@ -54,7 +54,7 @@ def check_shares(count: int, shares: Sequence[float]) -> None:
 def average(drafters: Sequence[HSDrafter], shares: Sequence[float]) -> HSDrafter:
     """Returns the weighted average of drafters, in float32 on the CPU. All but the weights is the first drafter's.
 
-    So the first drafter's refiner is that of the average, too. All of these drafters have the same draft vocabulary.
+    So its files of methods are those of the average, too. All of these drafters have the same draft vocabulary.
 
     Whether they began with the same drafter is not checked, because nothing in them tells it.
 
@@ -77,7 +77,7 @@ def average(drafters: Sequence[HSDrafter], shares: Sequence[float]) -> HSDrafter
     result = HSDrafter(copy.deepcopy(first.config)).to(torch.float32)
     result.load_state_dict(averaged)
     result.generation_config = copy.deepcopy(first.generation_config)
-    result.loaded_from = first.loaded_from  # where its refiner lies
+    result.loaded_from = first.loaded_from  # where files of methods are
     return result.eval()
 
 

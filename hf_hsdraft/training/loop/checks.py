@@ -17,7 +17,7 @@ from ...runtime.text_configs import text_config
 from ..data.conversations import Conversation, tokenize_conversation
 from ..families.family import TrainableFamily
 from ..files import write_json
-from ..loss.ctc_loss import check_objective
+from ..loss.objectives import WHOLE_LOSSES
 
 _PLAN, _FINISHED, _LOCK = "training_plan.json", "finished.json", ".lock"
 
@@ -45,7 +45,7 @@ def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any)
         target: the target.
         args: arguments of the training.
     """
-    check_objective(config, args)
+    _check_objective(family, config, args)
     family.check_policy(args.data_policy)
     width, wanted = family.width(config), text_config(target).hidden_size
     for name in ("regression_weight", "cosine_weight"):
@@ -54,6 +54,16 @@ def check_learning(family: TrainableFamily, config: Any, target: Any, args: Any)
                 f"{name}={getattr(args, name)} is invalid: drafted states have a width of {width}, those of the "
                 f"target {wanted}. Leave it out, or train a drafter of the target's width"
             )
+
+
+def _check_objective(family: TrainableFamily, config: Any, args: Any) -> None:
+    only = family.only_objective(config)
+    if only and args.objective != only:
+        raise ValueError(f"objective={args.objective!r} is invalid for this drafter, which learns by {only!r} only")
+    if only:
+        WHOLE_LOSSES[only].check(config, args)
+    elif args.objective in WHOLE_LOSSES:
+        raise ValueError(f"objective={args.objective!r} is invalid for this drafter, which cannot learn by it")
 
 
 def check_device(target: Any) -> None:

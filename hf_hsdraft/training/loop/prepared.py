@@ -13,7 +13,7 @@ from ..data.gather import check_not_empty, most_in_sources
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan
 from ..families.trainable import family_for
-from ..loss.ctc_loss import CTC
+from ..loss.objectives import WHOLE_LOSSES
 from .arguments import DrafterTrainingArguments, training_arguments
 
 
@@ -36,9 +36,9 @@ def prepared(
     chosen_kinds(plan.kinds)
     args = training_arguments(Path(plan.out), {**family_for(plan).arguments, **arguments}, device_type)
     family_for(plan).check_policy(args.data_policy)
-    if args.objective == CTC:
-        plan = replace(plan, drafter={**plan.drafter, "ctc": True})
-        family_for(plan)  # raises where such a drafter has no frames
+    if args.objective in WHOLE_LOSSES:
+        plan = replace(plan, drafter={**plan.drafter, **WHOLE_LOSSES[args.objective].fields})
+        family_for(plan)  # raises where such a drafter has no such fields
     if plan.init_from is not None:
         with care().loading(plan.init_from):
             find_folder(plan.init_from, (CONFIG,))

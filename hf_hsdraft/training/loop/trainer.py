@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from ...bench.measure import pooled_tau
-from ...drafters.base.refiner_files import leave_refiner
+from ...drafters.base.refiners import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...engine.call_output import DraftStatistics
 from ...runtime.target_loading import is_sharded
@@ -30,7 +30,6 @@ from ..data.features import Features, read_features
 from ..evaluate.calibration import Calibration
 from ..evaluate.parity import ParityError, parity
 from ..families.trainable import family_of
-from ..loss.ctc_loss import CTC, CTCLoss, labels_for
 from ..loss.draft_opd import replay, two_streams
 from ..loss.loss import (
     CHUNK_LOGITS,
@@ -43,7 +42,7 @@ from ..loss.loss import (
     true_labels,
     unroll,
 )
-from ..loss.objectives import objective_of
+from ..loss.objectives import WHOLE_LOSSES, objective_of
 from ..loss.on_policy import drafted_labels
 from .arguments import DrafterTrainingArguments
 from .budget import TimeBudget
@@ -303,7 +302,7 @@ class DrafterTrainer(Trainer):
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
         drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
         drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
-        leave_refiner(drafter)  # nor on what is not trained here
+        leave_folder(drafter)  # nor on what is not trained here
         for prompt in prompts:
             yield self.target.generate(
                 **prompt,
@@ -341,14 +340,12 @@ class DrafterTrainer(Trainer):
         return family_of(model).snapshot(model).eval()
 
 
-def _loss(
-    args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, head: torch.Tensor
-) -> ChainLoss | CTCLoss:
+def _loss(args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, head: torch.Tensor) -> Any:
     """Returns the loss that the arguments name."""
     on_cpu = drafter.device.type == "cpu"
-    if args.objective == CTC:
+    if args.objective in WHOLE_LOSSES:
         chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
-        return CTCLoss(weights, head, labels_for(drafter.config, args), chunk)
+        return WHOLE_LOSSES[args.objective].made(args, drafter, weights, head, chunk)
     chunks = {} if on_cpu else dict.fromkeys(("chunk_logits", "scored_logits"), CHUNK_LOGITS["cuda"])
     return ChainLoss(
         weights,

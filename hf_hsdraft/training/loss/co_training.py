@@ -69,10 +69,8 @@ class CoTraining(TrainerCallback):
             raise ValueError(
                 f"the drafter is in {drafter.dtype}, which loses small updates: load it with dtype=torch.float32"
             )
-        if getattr(drafter.config, "ctc", False):
-            raise ValueError(
-                "a drafter whose slots are frames (ctc) is trained by `hsdraft train --objective ctc` only"
-            )
+        if only := family_of(drafter).only_objective(drafter.config):
+            raise ValueError(f"this drafter is trained by `hsdraft train --objective {only}` only")
         drafter.check(target)
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.every, self.passes, self.batch_size, self.chains = every, passes, batch_size, chains

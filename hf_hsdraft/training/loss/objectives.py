@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from ...core.methods import Registry
 
 Objective = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -131,6 +135,25 @@ OBJECTIVES: dict[str, Objective] = {
     "nla": nla,
     "lk_hybrid": lk_hybrid,
 }
+
+
+@dataclass(frozen=True)
+class WholeLoss:
+    """An objective of a method that compares all depths of a chain at once, for drafters that learn by no other.
+
+    Attributes:
+        fields: what the configuration of such a drafter says.
+        check: raises a ValueError where such a configuration and training arguments do not go together.
+        made: makes the drafter's `loss_function`, of training arguments, drafter, the weights that it borrows, the
+            target's output rows of the draft vocabulary, and the number of logits to compute at a time.
+    """
+
+    fields: Mapping[str, Any]
+    check: Callable[[Any, Any], None]
+    made: Callable[[Any, Any, Any, torch.Tensor, int], Any]
+
+
+WHOLE_LOSSES: Registry[WholeLoss] = Registry("objective")
 
 
 def objective_of(name: str, ce_share: float | None = None) -> Objective:

@@ -1,0 +1,32 @@
+"""What type checkers read in the place of `__init__.py`, which loads these names when they are asked for."""
+
+from ._version import __version__ as __version__
+from .core.draft_tree import DraftTree as DraftTree
+from .drafters.base.auto_drafter import AutoDrafter as AutoDrafter
+from .drafters.base.registry import register_drafter as register_drafter
+from .drafters.block.configuration import BlockConfig as BlockConfig
+from .drafters.block.drafter import BlockDrafter as BlockDrafter
+from .drafters.eagle.configuration_eagle import EagleConfig as EagleConfig
+from .drafters.eagle.modeling_eagle import EagleDrafter as EagleDrafter
+from .drafters.hidden_state.candidate_generator import HSCandidateGenerator as HSCandidateGenerator
+from .drafters.hidden_state.configuration_hsdraft import HSDraftConfig as HSDraftConfig
+from .drafters.hidden_state.modeling_hsdraft import HSDrafter as HSDrafter
+from .drafters.language_model.lm_drafter import CausalLMDrafter as CausalLMDrafter
+from .drafters.ngrams.cacheback import CachebackDrafter as CachebackDrafter
+from .engine.call_output import DraftStatistics as DraftStatistics
+from .engine.call_output import HSDraftEncoderDecoderOutput as HSDraftEncoderDecoderOutput
+from .engine.call_output import HSDraftGenerateOutput as HSDraftGenerateOutput
+from .generate.attachment import Attachment as Attachment
+from .generate.attachment import AttachmentStatistics as AttachmentStatistics
+from .generate.attachment import attach as attach
+from .generate.attachment import attached as attached
+from .generate.attachment import detach as detach
+from .methods.cascade.cascade_drafter import CascadeDrafter as CascadeDrafter
+from .methods.layer_skip.layer_skip import LayerSkipDrafter as LayerSkipDrafter
+from .methods.self_speculation.configuration_self import SelfDraftConfig as SelfDraftConfig
+from .methods.self_speculation.modeling_self import SelfDrafter as SelfDrafter
+from .methods.specformer.configuration_specformer import SpecFormerConfig as SpecFormerConfig
+from .methods.specformer.modeling_specformer import SpecFormerDrafter as SpecFormerDrafter
+from .methods.steering.steered_lm import SteeredLMDrafter as SteeredLMDrafter
+from .remote.connecting import connect as connect
+from .runtime.target_loading import load_target as load_target

@@ -1,0 +1,123 @@
+"""Where a method may change the logits of drafted tokens by the path that leads to them, as `methods/refinement` does.
+
+Drafters that draft all depths at once take refiners. Each has an option of its name, its share in the logits: 0 by
+default, where it is not loaded.
+
+Letters in the shapes: as in `TokenBias`; S is the size of the states of a refiner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...core.checks import is_number
+from ...core.methods import Registry
+from ...core.options import Option
+from ...core.tensors import Transform
+from .draft_options import DraftOptions
+from .target_weights import TargetWeights
+
+
+class Refinement(Protocol):
+    """The refinement of one draft."""
+
+    @property
+    def state_size(self) -> int:
+        """S."""
+        ...
+
+    def advance(self, tokens: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        """Returns the states `[B, n, S]` of nodes; `states` are their parents', and `None` where nodes are roots."""
+        ...
+
+    def __call__(self, level: int, logits: torch.Tensor, states: torch.Tensor, up: Transform) -> torch.Tensor:
+        """Returns refined logits `[B, n, C]` of the children at depth `level` of nodes in `states` `[B, n, S]`.
+
+        Args:
+            logits: `[B, n or 1, C]`, the drafter's.
+            up: What `among` returned for the same columns.
+        """
+        ...
+
+    def among(self, columns: torch.Tensor | None) -> Transform:
+        """Returns the last product for columns `[B, C]` of each text; `None` for all columns."""
+        ...
+
+
+class Refiner(Protocol):
+    """Refines the drafts of one call."""
+
+    @classmethod
+    def check(cls, drafter: Any, share: float) -> None:
+        """Raises a ValueError for a drafter that has not what this refiner needs."""
+        ...
+
+    @classmethod
+    def of(cls, drafter: Any, share: float, weights: TargetWeights, rows: int) -> Refiner:
+        """Returns the refiner of a call with `rows` texts.
+
+        Raises:
+            OSError, ValueError: What it needs is missing, damaged, or for another target.
+        """
+        ...
+
+    def observe(self, row: int, tokens: Sequence[int]) -> None:
+        """Takes further tokens of a text; the last one is the root of its next draft."""
+        ...
+
+    def refinement(self, rows: Sequence[int]) -> Refinement:
+        """Returns the refinement of the next drafts of some texts."""
+        ...
+
+
+REFINERS: Registry[type[Refiner]] = Registry("refiner")
+REFINER_OPTIONS = tuple(
+    Option(
+        name,
+        0.0,
+        lambda value: is_number(value) and 0.0 <= value < 1.0,
+        f"a number from 0 (no {name}) to below 1",
+        "Share of the refiner in the logits of drafted tokens.",
+    )
+    for name in REFINERS
+)
+NOT_REFINED = {option.name: option.default for option in REFINER_OPTIONS}
+
+
+def _shares(options: DraftOptions) -> dict[str, float]:
+    """Returns the shares above 0, by the name of the refiner."""
+    shares = {option.name: options.own.get(option.name, 0.0) for option in REFINER_OPTIONS}
+    return {name: share for name, share in shares.items() if share}
+
+
+def check_refiners(drafter: Any, options: DraftOptions) -> None:
+    """Raises a ValueError if the options ask for a refiner that this drafter cannot take, or has not.
+
+    Whether one fits the target is seen when the target is known, see `Refiner.of`.
+    """
+    for name, share in _shares(options).items():
+        if drafter.why_not_refined:
+            raise ValueError(f"{name}={share!r} is invalid for this drafter: {drafter.why_not_refined}; set it to 0")
+        REFINERS[name].check(drafter, share)
+
+
+def refiner_of(drafter: Any, options: DraftOptions, weights: TargetWeights, rows: int) -> Refiner | None:
+    """Returns what refines the drafts of a call; `None` where the options ask for nothing."""
+    for name, share in _shares(options).items():
+        return REFINERS[name].of(drafter, share, weights, rows)
+    return None
+
+
+def leave_folder(drafter: Any) -> None:
+    """Makes a drafter forget the folder that it was loaded from: recipe, figures, and what methods keep there.
+
+    Args:
+        drafter: Its drafting options are changed in place: refiners are switched off.
+    """
+    drafter.loaded_from = None
+    for name, none in NOT_REFINED.items():
+        if getattr(drafter.generation_config, name, none):
+            setattr(drafter.generation_config, name, none)

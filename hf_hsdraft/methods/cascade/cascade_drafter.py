@@ -1,0 +1,311 @@
+"""A hierarchy of drafters as users know it: made of its levels, loaded, saved, and handed to `generate()`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from ...core.checks import is_integer
+from ...core.refusals import DraftingRefused
+from ...core.tensors import device_of
+from ...drafters.base.auto_drafter import AutoDrafter
+from ...drafters.base.draft_options import DraftOptions, default_options
+from ...drafters.base.loading_arguments import Placement, take_options
+from ...drafters.base.protocol import DraftCall, Drafter, Session
+from ...drafters.base.special_tokens import ANY, AnySpecialTokens
+from ...hub.care import push_saved
+from ...hub.drafter_files import (
+    CONFIG,
+    FORMAT_VERSION,
+    HUB_ARGUMENTS,
+    OPTIONS,
+    check_is_drafter,
+    find_folder,
+    read_json,
+)
+from ...hub.publication import complete_folder
+from ...runtime.capture_hooks import no_hooks_left
+from ...runtime.target_limits import text_config
+from ...trees.builder_registry import TREE_BUILDERS
+from .cascade_files import CASCADE, HERE, check_names, former_places, remove_others
+from .cascade_session import CascadeSession, Step
+from .levels import Settling, SupposingSession, model_of, reader_of, supposes
+from .state_feed import StateFeed
+
+_MOST = 64  # tokens that a level may pass up
+
+
+@dataclass(frozen=True)
+class CascadeConfig:
+    """What transformers asks an assistant's configuration for."""
+
+    model_type: ClassVar[str] = CASCADE
+
+    vocab_size: Any = ANY  # only ids that all levels have are drafted
+    is_encoder_decoder: bool = False
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        """Returns a configuration that a pipeline finds equal to any target's."""
+        return AnySpecialTokens(self)
+
+
+class CascadeDrafter(nn.Module, Drafter):
+    """A hierarchy of drafters ("Hierarchical speculative decoding", 2510.19705).
+
+        cascade = CascadeDrafter([CachebackDrafter(), CausalLMDrafter(small_model)], tokens=[4, 8])
+        out = model.generate(**inputs, assistant_model=cascade)
+
+    The first level drafts. Each further level is a language model, which verifies the drafts of the level below until
+    it holds enough tokens, and passes them up. The target verifies last. With `verification="rejection"` and a
+    `tree_builder` that draws, each model draws by its own distribution, and the next level verifies by that one.
+
+    Args:
+        levels: drafters, the quickest first. All but the first have a language model, as [`CausalLMDrafter`] has. The
+            first can take back what it was told, as [`CachebackDrafter`], [`CausalLMDrafter`] and [`HSDrafter`] can.
+            An [`HSDrafter`] reads hidden states of level 1, so it has to be made for the model of that level.
+        tokens: for each level, the number of tokens: what the first one drafts at a time, and what each further one
+            holds before it passes them up. It passes up a few more where the last draft brings them.
+
+    Raises:
+        ValueError: the levels do not go together, or a number of tokens is out of range.
+    """
+
+    num_draft_steps = 2 * _MOST
+    takes_tree_builders = True
+    why_not_exported = "no other program is known to run drafters of several levels"
+
+    def __init__(self, levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
+        super().__init__()
+        _check_levels(levels, tokens)
+        self.levels, self.tokens = tuple(levels), tuple(tokens)
+        self.models = nn.ModuleList(level for level in levels if isinstance(level, nn.Module))
+        self.config = CascadeConfig()
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> CascadeDrafter:
+        """Loads what `save_pretrained` wrote, or a config.json that names its levels by hand.
+
+        Such a file holds `{"model_type": "cascade", "levels": [...], "tokens": [...]}`. A level is a folder or a Hub
+        name, or begins with `./` and is a folder beside the file.
+
+        Args:
+            pretrained_model_name_or_path: Folder or Hub name.
+            kwargs: Drafting options by name; `revision`, `subfolder` and what else the Hub is asked with; `dtype`,
+                `device_map` and `attn_implementation`, for the levels.
+
+        Raises:
+            OSError: There is no such folder or repository, or a level is missing.
+            ValueError: It holds something else, or its levels do not go together.
+        """
+        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
+        given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
+        loading = {name: value for name, value in given.items() if value is not None}
+        folder = find_folder(name, (CONFIG, OPTIONS), subfolder, **hub)
+        check_is_drafter(folder, CascadeConfig.model_type)
+        document = read_json(folder / CONFIG)
+        names, tokens = document.get("levels"), document.get("tokens")
+        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+            raise ValueError(f"{folder / CONFIG} is damaged: expected names of drafters as levels, found {names!r}")
+        if not isinstance(tokens, list):
+            raise ValueError(f"{folder / CONFIG} is damaged: expected numbers as tokens, found {tokens!r}")
+        _check_tokens(tokens, len(names))  # before weights are loaded
+        check_names(names, folder, "" if subfolder else str(name))
+        levels = []
+        for each in names:
+            if each.startswith(HERE):
+                within = "/".join(filter(None, (subfolder, *PurePosixPath(each).parts)))
+                levels.append(AutoDrafter.from_pretrained(name, subfolder=within, **hub, **loading))
+            else:
+                of_others = {key: value for key, value in hub.items() if key != "revision"}
+                levels.append(AutoDrafter.from_pretrained(each, **of_others, **loading))
+        drafter = cls(levels, tokens)
+        take_options(drafter, folder, kwargs)
+        return drafter.eval()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes each level into a folder of its own, and then what joins them.
+
+        The files replace those of a former cascade when all are written. Files of its levels that are no longer needed
+        are deleted.
+
+        Args:
+            save_directory: Created if missing.
+            kwargs: As the levels' own `save_pretrained` take them.
+
+        Raises:
+            ValueError: A drafting option is wrong.
+        """
+        self.check_options()
+        folder = Path(save_directory)
+        places = [f"level_{index}" for index in range(len(self.levels))]
+        former = {*places, *former_places(folder)}
+        names = [HERE + place for place in places]
+        document = {"model_type": CascadeConfig.model_type, "format_version": FORMAT_VERSION, "levels": names}
+        with complete_folder(folder) as partial:
+            for level, place in zip(self.levels, places, strict=True):
+                level.save_pretrained(partial / place, **kwargs)  # type: ignore[attr-defined]
+            self.generation_config.save_pretrained(partial)
+            text = json.dumps({**document, "tokens": list(self.tokens)}, indent=2) + "\n"
+            (partial / CONFIG).write_text(text, encoding="utf-8")
+            written = {path.relative_to(partial) for path in partial.rglob("*") if path.is_file()}
+        for place in former:
+            remove_others(folder, place, written)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub, in one commit; see `push_saved` for arguments and errors."""
+        return push_saved(self, repo_id, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(model_of(self.levels[-1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return model_of(self.levels[-1]).dtype
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """For each level, the greatest number of tokens that it passes up at a time."""
+        first, *others = self.tokens
+        reach = [first]
+        for tokens in others:
+            reach.append(tokens + reach[-1])
+        return tuple(reach)
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options of a cascade that was saved without any. Its levels say how much each drafts."""
+        depth = min(self.reach[-1], self.num_draft_steps)
+        options = default_options(depth, tree_size=max(24, depth), beam_width=8)
+        options.ngram_length = 0  # where they are of use they are the first level
+        return options
+
+    def check_options(self) -> None:
+        super().check_options()
+        for index in range(len(self.levels)):
+            self._check_level(index)
+
+    def _check_level(self, index: int) -> None:
+        """Raises a ValueError for a wrong option of a level itself."""
+        level = self.levels[index]
+        try:
+            level.check_options()
+        except ValueError as error:
+            raise ValueError(f"level {index} of this cascade, {_named(level)}: {error}") from None
+
+    def check_together(self, options: DraftOptions) -> None:
+        if TREE_BUILDERS[options.tree_builder].whole:
+            raise ValueError(
+                f"tree_builder={options.tree_builder!r} is invalid for a CascadeDrafter: its levels pass chains up"
+            )
+
+    def check(self, target: Any) -> None:
+        for index, (level, model) in enumerate(self._pairs(target)):
+            upper = "the target" if index == len(self.levels) - 1 else f"level {index + 1}"
+            try:
+                level.check(model)
+            except ValueError as error:
+                raise DraftingRefused(
+                    f"level {index} of this cascade, {_named(level)}, does not fit {upper}: {error}"
+                ) from None
+        self._check_level(0)  # the call itself has options for the others
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        for level, model in self._pairs(target):
+            level.warn_of_misfit(model, tokenizer, all_processes)
+
+    def session(self, call: DraftCall) -> Session:
+        first, *others = self.levels
+        models = [model_of(level) for level in others]
+        vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
+        temperature, pending = call.options.draw_temperature if call.options.drawn else None, sum(self.reach) + 1
+        options = self._of_first(call.options, pending)
+        session: Session = first.session(replace(call, target=models[0], options=options, texts=None, runtime=None))
+        taps = first.taps_of(models[0])
+        if taps:
+            call.stack.enter_context(no_hooks_left(models[0]))
+        for index, level in enumerate(others, 1):
+            assert isinstance(session, SupposingSession)
+            reader = reader_of(level, call.rows, pending, taps if index == 1 else ())
+            feed = StateFeed(session, reader) if taps and index == 1 else None
+            step = Step(self.tokens[index], self.reach[index - 1], temperature, vocab_size)
+            session = CascadeSession(session, reader, step, call.rows, feed, call.foresight)
+        return session
+
+    def _of_first(self, options: DraftOptions, pending: int) -> DraftOptions:
+        """The options of the first level: its own, for chains of its number of tokens.
+
+        Its `settled_options` have their defaults: what its drafts were of may be taken back.
+
+        Args:
+            options: of the call.
+            pending: greatest number of tokens that may be taken back; a model with a window keeps as many more.
+        """
+        first, tokens = self.levels[0], self.tokens[0]
+        drawn, own = options.drawn and first.takes_tree_builders, DraftOptions.of(first)
+        settled = first.settled_options if isinstance(first, Settling) else ()
+        plain = {option.name: option.default for option in first.own_options if option.name in settled}
+        return replace(
+            own,
+            own={**own.own, **plain},
+            depth=tokens,
+            tree_size=pending,
+            beam_width=1,
+            threshold=0.0,
+            tree_builder="stochastic_beam" if drawn else "beam",
+            temperature=options.temperature,
+            tree_sizing="fixed",
+        )
+
+    def _pairs(self, target: Any) -> Iterator[tuple[Drafter, Any]]:
+        """Each level with the model that verifies its drafts."""
+        yield from zip(self.levels, [*map(model_of, self.levels[1:]), target], strict=True)
+
+
+def _check_levels(levels: Sequence[Drafter], tokens: Sequence[int]) -> None:
+    """Raises a ValueError for levels that do not go together."""
+    wrong = [type(level).__name__ for level in levels if not isinstance(level, Drafter)]
+    if wrong:
+        raise ValueError(f"levels={wrong} are no drafters: expected such as CachebackDrafter() or CausalLMDrafter(...)")
+    if len(levels) < 2:
+        raise ValueError(f"a cascade of {len(levels)} levels is none: expected a drafter and a model that verifies it")
+    for index, level in enumerate(levels[1:], 1):
+        if model_of(level) is None:
+            raise ValueError(
+                f"level {index} is {_named(level)}, which cannot verify: expected a language model, as a "
+                "CausalLMDrafter has"
+            )
+    first = levels[0]
+    if not supposes(first):
+        raise ValueError(
+            f"level 0 is {_named(first)}, which cannot take back what it was told: expected a drafter that "
+            "can: a CachebackDrafter, a CausalLMDrafter, or an HSDrafter without a narrow window"
+        )
+    _check_tokens(tokens, len(levels))
+    if tokens[0] > first.num_draft_steps:
+        raise ValueError(f"tokens[0]={tokens[0]} is invalid: {_named(first)} drafts {first.num_draft_steps}")
+
+
+def _check_tokens(tokens: Sequence[int], count: int) -> None:
+    """Raises a ValueError for numbers of tokens that are not those of so many levels."""
+    if len(tokens) != count:
+        raise ValueError(f"tokens={list(tokens)} is invalid for {count} levels: expected a number for each level")
+    for index, each in enumerate(tokens):
+        if not is_integer(each) or not 1 <= each <= _MOST:
+            raise ValueError(f"tokens[{index}]={each!r} is invalid: expected an integer from 1 to {_MOST}")
+
+
+def _named(level: Drafter) -> str:
+    """Returns the class of a level with its article, for messages."""
+    name = type(level).__name__
+    return f"{'an' if name.startswith(('A', 'E', 'HS', 'I', 'O')) else 'a'} {name}"

@@ -1,0 +1,153 @@
+"""The session of one step of a hierarchy: a session below drafts, and a middle model verifies it until it holds enough.
+
+The rounds in here are those of decoding, with the middle model in the target's place. They run within one draft. What
+comes of them is a chain, by which the level above goes on in the same way, the target last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...core.draft_tree import DraftTree
+from ...drafters.base.protocol import Accepted, Ask, Session
+from ...verify.foresight import Foresight
+from .held_chain import Choice, HeldChain
+from .levels import SupposingSession
+from .lm_reader import LMReader
+from .state_feed import StateFeed
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one middle model does in a call.
+
+    Attributes:
+        tokens: number of tokens that it holds before it passes them up.
+        below: greatest number of tokens that the session below drafts at a time.
+        temperature: of what it draws; `None` to take the most probable tokens.
+        vocab_size: tokens below this are known to it and to all levels above.
+    """
+
+    tokens: int
+    below: int
+    temperature: float | None
+    vocab_size: int
+
+
+class CascadeSession(Session):
+    """Drafts what a language model accepts of the drafts of another session ("Hierarchical speculative decoding").
+
+    Args:
+        lower: drafts for the model; it can suppose tokens.
+        reader: of the model.
+        step: what the model does.
+        rows: number of texts.
+        feed: tells the session below of the model's hidden states; `None` if it reads tokens alone.
+        foresight: of the target's draws. The middle model runs the same races; where it draws by itself it does not.
+    """
+
+    def __init__(
+        self,
+        lower: SupposingSession,
+        reader: LMReader,
+        step: Step,
+        rows: int,
+        feed: StateFeed | None = None,
+        foresight: Foresight | None = None,
+    ) -> None:
+        self._lower, self._reader, self._step, self._feed = lower, reader, step, feed
+        fits = foresight is not None and step.vocab_size <= foresight.vocab_size
+        self._foresight = foresight if fits and step.temperature is None else None
+        self._texts: dict[int, list[int]] = {row: [] for row in range(rows)}
+        self._supposed: dict[int, list[int]] = {}
+        self._lost: set[int] = set()  # texts with a token that the model does not know
+        self.kind = step, type(lower).__qualname__, *lower.kind, *reader.kind
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        asks = [replace(ask, depth=min(ask.depth, ask.size)) for ask in asks]  # a chain has a node for each depth
+        held = {ask.row: HeldChain() for ask in asks if ask.depth > 0 and self._knows(ask)}
+        growing = [ask for ask in asks if ask.row in held]
+        choices = {ask.row: self._choice(ask) for ask in growing}
+        while growing := [ask for ask in growing if self._short(ask, held[ask.row])]:
+            drafts = self._drafts(growing, held)
+            texts = {row: [*self._known(row), *held[row].tokens, *tree.tokens[1:]] for row, tree in drafts.items()}
+            logits = self._reader.read(texts, {row: len(tree) for row, tree in drafts.items()}) if drafts else {}
+            for row, tree in drafts.items():
+                held[row].add(tree, logits[row], choices[row])
+        return [
+            held[ask.row].tree(ask.root, choices[ask.row]) if ask.row in held else DraftTree.root(ask.root)
+            for ask in asks
+        ]
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            new = [*each.earlier, *each.tokens]
+            self._texts[each.row] += new
+            self._supposed.pop(each.row, None)
+            if not self._are_known(new):
+                self._lost.add(each.row)
+        if self._feed is None:
+            self._lower.observe(news)
+
+    def suppose(self, news: Sequence[Accepted]) -> None:
+        """See `SupposingSession`."""
+        self._supposed.update({each.row: list(each.tokens) for each in news})
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._reader.keep(rows)
+        self._lower.keep(rows)
+
+    def _known(self, row: int) -> list[int]:
+        supposed = self._supposed.get(row)
+        return self._texts[row] + supposed if supposed else self._texts[row]
+
+    def _are_known(self, tokens: Sequence[int]) -> bool:
+        return all(0 <= token < self._reader.vocab_size for token in tokens)
+
+    def _knows(self, ask: Ask) -> bool:
+        known = self._known(ask.row)
+        lost = ask.row in self._lost or not self._are_known(self._supposed.get(ask.row, ()))
+        return not lost and bool(known) and known[-1] == ask.root
+
+    def _choice(self, ask: Ask) -> Choice:
+        begin, race, foresight = len(self._supposed.get(ask.row, ())), None, self._foresight
+        if foresight is not None:
+            ids = torch.arange(self._step.vocab_size, device=foresight.draws[ask.row].device)
+            race = foresight.race([ask.row], begin + ask.depth, ids)
+        return Choice(self._step.temperature, self._step.vocab_size, race, begin)
+
+    def _short(self, ask: Ask, held: HeldChain) -> bool:
+        """Whether a further round of the model is due for a text."""
+        return not held.closed and len(held.tokens) < min(self._step.tokens, ask.depth)
+
+    def _drafts(self, asks: Sequence[Ask], held: Mapping[int, HeldChain]) -> dict[int, DraftTree]:
+        """What the session below drafts after the tokens held, no more than is of use; of texts that can go on.
+
+        One token comes from the model itself. Nothing that is drafted is left out later: how far a chain goes depends
+        on the tokens before its end alone, as sampling wants it.
+        """
+        lower_asks, news = [], []
+        for ask in asks:
+            tokens = held[ask.row].tokens
+            length = len(self._known(ask.row)) + len(tokens)
+            room = self._reader.room() - length
+            if room < 0:
+                held[ask.row].closed = True
+                continue
+            depth = min(self._step.below, ask.depth - len(tokens) - 1, room)
+            pending = [*self._supposed.get(ask.row, ()), *tokens]
+            if self._feed is None:
+                news.append(Accepted.of_tokens(ask.row, pending))
+            elif not self._feed.tell(ask.row, self._texts[ask.row], pending):
+                depth = 0  # the model has to read on first
+            root = tokens[-1] if tokens else ask.root
+            lower_asks.append(Ask(ask.row, root, depth, max(depth, 1), width=1))
+        if not lower_asks:
+            return {}
+        if news:
+            self._lower.suppose(news)
+        trees = self._lower.draft(lower_asks)
+        return {ask.row: tree for ask, tree in zip(lower_asks, trees, strict=True)}

@@ -1,0 +1,302 @@
+"""Measures what a plan of a hierarchy is calculated from: forwards, drafts, and how far drafts are accepted.
+
+Everything is measured on the machine, on a few prompts, greedily, one text at a time. The target's weights are not
+packed meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from ...bench.calls import ArrivalStreamer
+from ...bench.machine import synchronise
+from ...bench.run import Inputs
+from ...bench.wrapped_drafter import WrappedDrafter
+from ...core.draft_tree import DraftTree
+from ...drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from .hierarchy import Acceptance, Curve, Drafting, Levels
+from .hierarchy_fits import Fits, fitting
+from .levels import model_of, reader_of
+
+DEEPEST = 10  # greatest number of tokens of a chain that is measured
+_COUNTS = (1, 2, 3, 5, 9, 13, 21)  # tokens of the forwards that are timed
+_SPAN = 12  # tokens that a middle model goes on by itself from the target's text: further on it would leave it
+_PAIRS = 24  # places of the target's texts that it goes on from
+_TIMED = 2  # prompts by which the shortest drafts are timed
+TARGET = "target"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A draft and what became of it.
+
+    Attributes:
+        asked: greatest depth that was asked for.
+        nodes: number of nodes.
+        accepted: number of drafted tokens that were accepted.
+        seconds: of the draft.
+        first: whether it was the first one of its call, which reads the prompt too.
+    """
+
+    asked: int
+    nodes: int
+    accepted: int
+    seconds: float
+    first: bool = False
+
+
+class NotedDrafter(WrappedDrafter):
+    """A drafter whose drafts are timed and counted.
+
+    Args:
+        drafter: the drafter.
+        depth: of the chains that it drafts; `None` for trees of its own sizes.
+
+    Attributes:
+        notes: of all drafts.
+    """
+
+    def __init__(self, drafter: Drafter, depth: int | None) -> None:
+        super().__init__(drafter)
+        self.least_ngram_length = drafter.least_ngram_length
+        self.notes: list[Note] = []
+        options = self.generation_config
+        options.ngram_length, options.packed_weights = drafter.least_ngram_length, False
+        if depth is not None:
+            options.num_assistant_tokens = min(depth, drafter.num_draft_steps)
+            options.tree_size, options.beam_width = options.num_assistant_tokens, 1
+
+    def session(self, call: DraftCall) -> Session:
+        return _NotedSession(super().session(call), self.notes, call.target.device)
+
+
+class _NotedSession(Session):
+    def __init__(self, session: Session, notes: list[Note], device: torch.device) -> None:
+        self.free, self.takes_ngrams, self.kind = session.free, session.takes_ngrams, session.kind
+        self._session, self._notes, self._device = session, notes, device
+        self._first = True
+        self._last: tuple[int, int, float] | None = None
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        synchronise(self._device)
+        begin = time.perf_counter()
+        trees = self._session.draft(asks)
+        synchronise(self._device)
+        self._last = asks[0].depth, len(trees[0]) - 1, time.perf_counter() - begin
+        return trees
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        if self._last is not None:
+            asked, nodes, seconds = self._last
+            self._notes.append(Note(asked, nodes, news[0].num_drafted, seconds, self._first))
+            self._first, self._last = False, None
+        self._session.observe(news)
+
+    def end(self) -> None:
+        self._session.end()
+
+
+def acceptance_of(notes: Sequence[Note]) -> Acceptance:
+    """Returns how far chains were accepted. A chain counts for j tokens if it has as many."""
+    reached = []
+    for count in range(1, DEEPEST + 1):
+        drafted = [note for note in notes if note.nodes >= count]
+        if not drafted:
+            break
+        reached.append(sum(note.accepted >= count for note in drafted) / len(drafted))
+    return Acceptance(tuple(reached) or (0.0,))
+
+
+def lengths_of(notes: Sequence[Note], depth: int) -> dict[int, float]:
+    """Returns how long chains were where so many tokens were asked for."""
+    counts = Counter(note.nodes for note in notes if note.asked >= depth)
+    return {length: count / counts.total() for length, count in sorted(counts.items())}
+
+
+def seconds_of(notes: Sequence[Note], depth: int) -> float:
+    """Returns the median seconds of the drafts of which so many tokens were asked for; 0 for none."""
+    return median([note.seconds for note in notes if note.asked == depth and not note.first] or [0.0])
+
+
+def forward_curve(model: Any, ids: Sequence[int], repeats: int = 5) -> Curve:
+    """Returns the seconds of a model's forwards over some tokens after a text, as a middle model reads them.
+
+    Args:
+        model: a causal language model.
+        ids: tokens of the text.
+        repeats: how often each number of tokens is timed.
+
+    Raises:
+        ValueError: the model cannot take tokens back.
+    """
+    drafter = CausalLMDrafter(model)
+    drafter.check(model)
+    reader = reader_of(drafter, 1, max(_COUNTS))
+    seconds: dict[int, list[float]] = {count: [] for count in _COUNTS}
+    for repeat in range(repeats + 1):
+        for count in _COUNTS:
+            new = [(7 * repeat + 3 * each) % reader.vocab_size for each in range(count)]
+            synchronise(model.device)
+            begin = time.perf_counter()
+            reader.read({0: [*ids, *new]}, {0: count})
+            synchronise(model.device)
+            if repeat:  # the first ones warm up
+                seconds[count].append(time.perf_counter() - begin)
+    return Curve(tuple((count, median(times)) for count, times in seconds.items()))
+
+
+@dataclass
+class Measuring:
+    """The measurements for a plan.
+
+    Args:
+        target: the target.
+        drafters: by name.
+        inputs: of the prompts.
+        max_new_tokens: of each text.
+        tell: told of each step, in words.
+        tokenizer: the target's; `None` if it is not at hand.
+
+    Attributes:
+        texts: of the target, prompts included.
+    """
+
+    target: Any
+    drafters: Mapping[str, Drafter]
+    inputs: Sequence[Inputs]
+    max_new_tokens: int
+    tell: Callable[[str], None] = lambda words: None
+    tokenizer: Any = None
+    texts: list[list[int]] = field(default_factory=list)
+
+    def levels(self) -> Levels:
+        """Measures all.
+
+        Raises:
+            DraftingRefused: a drafter fits neither the target nor a middle model. Nothing is measured then.
+        """
+        middles = {name: model_of(each) for name, each in self.drafters.items()}
+        models = {name: model for name, model in middles.items() if model is not None} | {TARGET: self.target}
+        fits = fitting(self.drafters, models, TARGET, self.tokenizer)
+        self.tell("plain decoding")
+        plain = self._plain()
+        forwards = {}
+        for name, model in models.items():
+            self.tell(f"forwards of {name}")
+            forwards[name] = forward_curve(model, self.texts[0])
+        _leave_out_slow(fits, forwards, plain)
+        levels = Levels({}, forwards, {}, TARGET, plain, left_out=fits.left_out)
+        rests = self._above_target(levels, fits)
+        for below, name in fits.pairs:
+            if name != TARGET:
+                self.tell(f"drafts of {below} for {name}")
+                self._note(levels, (below, name), self._spans(self.drafters[below], models[name]))
+                if below not in levels.first:  # it does not fit the target: the middle model's own texts time it
+                    notes, _ = self._decode(self.drafters[below], DEEPEST, model=models[name])
+                    levels.first[below] = self._drafting(self.drafters[below], notes, models[name])
+        return replace(levels, rest=max(median(rests or [0.0]), 0.0))
+
+    def _above_target(self, levels: Levels, fits: Fits) -> list[float]:
+        """Notes what each drafter does for the target; returns for each the mean seconds of the rest of a round."""
+        rests = []
+        for name in [below for below, upper in fits.pairs if upper == TARGET]:
+            drafter = self.drafters[name]
+            self.tell(f"drafts of {name} for {TARGET}")
+            notes, rest = self._decode(drafter, DEEPEST)
+            if notes:
+                rests.append(rest - fmean(levels.forwards[TARGET](note.nodes + 1) for note in notes))
+            self._note(levels, (name, TARGET), notes)
+            levels.first[name] = self._drafting(drafter, notes)
+            if drafter.generation_config.beam_width > 1:
+                of_trees, _ = self._decode(drafter, None)
+                levels.trees[name] = _tree(of_trees)
+                levels.rounds[f"trees of {name}"] = len(of_trees)
+        return rests
+
+    @staticmethod
+    def _note(levels: Levels, pair: tuple[str, str], notes: Sequence[Note]) -> None:
+        levels.acceptances[pair] = acceptance_of(notes)
+        levels.rounds[f"{pair[0]} for {pair[1]}"] = len(notes)
+
+    def _plain(self) -> float:
+        """Decodes all prompts without a drafter; returns the seconds of a step."""
+        seconds, steps = 0.0, 0
+        for index, each in enumerate([self.inputs[0], *self.inputs]):
+            streamer = ArrivalStreamer()
+            output = self.target.generate(**each, **self._greedy, streamer=streamer)
+            synchronise(self.target.device)
+            end = time.perf_counter()
+            if index and streamer.first is not None:  # the first one warms up
+                seconds, steps = seconds + end - streamer.first, steps + len(streamer.sizes) - 1
+                self.texts.append(output.sequences[0].tolist())
+        return seconds / max(steps, 1)
+
+    @property
+    def _greedy(self) -> dict[str, Any]:
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+
+    def _decode(
+        self, drafter: Drafter, depth: int | None, prompts: int | None = None, model: Any = None
+    ) -> tuple[list[Note], float]:
+        """Decodes prompts with a drafter; returns its drafts, and the mean seconds of a round without its draft.
+
+        The target decodes, or else `model`.
+        """
+        noted, seconds, rounds = NotedDrafter(drafter, depth), 0.0, 0
+        for each in self.inputs[:prompts]:
+            inputs = {name: tensor.to((model or self.target).device) for name, tensor in each.items()}
+            done = (model or self.target).generate(**inputs, **self._greedy, assistant_model=noted).statistics
+            seconds += done.total_seconds - done.prefill_seconds - done.draft_seconds
+            rounds += done.rounds
+        return noted.notes, seconds / max(rounds, 1)
+
+    def _drafting(self, drafter: Drafter, notes: Sequence[Note], model: Any = None) -> Drafting:
+        depth = min(DEEPEST, drafter.num_draft_steps)
+        short, _ = self._decode(drafter, 1, _TIMED, model)
+        points = ((1, seconds_of(short, 1)), (depth, seconds_of(notes, depth)))
+        lengths = lengths_of(notes, depth)
+        asked = lengths.get(depth, 0.0) > 0.99  # it drafts as many tokens as it is asked for
+        curve = Curve(points if depth > 1 else points[:1])
+        return Drafting(curve, {} if asked else lengths, drafter.num_draft_steps)
+
+    def _spans(self, drafter: Drafter, model: Any) -> list[Note]:
+        """What a middle model accepts where it goes on by itself from places in the target's texts."""
+        places = [
+            (text, length)
+            for text, each in zip(self.texts, self.inputs, strict=True)
+            for length in range(each["input_ids"].shape[1], len(text), _SPAN)
+        ]
+        step = max(len(places) // _PAIRS, 1)
+        noted = NotedDrafter(drafter, DEEPEST)
+        call = {**self._greedy, "max_new_tokens": _SPAN, "pad_token_id": 0, "eos_token_id": None}
+        for text, length in places[::step]:
+            ids = torch.tensor([text[:length]], device=model.device)
+            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **call, assistant_model=noted)
+        return noted.notes
+
+
+def _leave_out_slow(fits: Fits, forwards: Mapping[str, Curve], plain: float) -> None:
+    """Leaves out pairs in which a middle model would save nothing."""
+    for below, name in list(fits.pairs):
+        if name == TARGET:
+            continue
+        if forwards[name](1) >= plain:
+            fits.leave_out((below, name), f"a forward of {name} takes as long as a plain step of the target")
+        elif below in forwards and forwards[below](1) >= forwards[name](1):
+            fits.leave_out((below, name), f"a forward of {below} takes as long as one of {name}")
+
+
+def _tree(notes: Sequence[Note]) -> tuple[float, float, float]:
+    """Tokens a round, nodes, and seconds of a draft, of a drafter that drafts trees."""
+    if not notes:
+        return 1.0, 0.0, 0.0
+    seconds = median([note.seconds for note in notes if not note.first] or [0.0])
+    return 1 + fmean(n.accepted for n in notes), fmean(n.nodes for n in notes), seconds

@@ -1,0 +1,157 @@
+"""Estimates where a hierarchy of drafters would pay on a device that is not at hand, by sizes and assumed shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import typer
+
+from ...bench.decoding_estimate import Device
+from ...training.evaluate.estimate import target_parts
+from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
+
+NGRAMS, MIDDLE, TARGET = "n-grams", "middle", "target"
+SAME_TOKENS = (
+    "the middle model has to have the target's tokenizer; a vocabulary of equal size does not say so, and is all that "
+    "is compared here"
+)
+_PADDING = 512  # tokens; tables are padded to multiples of powers of two
+_LOOK_UP = 1e-4  # seconds of a draft by n-grams
+
+
+def forward_of(config: Any, device: Device, length: int, bytes_per_weight: int = 2) -> Curve:
+    """Returns the seconds of a model's forwards: they read all weights and the text, or multiply for longer than that.
+
+    Args:
+        config: of the model.
+        device: that it runs on.
+        length: number of tokens whose keys and values are read.
+        bytes_per_weight: of weights, keys and values.
+    """
+    sizes = config.get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    weights = target_parts(config)["body"] + sizes.vocab_size * sizes.hidden_size
+    text = 2 * sizes.num_hidden_layers * heads * head_dim * length
+    reading = (weights + text) * bytes_per_weight / device.bytes_per_second
+    token = 2 * weights / device.flops_per_second
+    even = max(int(reading / token), 1)  # up to so many tokens a forward takes as long as one
+    if even == 1:
+        return Curve(((1, max(reading, token)), (2, 2 * token)))
+    return Curve(((1, reading), (even, reading), (2 * even, 2 * even * token)))
+
+
+def tell(config: Any, middle: Any, shares: str, device: Device, length: int, other: float) -> list[str]:
+    """Returns what `hsdraft estimate --middle` tells, see `estimated_levels` and `estimate_cascade`.
+
+    Args:
+        shares: as the option `--shares` has them.
+
+    Raises:
+        BadParameter: they are no shares, or the middle model has other tokens.
+    """
+    try:
+        found = [float(share) for share in shares.split(",")]
+    except ValueError:
+        told = f"{shares!r} is invalid: expected three numbers of 0 or more and below 1, as 0.4,0.4,0.8"
+        raise typer.BadParameter(told, param_hint="--shares") from None
+    for check, hint in (
+        (lambda: check_shares(found), "--shares"),
+        (lambda: check_vocabularies(config, middle), "--middle"),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=hint) from None
+    return [*estimate_cascade(estimated_levels(config, middle, found, device, length), other), SAME_TOKENS]
+
+
+def check_shares(shares: Sequence[float]) -> None:
+    """Raises a ValueError unless there are three shares from 0 to below 1: of 1, drafts would never end."""
+    if len(shares) != 3 or not all(0.0 <= share < 1.0 for share in shares):
+        raise ValueError(
+            f"shares={list(shares)} is invalid: expected three numbers of 0 or more and below 1, of n-grams by the "
+            "target, of n-grams by the middle model, and of the middle model by the target"
+        )
+
+
+def check_vocabularies(config: Any, middle: Any) -> None:
+    """Raises a ValueError for vocabularies whose sizes differ by more than padding."""
+    sizes = [each.get_text_config().vocab_size for each in (config, middle)]
+    if abs(sizes[0] - sizes[1]) > _PADDING:
+        raise ValueError(
+            f"the middle model has vocab_size={sizes[1]:,}, the target {sizes[0]:,}: expected a model with the "
+            "target's tokenizer, whose size differs by padding at most"
+        )
+
+
+def estimated_levels(config: Any, middle: Any, shares: Sequence[float], device: Device, length: int) -> Levels:
+    """Returns the levels n-grams, middle model and target.
+
+    Args:
+        config, middle: configurations of the target and of the middle model.
+        shares: of tokens that are accepted, each after an accepted one: of n-grams by the target, of n-grams by the
+            middle model, and of the middle model by the target.
+        device: that all run on.
+        length: number of tokens of the text.
+
+    Raises:
+        ValueError: there are not three shares from 0 to below 1.
+    """
+    check_shares(shares)
+    forwards = {name: forward_of(each, device, length) for name, each in ((MIDDLE, middle), (TARGET, config))}
+    pairs = ((NGRAMS, TARGET), (NGRAMS, MIDDLE), (MIDDLE, TARGET))
+    acceptances = {pair: Acceptance.even(share) for pair, share in zip(pairs, shares, strict=True)}
+    step = forwards[MIDDLE](1)
+    first = {NGRAMS: Drafting(Curve(((1, _LOOK_UP),))), MIDDLE: Drafting(Curve(((1, step), (2, 2 * step))))}
+    return Levels(first, forwards, acceptances, TARGET, forwards[TARGET](1))
+
+
+def estimate_cascade(levels: Levels, other: float = 0.0) -> list[str]:
+    """Returns the arithmetic of the best drafter alone and of the best hierarchy, and the share that one would need.
+
+    Args:
+        levels: see `estimated_levels`.
+        other: speed-up of another drafter, which a hierarchy has to beat too.
+    """
+    lines = [f"forward of {name} over one token: {1000 * each(1):.4g} ms" for name, each in levels.forwards.items()]
+    alone, cascade = singles(levels), best_cascade(levels)
+    for plan in [*alone, *([cascade] if cascade else [])]:
+        lines += [f"{plan.title}:", *(f"  {line}" for line in plan.lines)]
+    best = max(alone[0].speed_up, other)
+    if cascade is None:
+        return [*lines, "no hierarchy: the middle model is not quicker than the target"]
+    told = "pays" if cascade.speed_up > best else "does not pay"
+    lines.append(f"the hierarchy {told}: {cascade.speed_up:.3f} against {best:.3f} of the best drafter alone")
+    share = needed_acceptance(levels, MIDDLE, other)
+    if share is None:
+        return [*lines, "no share of the middle model's tokens would be enough"]
+    return [*lines, f"it pays from a share of {share:.2f} of the middle model's tokens on"]
+
+
+def needed_acceptance(levels: Levels, middle: str, other: float = 0.0) -> float | None:
+    """Returns how often tokens of a middle model have to be right for a hierarchy to beat all drafters alone.
+
+    It is the share of its tokens that the target accepts, each after an accepted one; `None` if no share is enough.
+
+    Args:
+        levels: what is known.
+        middle: name of the middle model.
+        other: speed-up of a further drafter alone.
+    """
+    low, high = 0.0, 0.999
+    if not _wins(levels, middle, high, other):
+        return None
+    for _ in range(10):
+        share = (low + high) / 2
+        low, high = (low, share) if _wins(levels, middle, share, other) else (share, high)
+    return high
+
+
+def _wins(levels: Levels, middle: str, share: float, other: float) -> bool:
+    known = {**levels.acceptances, (middle, levels.target): Acceptance.even(share)}
+    changed = replace(levels, acceptances=known)
+    cascade = best_cascade(changed)
+    return cascade is not None and cascade.speed_up > max(singles(changed)[0].speed_up, other)

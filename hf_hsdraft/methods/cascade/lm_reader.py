@@ -1,0 +1,91 @@
+"""A language model that verifies the drafts of another drafter: it reads chains after texts, in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...drafters.language_model.lm_limits import kind_of, most_tokens
+from ...drafters.language_model.lm_texts import LMTexts, groups_of_rows, shared_length
+from ...runtime.target_limits import text_config
+from ...trees.tree_masks import AttentionKind
+
+
+class LMReader:
+    """Reads texts with drafts after them by a language model, so that the drafts can be verified.
+
+    Args:
+        model: the language model; not changed.
+        rows: number of texts.
+        kinds: kinds of attention whose masks the model heeds; empty if it reads one text at a time.
+        most_pending: greatest number of tokens of a text that may be taken back.
+        taps: indices of the hidden states that are wanted too.
+
+    Attributes:
+        vocab_size: number of tokens that it knows.
+        kind: what the time of its forwards depends on; hashable.
+    """
+
+    def __init__(
+        self, model: Any, rows: int, kinds: Sequence[AttentionKind], most_pending: int, taps: Sequence[int] = ()
+    ) -> None:
+        config = text_config(model)
+        self.vocab_size = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
+        self.kind = kind_of(model)
+        self._groups = [LMTexts(model, group, kinds, most_pending) for group in groups_of_rows(rows, kinds)]
+        self._known: dict[int, list[int]] = {row: [] for row in range(rows)}
+        self._taps = taps
+        self._states: dict[int, list[torch.Tensor]] = {row: [] for row in range(rows)}  # at the tokens known
+        self._room = most_tokens(model)
+        self._model = model  # which the texts do not keep alive
+
+    def room(self) -> int:
+        """Returns the greatest number of tokens that a text may have."""
+        return self._room
+
+    def read(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """Returns logits `[n, V]` after the last n tokens of some texts, in one forward if the model can.
+
+        What was read before of the same beginning of a text is not read again; what differs from it is taken back.
+
+        Args:
+            texts: all tokens of each text, drafted ones included.
+            counts: for each text the number n, at least 1.
+        """
+        logits: dict[int, torch.Tensor] = {}
+        for group in self._groups:
+            if any(row in texts for row in group.rows):
+                logits.update(self._of_group(group, texts, counts))
+        return logits
+
+    def _of_group(
+        self, group: LMTexts, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        lengths, new = [], []
+        for row in group.rows:
+            known, text = self._known[row], texts.get(row)
+            length = len(known)
+            if text is not None:
+                length = min(shared_length(known, text), len(text) - counts[row])
+                self._known[row] = known = list(text)
+            lengths.append(length)
+            new.append(known[length:])
+        if lengths != group.kept:
+            group.cut(lengths)
+        output = group.read_states(new, max(counts[row] for row in group.rows if row in texts), self._taps)
+        if self._taps:
+            for row, length, tokens, states in zip(group.rows, lengths, new, output.taps, strict=True):
+                self._states[row][length:] = states[len(states) - len(tokens) :]
+        return {row: output.logits[place, -counts[row] :] for place, row in enumerate(group.rows) if row in texts}
+
+    def states(self, row: int, text: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Returns hidden states `[taps * D]` at the first tokens of a text, as far as they have been read."""
+        return self._states[row][: shared_length(self._known[row], text)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """From here on only these texts go on."""
+        for group in self._groups:
+            group.keep(rows)
+        self._groups = [group for group in self._groups if group.rows]

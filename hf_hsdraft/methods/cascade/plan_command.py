@@ -1,0 +1,113 @@
+"""`hsdraft plan`: the best hierarchy of drafters for a target on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...cli._shared import DeviceOption, Dtype, DtypeOption, TargetOption, console
+
+if TYPE_CHECKING:
+    from .hierarchy import Plan
+
+app = typer.Typer()
+NGRAMS = "n-grams"
+
+
+@app.command(short_help="Find the best hierarchy of drafters for a target.")
+def plan(
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option("--drafter", help="Hub name or folder; repeat for several. Language models may stand in between."),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", exists=True, dir_okay=False, help="JSONL with `turns`; default: 6 of its own."),
+    ] = None,
+    target: TargetOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts in all, taken evenly from all categories.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(min=16)] = 64,
+    measure: Annotated[bool, typer.Option("--measure", help="Also decode by the plans, and compare.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="With --measure: how often all prompts are decoded.")] = 1,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Save the recommended hierarchy here, if it is one.")
+    ] = None,
+) -> None:
+    """Calculates the best hierarchy of n-grams, the drafters named and the target, from costs and acceptances.
+
+    Both are measured here. All figures are printed with their arithmetic. What is recommended is never expected to be
+    slower than the best drafter alone with drafts of fixed sizes. With --measure, nothing is saved that was slower than
+    a drafter alone with its own defaults.
+    """
+    from ...bench.default_prompts import DEFAULT_PROMPTS, NOTE
+    from ...bench.measure import encode_prompts
+    from ...bench.run import spread
+    from ...drafters.ngrams.cacheback import CachebackDrafter
+    from ...runtime.target_loading import load_target
+    from ...training.data.conversations import read_prompts
+    from ...training.loop.pruning import check_empty
+    from .hierarchy_costs import Measuring
+    from .hierarchy_run import Plans, compare
+
+    if out is not None:
+        check_empty(out)
+    if not drafter:
+        console.print("no --drafter is named: only n-grams are planned, and no hierarchy", highlight=False)
+    if not prompts:
+        console.print(NOTE, highlight=False, soft_wrap=True)
+    found = [prompt for path in prompts for prompt in read_prompts(path)] if prompts else DEFAULT_PROMPTS
+    questions = spread(found, limit)
+    if not questions:
+        raise typer.BadParameter("no questions: the prompt files hold no line with `turns`", param_hint="--prompts")
+    drafters: dict[str, Any] = {NGRAMS: CachebackDrafter(), **_loaded(drafter or [], dtype, device)}
+    model, tokenizer = load_target(target, dtype.torch, device)
+    inputs = encode_prompts(model, tokenizer, [question.turns[0] for question in questions])
+
+    def tell(words: str) -> None:
+        console.print(f"measuring: {words}", highlight=False, soft_wrap=True)
+
+    plans = Plans.of(Measuring(model, drafters, inputs, max_new_tokens, tell, tokenizer).levels())
+    for line in plans.lines():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    found_faster = None
+    if measure:
+        compared = compare(plans, model, drafters, inputs, max_new_tokens, repeats)
+        console.print(compared.table)
+        console.print(compared.verdict, highlight=False, markup=False, soft_wrap=True)
+        found_faster = compared.faster
+    if out is not None:
+        console.print(
+            _saved(plans.chosen, drafters, found_faster, measure, out), highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def _saved(chosen: Plan, drafters: dict[str, Any], faster: tuple[str, float] | None, measured: bool, out: Path) -> str:
+    """Saves the recommended hierarchy, unless it is none or something simpler was faster; returns what is told."""
+    from .hierarchy_run import cascade_of
+
+    if len(chosen.names) < 2:
+        return f"not saved: what is recommended, {chosen.title}, is no hierarchy of drafters"
+    if faster is not None:
+        return f"not saved: {faster[0]}, was faster"
+    cascade_of(chosen, drafters).save_pretrained(out)
+    compared = "" if measured else " It was not compared with each drafter's own defaults: --measure does that."
+    return f"saved: {out}. It drafts what pays, up to what is planned (tree_sizing='cost').{compared}"
+
+
+def _loaded(names: list[str], dtype: Dtype, device: str) -> dict[str, Any]:
+    """The drafters of some names, by names of their own.
+
+    Raises:
+        ValueError: two have the same name.
+    """
+    from ...core.checks import public_name
+    from ...generate.by_name import load_drafter
+
+    shown = [public_name(name) for name in names]
+    if len({*shown, NGRAMS, "target"}) < len(shown) + 2:
+        raise ValueError(f"two drafters have one name: {', '.join(shown)}; expected folders of different names")
+    return {short: load_drafter(name, dtype.torch, device) for short, name in zip(shown, names, strict=True)}

@@ -1,0 +1,54 @@
+"""Tells a drafter that reads hidden states what a middle model has read: the model's own states, not the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...drafters.base.protocol import Accepted
+from .levels import SupposingSession
+from .lm_reader import LMReader
+
+
+class StateFeed:
+    """News for the session below a middle model.
+
+    Args:
+        lower: the session.
+        reader: of the model, with the taps of the session's drafter.
+    """
+
+    def __init__(self, lower: SupposingSession, reader: LMReader) -> None:
+        self._lower, self._reader = lower, reader
+        self._told: dict[int, int] = {}  # number of positions of each text that the session has observed
+
+    def tell(self, row: int, settled: Sequence[int], held: Sequence[int]) -> bool:
+        """Tells the session of a text; returns whether it knows all of it, so that it can draft.
+
+        With x_i the tokens, the model's state h_i goes with x_{i+1}. Where both belong to the target's own text it is
+        observed. The others are supposed.
+
+        Args:
+            row: the text.
+            settled: its tokens, as the target has accepted them.
+            held: tokens that the model holds after them.
+        """
+        text = [*settled, *held]
+        states = self._reader.states(row, text)[: len(text) - 1]
+        told, sure = self._told.get(row, 0), min(len(states), len(settled) - 1)
+        if told < sure:
+            self._lower.observe([_news(row, text, states, told, sure)])
+            self._told[row] = sure
+        if len(states) > sure:
+            self._lower.suppose([_news(row, text, states, sure, len(states))])
+        else:
+            self._lower.suppose([Accepted.of_tokens(row, [])])
+        return len(states) == len(text) - 1
+
+
+def _news(row: int, text: Sequence[int], states: Sequence[torch.Tensor], begin: int, end: int) -> Accepted:
+    following = list(text[begin + 1 : end + 1])
+    earlier = text[:1] if begin == 0 else ()
+    taps, places = torch.stack(list(states[begin:end])), torch.arange(begin, end)
+    return Accepted(row, following, taps, places, torch.tensor(following), earlier)

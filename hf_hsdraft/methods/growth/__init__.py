@@ -1,0 +1,1 @@
+"""Larger drafters out of trained ones (PRISM)."""

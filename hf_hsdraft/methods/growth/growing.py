@@ -1,0 +1,78 @@
+"""Larger drafters out of trained ones: sets of parameters by step, and more layers for the text.
+
+A grown drafter begins by computing what the smaller one computes, so training goes on from there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...drafters.base.refiners import leave_folder
+from ...drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
+from ...drafters.hidden_state.network import HSDraftLayer
+from ...training.families.family import GROWTHS
+
+
+@torch.no_grad()
+def grown(drafter: HSDrafter, num_step_modules: int, num_hidden_layers: int) -> HSDrafter:
+    """Returns a larger drafter that drafts the same.
+
+    A new set of parameters is a copy of the last one (PRISM, section on training: one module is trained first, then
+    copied M times). New layers come first. They read the text only, and add nothing to it until they are trained.
+
+    Args:
+        drafter: the drafter, which is not changed.
+        num_step_modules: number M of sets of parameters, not less than it has.
+        num_hidden_layers: number of layers that read the text, not less than it has. Roll-out steps go through as many
+            as before.
+
+    Raises:
+        ValueError: such a drafter is not possible.
+    """
+    sizes = {"num_step_modules": num_step_modules, "num_hidden_layers": num_hidden_layers}
+    config = HSDraftConfig.from_dict(drafter.config.to_dict() | sizes)
+    larger = HSDrafter(config).to(drafter.device, drafter.dtype)
+    larger.generation_config = copy.deepcopy(drafter.generation_config)
+    leave_folder(larger)
+    larger.name_or_path = drafter.name_or_path
+    different = {"layers", "step_modules", "roll_norm", "roll_proj"}
+    for name, part in drafter.named_children():
+        if name not in different:
+            getattr(larger, name).load_state_dict(part.state_dict())
+    old: list[nn.Module] = [*drafter.layers]
+    added = num_hidden_layers - len(old)
+    for index, layer in enumerate(larger.layers):
+        layer.load_state_dict(old[max(index - added, 0)].state_dict())
+        if index < added:
+            _silence(layer)
+    known = drafter.steps()
+    for index, step in enumerate(larger.steps()):
+        (norm, project, layers), source = step, known[min(index, len(known) - 1)]
+        norm.load_state_dict(source[0].state_dict())
+        project.load_state_dict(source[1].state_dict())
+        for layer, its_source in zip(layers, source[2], strict=True):
+            layer.load_state_dict(its_source.state_dict())
+    return larger
+
+
+def grown_for(drafter: HSDrafter, fields: Mapping[str, Any]) -> HSDrafter:
+    """Returns a drafter as large as the fields of a plan ask for; see `grown`."""
+    config = drafter.config
+    has = config.num_step_modules, config.num_hidden_layers
+    wanted = fields.get("num_step_modules", has[0]), fields.get("num_hidden_layers", has[1])
+    return grown(drafter, *map(max, has, wanted)) if wanted != has else drafter
+
+
+def _silence(layer: HSDraftLayer) -> None:
+    """Lets a layer return what it is given. Its last products learn from the first step on."""
+    layer.attention.o_proj.weight.zero_()
+    layer.down_proj.weight.zero_()
+
+
+GROWTHS["hidden-state"] = grown_for

@@ -1,0 +1,1 @@
+"""Drafting by a target's own layers, some of which are left out."""

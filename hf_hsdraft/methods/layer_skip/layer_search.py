@@ -1,0 +1,181 @@
+"""Searches which layers of a target to leave out when it drafts for itself; nothing is trained.
+
+A list of layers is judged on texts that the target wrote. The share a of tokens that the remaining layers would choose
+too, after the text itself, and their cost c in forwards of the target, give the tokens that a forward's time is worth:
+chains of K drafted tokens emit (1 - a^(K+1)) / (1 - a) tokens on average, and take 1 + K c forwards. The best K counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...drafters.language_model.layer_subset import layers_of, with_layers
+from ...training.loop.progress import Reporter
+from .layer_skip import LayerSkipDrafter
+
+_MOST_DRAFTED = 8  # greatest length of a chain that is considered
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a list of skipped layers is worth.
+
+    Attributes:
+        skipped: the layers, ascending.
+        agreement: share of the target's own tokens that the others choose too, 0 to 1.
+        cost: of a draft's forward, in forwards of the target, by the weights that are read.
+        speed: tokens of the best chain per time of a forward of the target; plain decoding has 1.
+        depth: length of that chain.
+    """
+
+    skipped: tuple[int, ...]
+    agreement: float
+    cost: float
+    speed: float
+    depth: int
+
+    def __str__(self) -> str:
+        return (
+            f"without {list(self.skipped)}: agreement {self.agreement:.3f}, cost {self.cost:.3f} forwards, "
+            f"{self.speed:.3f} x plain with chains of {self.depth}"
+        )
+
+
+def speed_of_chains(agreement: float, cost: float, depth: int) -> float:
+    """Returns tokens per time of a target's forward with chains of `depth` tokens.
+
+    Args:
+        agreement: probability that a drafted token is right where those before it are, 0 to 1.
+        cost: of drafting a token, in forwards of the target.
+        depth: length of the chains.
+    """
+    emitted = sum(agreement**number for number in range(depth + 1))
+    return emitted / (1.0 + depth * cost)
+
+
+def check_target(target: Any) -> None:
+    """Raises a ValueError for a target that cannot draft without some of its layers. It takes a few short forwards.
+
+    Args:
+        target: the target.
+    """
+    count = len(layers_of(target)[1])
+    if count < 3:
+        raise ValueError(f"the target has {count} layers: expected 3 or more, as its first and last ones stay")
+    LayerSkipDrafter.for_target(target, [1]).check(target)
+
+
+@torch.no_grad()
+def written_texts(
+    target: Any,
+    prompts: Sequence[dict[str, torch.Tensor]],
+    max_new_tokens: int,
+    report: Callable[[str], None] = print,
+) -> list[tuple[torch.Tensor, int]]:
+    """Returns greedy texts `[1, length]` of the target, and the length of each prompt.
+
+    Args:
+        target: the target.
+        prompts: inputs of `generate()`, one text each.
+        max_new_tokens: greatest number of tokens of an answer.
+        report: told of the progress: a function that takes lines, or a `Reporter`.
+    """
+    texts = []
+    with Reporter.of(report).stage("writing texts", "texts", len(prompts)) as stage:
+        for done, inputs in enumerate(prompts, 1):
+            text = target.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+            texts.append((text, inputs["input_ids"].shape[1]))
+            stage.advance(done)
+    return texts
+
+
+@torch.no_grad()
+def judged(target: Any, skipped: Sequence[int], texts: Sequence[tuple[torch.Tensor, int]]) -> Judged:
+    """Judges a list of layers to leave out.
+
+    Args:
+        target: the target; not changed.
+        skipped: ascending numbers of the layers, from 0 on.
+        texts: see `written_texts`.
+    """
+    layers = layers_of(target)[1]
+    kept = [number for number in range(len(layers)) if number not in skipped]
+    part, right, total = with_layers(target, kept).eval(), 0, 0
+    keeps_few = "logits_to_keep" in inspect.signature(part.forward).parameters
+    for text, start in texts:
+        count = text.shape[1] - start
+        if not count:
+            continue
+        few = {"logits_to_keep": count} if keeps_few else {}  # those of the prompt are not looked at
+        logits = part(input_ids=text[:, :-1], use_cache=False, **few).logits[0, -count:]
+        right += int((logits.argmax(dim=-1) == text[0, start:].to(logits.device)).sum())
+        total += count
+    agreement = right / max(total, 1)
+    head = target.get_output_embeddings().weight.numel()
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    cost = (sum(sizes[number] for number in kept) + head) / (sum(sizes) + head)
+    best = max(range(1, _MOST_DRAFTED + 1), key=lambda depth: speed_of_chains(agreement, cost, depth))
+    return Judged(tuple(sorted(skipped)), agreement, cost, speed_of_chains(agreement, cost, best), best)
+
+
+def search(
+    target: Any,
+    texts: Sequence[tuple[torch.Tensor, int]],
+    most: int | None = None,
+    report: Callable[[str], None] = print,
+) -> Judged:
+    """Leaves out one layer after the other, each time the one that leaves the fastest drafts; returns the best list.
+
+    It goes on where drafts become slower, as further layers may pay together. The target's first and last layers
+    stay.
+
+    Args:
+        target: the target.
+        texts: see `written_texts`.
+        most: greatest number of layers to leave out; all but two by default.
+        report: told of the best list of each length and of the progress: a function that takes lines, or a `Reporter`.
+
+    Raises:
+        ValueError: see `check_target`; or there is no text.
+    """
+    check_target(target)
+    count = len(layers_of(target)[1])
+    if not any(text.shape[1] > start for text, start in texts):
+        raise ValueError("the target wrote nothing: expected prompts that it answers")
+    most = count - 2 if most is None else min(most, count - 2)
+    now: tuple[int, ...] = ()
+    best: Judged | None = None
+    report = Reporter.of(report)
+    lists, done = sum(count - 2 - skipped for skipped in range(most)), 0
+    with report.stage("judging lists of layers", "lists", lists) as stage:
+        for _ in range(most):
+            judgements = []
+            for number in (number for number in range(1, count - 1) if number not in now):
+                judgements.append(judged(target, sorted({*now, number}), texts))
+                stage.advance(done := done + 1)
+            found = max(judgements, key=lambda each: each.speed)
+            report(str(found))
+            now, best = found.skipped, found if best is None or found.speed > best.speed else best
+    if best is None:
+        raise ValueError(f"most={most} is invalid: expected 1 or more layers to leave out")
+    return best
+
+
+def as_drafter(target: Any, found: Judged, target_name: str = "") -> LayerSkipDrafter:
+    """Returns the drafter of a list of layers. It drafts the chains that the list was judged by, without n-grams.
+
+    Args:
+        target: the target.
+        found: the list.
+        target_name: name of the target; the one by which it was loaded by default.
+    """
+    drafter = LayerSkipDrafter.for_target(target, found.skipped, target_name)
+    options = drafter.generation_config
+    options.num_assistant_tokens = options.tree_size = found.depth
+    options.beam_width, options.ngram_length = 1, 0  # n-grams would take nodes of the chain's
+    return drafter

@@ -1,0 +1,178 @@
+"""Drafting by a target's own layers, some of which are left out; nothing is trained for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import GenerationConfig
+
+from ...core.checks import is_integer, printable, public_name
+from ...core.refusals import DraftingRefused
+from ...drafters.base.draft_options import default_options
+from ...drafters.base.loading_arguments import give_options
+from ...drafters.base.protocol import DraftCall
+from ...drafters.base.registry import register_drafter
+from ...drafters.base.special_tokens import ANY, AnySpecialTokens
+from ...drafters.base.weightless_drafter import WeightlessDrafter
+from ...drafters.language_model.layer_subset import are_layers, with_layers
+from ...drafters.language_model.lm_session import CausalLMSession
+from ...drafters.language_model.lm_trial import ability_of
+from ...drafters.language_model.lm_vocabulary import shared_tokens
+from ...runtime.target_limits import decoder_layers, text_config
+
+_MOST_LAYERS = 4096
+
+
+@dataclass(frozen=True)
+class LayerSkipConfig:
+    """Which layers of which target are left out.
+
+    Attributes:
+        skipped_layers: their numbers, ascending, from 0 on.
+        num_hidden_layers: number of layers of the target.
+        target_name: its name, for messages and cards.
+        vocab_size: equal to that of any target.
+
+    Raises:
+        ValueError: they are no layers of such a target, or all of them.
+    """
+
+    model_type: ClassVar[str] = "layer_skip"
+
+    skipped_layers: tuple[int, ...]
+    num_hidden_layers: int
+    target_name: str = ""
+    vocab_size: Any = ANY
+    is_encoder_decoder: bool = False
+
+    def __post_init__(self) -> None:
+        count, skipped = self.num_hidden_layers, self.skipped_layers
+        if not is_integer(count) or not 1 <= count <= _MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers={count!r} is invalid: expected 1 to {_MOST_LAYERS}")
+        if not are_layers(skipped, count) or len(skipped) == count:
+            raise ValueError(
+                f"skipped_layers={list(skipped)} is invalid: expected ascending numbers from 0 to {count - 1}, each "
+                "once and not all of them"
+            )
+
+    @property
+    def kept_layers(self) -> list[int]:
+        """The numbers of the layers that draft."""
+        return [number for number in range(self.num_hidden_layers) if number not in self.skipped_layers]
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
+        """Returns a configuration that a pipeline finds equal to any target's."""
+        return AnySpecialTokens(self)
+
+
+class LayerSkipDrafter(WeightlessDrafter):
+    """Self-speculation without training: the target drafts with some of its layers left out ("Draft & Verify").
+
+    It has no weights. It reads the text with a cache of its own, so the target computes nothing otherwise.
+
+        drafter = LayerSkipDrafter.for_target(model, skipped_layers=[4, 6, 9])
+        out = model.generate(**inputs, assistant_model=drafter)
+
+    Args:
+        config: which layers are left out.
+    """
+
+    config_class = LayerSkipConfig
+    shown_fields = ("skipped_layers", "num_hidden_layers", "target_name")
+    num_draft_steps = 32
+    takes_tree_builders = True
+    why_not_exported = "it has no weights: other programs leave layers out by methods of their own"
+
+    def __init__(self, config: LayerSkipConfig) -> None:
+        self.config = config
+        self.generation_config = self.default_generation_config()
+
+    @classmethod
+    def for_target(cls, target: Any, skipped_layers: Sequence[int], target_name: str = "") -> LayerSkipDrafter:
+        """Makes a drafter for a target.
+
+        Args:
+            target: a model of transformers that generates text.
+            skipped_layers: ascending numbers of the layers to leave out, from 0 on.
+            target_name: name of the target; the one by which it was loaded by default.
+
+        Raises:
+            ValueError: the target has no such layers, or they are all that it has.
+        """
+        name = public_name(target_name or getattr(target, "name_or_path", "") or "")
+        return cls(LayerSkipConfig(tuple(skipped_layers), decoder_layers(text_config(target)), name))
+
+    @classmethod
+    def of_document(
+        cls, document: Mapping[str, Any], stored: Mapping[str, Any], given: Mapping[str, Any], where: Path
+    ) -> LayerSkipDrafter:
+        skipped, name = document.get("skipped_layers"), document.get("target_name", "")
+        if not isinstance(skipped, list) or not isinstance(name, str):
+            raise ValueError(f"{where} is damaged: expected a list of numbers as skipped_layers, a name as target_name")
+        try:
+            drafter = cls(LayerSkipConfig(tuple(skipped), document.get("num_hidden_layers", 0), name))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where} is damaged: {error}") from error
+        give_options(drafter, stored, given)
+        return drafter
+
+    def document(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "skipped_layers": list(config.skipped_layers),
+            "num_hidden_layers": config.num_hidden_layers,
+            "target_name": config.target_name,
+        }
+
+    def default_generation_config(self) -> GenerationConfig:
+        return default_options(num_assistant_tokens=5, tree_size=16, beam_width=4)
+
+    def check(self, target: Any) -> None:
+        layers = decoder_layers(text_config(target))
+        if layers != self.config.num_hidden_layers:
+            raise DraftingRefused(
+                f"the target has num_hidden_layers={layers}, this drafter leaves out layers of one with "
+                f"{self.config.num_hidden_layers} ({printable(self.config.target_name) or 'not named'}). Search a list "
+                "for this target by `hsdraft skip-layers`."
+            )
+        reason = ability_of(drafting_part(target, self.config)).reason
+        if reason:
+            raise DraftingRefused(f"the target's layers cannot draft: {reason}")
+
+    def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
+        """Raises a DraftingRefused where all processes have to run the same forwards."""
+        if all_processes:
+            raise DraftingRefused.of_sharded("some of the layers")
+
+    def session(self, call: DraftCall) -> CausalLMSession:
+        part = drafting_part(call.target, self.config)
+        return CausalLMSession(part, call, shared_tokens(part, call.target), ability_of(part).kinds)
+
+
+def drafting_part(target: Any, config: LayerSkipConfig) -> Any:
+    """Returns a target without some of its layers. It shares the target's weights, and is made once for a target.
+
+    Raises:
+        DraftingRefused: the target's layers do not stand by themselves.
+    """
+    where = target.device, target.dtype, text_config(target)._attn_implementation
+    known, key = _parts.get(target, {}), (config.skipped_layers, *where)
+    part = known.get(key)
+    if part is None:
+        try:
+            part = with_layers(target, config.kept_layers).eval()
+        except ValueError as error:
+            raise DraftingRefused(f"the target cannot draft by some of its layers: {error}") from error
+        # Of a target that was moved, the old ones are of no use. Other threads may read the old mapping.
+        _parts[target] = {**{other: kept for other, kept in known.items() if other[1:] == where}, key: part}
+    return part
+
+
+_parts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+register_drafter(LayerSkipConfig.model_type, LayerSkipConfig, LayerSkipDrafter)

@@ -1,0 +1,270 @@
+"""Tasks whose answers can be checked: some that are made up here, easy enough for small targets, and those of files.
+
+Each item is a message to the target, and a rule that tells whether an answer to it is right. The rules read the answer
+as a person would: a number is the last number that it names, a label is the one that it names first. A text that has to
+have some words has them in any order, also in the plural.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...training.data.conversations import Prompt, read_rows
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_WORD = re.compile(r"[^\W_]+")  # of any script
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question with its answer.
+
+    Attributes:
+        task: name of the task.
+        prompt: message to the target.
+        answer: the right answer.
+        kind: how an answer is checked, one of `CHECKERS`.
+        labels: of `"label"`, all labels that there are.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+    kind: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """The question, in 16 hexadecimal digits."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
+
+    def is_right(self, text: str) -> bool:
+        """Whether a target's text answers the question."""
+        return CHECKERS[self.kind](self, text)
+
+
+def _words(text: str) -> str:
+    """A text as its words in small letters, each between two spaces."""
+    return f" {' '.join(_WORD.findall(text.lower()))} "
+
+
+def numbers_of(text: str) -> list[float]:
+    """Returns the numbers that a text names, in order; a comma may part thousands."""
+    return [float(found.replace(",", "")) for found in _NUMBER.findall(text)]
+
+
+def _number(item: Item, text: str) -> bool:
+    found = numbers_of(text)
+    return bool(found) and abs(found[-1] - numbers_of(item.answer)[-1]) < 1e-6
+
+
+def _label(item: Item, text: str) -> bool:
+    words = _words(text)
+    places = {label: words.find(_words(label)) for label in item.labels}
+    named = {label: place for label, place in places.items() if place >= 0}
+    return bool(named) and min(named, key=named.__getitem__) == item.answer
+
+
+def _contains(item: Item, text: str) -> bool:
+    return _words(item.answer) in _words(text)
+
+
+def _all(item: Item, text: str) -> bool:
+    words = _words(text)
+    return all(any(_words(part + end) in words for end in ("", "s", "es")) for part in item.answer.split(", "))
+
+
+CHECKERS: dict[str, Callable[[Item, str], bool]] = {
+    "number": _number,
+    "label": _label,
+    "contains": _contains,
+    "all": _all,
+}
+
+_NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Oscar", "Paula", "Simon")
+_CITIES = ("Paris", "London", "Madrid", "Rome", "Berlin", "Vienna", "Oslo", "Dublin", "Lisbon", "Athens", "Prague")
+_JOBS = ("nurse", "teacher", "farmer", "painter", "lawyer", "baker", "pilot", "singer", "driver", "doctor")
+_COLOURS = ("red", "green", "blue", "yellow", "white", "black", "brown", "grey")
+_ANIMALS = ("dog", "cat", "horse", "rabbit", "fox", "bear", "duck", "sheep", "cow", "mouse")
+_THINGS = ("table", "chair", "window", "lamp", "spoon", "bottle", "book", "hammer", "basket", "ladder")
+_FOODS = ("bread", "cheese", "soup", "rice", "apple", "potato", "butter", "honey")
+_PLACES = ("in the garden", "near the river", "on the hill", "behind the house", "at the market", "under the bridge")
+_DEEDS = ("sleeps", "runs", "waits", "plays", "eats", "sits")
+_GOOD = ("wonderful", "excellent", "delightful", "fantastic", "great", "lovely", "perfect", "brilliant")
+_BAD = ("terrible", "awful", "horrible", "disgusting", "dreadful", "boring", "useless", "disappointing")
+_JUDGED = ("film", "book", "meal", "hotel", "concert", "service", "phone", "holiday", "restaurant", "play")
+
+
+def _copying(rng: random.Random) -> Item:
+    sentence = (
+        f"The {rng.choice(_COLOURS)} {rng.choice(_ANIMALS)} {rng.choice(_DEEDS)} {rng.choice(_PLACES)}, and "
+        f"{rng.choice(_NAMES)} has a {rng.choice(_COLOURS)} {rng.choice(_THINGS)}."
+    )
+    prompt = f"Repeat the following sentence exactly, word for word:\n\n{sentence}"
+    return Item("copying", prompt, sentence, "contains")
+
+
+def _addition(rng: random.Random) -> Item:
+    one, other = rng.randint(1, 9), rng.randint(1, 9)
+    asked = rng.choice(("What is {} + {}?", "Calculate {} + {}.", "Add {} and {}.", "How much is {} plus {}?"))
+    prompt = f"{asked.format(one, other)} Give the result as a number."
+    return Item("addition", prompt, str(one + other), "number")
+
+
+def _sentiment(rng: random.Random) -> Item:
+    good = rng.random() < 0.5
+    thing, words = rng.choice(_JUDGED), rng.sample(_GOOD if good else _BAD, 2)
+    verdict = "I loved it" if good else "I hated it"
+    prompt = (
+        f"Review: The {thing} was {words[0]} and {words[1]}. {verdict}.\n\nIs this review positive or negative? Answer "
+        "with one word."
+    )
+    return Item("sentiment", prompt, "positive" if good else "negative", "label", ("positive", "negative"))
+
+
+def _choosing(rng: random.Random) -> Item:
+    groups = {"an animal": _ANIMALS, "a colour": _COLOURS, "something to eat": _FOODS, "a city": _CITIES}
+    kind = rng.choice(list(groups))
+    answer = rng.choice(groups[kind])
+    offered = [answer, *rng.sample(_THINGS, 2)]
+    rng.shuffle(offered)
+    prompt = f"Which of these words is {kind}: {offered[0]}, {offered[1]} or {offered[2]}? Answer with that word only."
+    return Item("choosing", prompt, answer, "label", tuple(offered))
+
+
+def _extraction(rng: random.Random) -> Item:
+    name, city, job = rng.choice(_NAMES), rng.choice(_CITIES), rng.choice(_JOBS)
+    age = rng.randint(21, 69)
+    asked = rng.choice(("city", "job", "age"))
+    question, answer = {
+        "city": (f"In which city does {name} live?", city),
+        "job": (f"What is the job of {name}?", job),
+        "age": (f"How old is {name}?", str(age)),
+    }[asked]
+    passage = f"{name} is {age} years old and lives in {city}. {name} works as a {job}."
+    return Item("extraction", f"{passage}\n\n{question}", answer, "contains")
+
+
+def _counting(rng: random.Random) -> Item:
+    first = rng.randint(1, 40)
+    last = first + rng.randint(5, 12)
+    answer = " ".join(map(str, range(first, last + 1)))
+    prompt = f"List the numbers {first}, {first + 1}, {first + 2} and so on, up to {last}."
+    return Item("counting", prompt, answer, "contains")
+
+
+def _explaining(rng: random.Random) -> Item:
+    name, thing = rng.choice(_NAMES), rng.choice(_FOODS)
+    one, other = rng.randint(2, 9), rng.randint(1, 9)
+    prompt = (
+        f"{name} has {one} pieces of {thing} and gets {other} more. How many pieces of {thing} does {name} have now? "
+        "Explain your answer, and end with the number."
+    )
+    return Item("explaining", prompt, str(one + other), "number")
+
+
+def _writing(rng: random.Random) -> Item:
+    words = ", ".join((rng.choice(_NAMES), rng.choice(_ANIMALS), rng.choice(_THINGS)))
+    prompt = f"Write a story of two or three sentences. All of these words have to be in it: {words}."
+    return Item("writing", prompt, words, "all")
+
+
+GENERATED: dict[str, Callable[[random.Random], Item]] = {
+    "copying": _copying,
+    "addition": _addition,
+    "sentiment": _sentiment,
+    "choosing": _choosing,
+    "extraction": _extraction,
+    "counting": _counting,
+    "explaining": _explaining,
+    "writing": _writing,
+}
+
+
+def make_items(task: str, count: int, seed: int = 0, without: Collection[str] = ()) -> list[Item]:
+    """Returns different items of a task, at most `count`; the same ones for a seed.
+
+    A task may have fewer: there are 324 questions for sums of two digits.
+
+    Args:
+        task: its name.
+        count: greatest number of items.
+        seed: of all random choices.
+        without: digests of questions that are left out.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    if task not in GENERATED:
+        raise ValueError(f"no task {task!r}: expected some of {', '.join(GENERATED)}")
+    rng = random.Random(f"{task} {seed}")
+    found: dict[str, Item] = {}
+    for _ in range(50 * count):
+        item = GENERATED[task](rng)
+        if item.digest not in without:
+            found.setdefault(item.prompt, item)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def read_items(path: Path) -> list[Item]:
+    """Reads questions with answers from a JSONL file: `turns`, `answer`, and `labels` where an answer is one of some.
+
+    Of an answer as GSM8K writes it, what follows `####` counts. The task is the line's `category`, else the name of the
+    file.
+
+    Raises:
+        ValueError: a line has no answer, an answer that is none of its labels, or one without letters and digits.
+    """
+    return [_read(path, row, prompt) for row, prompt in read_rows(path) if isinstance(prompt, Prompt)]
+
+
+def _read(path: Path, row: dict[str, object], prompt: Prompt) -> Item:
+    answer, labels = row.get("answer"), row.get("labels") or ()
+    if not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise ValueError(f"{path}: {prompt.turns[0]!r:.60} has no `answer`: expected a text or a number")
+    text = str(answer).rpartition("####")[2].strip()
+    if not isinstance(labels, list | tuple) or (labels and text not in map(str, labels)):
+        raise ValueError(f"{path}: {prompt.turns[0]!r:.60} has answer {text!r}: expected one of its labels {labels!r}")
+    named = [str(label) for label in labels]
+    for each in (text, *named):
+        if not _WORD.search(each):
+            raise ValueError(f"{path}: {prompt.turns[0]!r:.60} has {each!r}: expected an answer with letters or digits")
+    kind = "label" if labels else "number" if _NUMBER.fullmatch(text) else "contains"
+    return Item(prompt.category or path.stem, prompt.turns[0], text, kind, tuple(named))
+
+
+def items_of(
+    tasks: Sequence[str], files: Sequence[Path], count: int, seed: int = 0, without: Collection[str] = ()
+) -> list[Item]:
+    """Returns at most `count` items of each generated task, and of each task in some files.
+
+    Args:
+        tasks: names of generated tasks.
+        files: JSONL files, see `read_items`.
+        count: greatest number of items of a task.
+        seed: of the generated ones.
+        without: digests of questions that are left out.
+
+    Raises:
+        ValueError: see `make_items` and `read_items`; or there is none.
+    """
+    found = [item for task in tasks for item in make_items(task, count, seed, without)]
+    for path in files:
+        taken: dict[str, int] = {}
+        for item in read_items(path):
+            if item.digest in without:
+                continue
+            taken[item.task] = taken.get(item.task, 0) + 1
+            if taken[item.task] <= count:
+                found.append(item)
+    if not found:
+        new = " that no rule was trained with" if without else ""
+        raise ValueError(f"no questions with answers{new}: name some of {', '.join(GENERATED)}, or a file of them")
+    return found

@@ -1,0 +1,278 @@
+"""Trains the classifier of pivot-aware verification: which drafted tokens change whether an answer is right.
+
+"Pivot-Aware Speculative Decoding" (arXiv:2511.00351). Questions are answered by exact drafting. Where the target's own
+token was not drafted, the answer could have gone on with the drafter's token instead. Both ways are rolled out many
+times by sampling. The drafted token is a pivot if the answers after it are right clearly less often.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...bench.measure import encode_prompt, end_tokens
+from ...bench.wrapped_drafter import WrappedDrafter
+from ...core.checks import public_name
+from ...core.draft_tree import DraftTree
+from ...drafters.base.draft_options import DraftOptions
+from ...hub.care import care
+from ...hub.pretrained_drafter import PretrainedDrafter
+from ...runtime.target_limits import text_config
+from ...verify.verdict import Nodes, Verdict, Verifier
+from .checked_tasks import Item
+from .pivot import FILE, PivotClassifier, tap_of
+from .relaxed import Mismatch, Relaxed, normalised_entropy
+
+WORSE = 0.9  # a pivot's answers are right less often than so much of the others
+_HELD_OUT, _STEPS, _LEARNING_RATE, _DECAY = 0.2, 300, 1e-3, 1e-2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a classifier is trained.
+
+    Attributes:
+        places: number of mismatches that are labelled, at most, of each question.
+        roll_outs: number of answers sampled after each of the two tokens.
+        temperature: of these answers.
+        max_new_tokens: greatest number of new tokens of an answer.
+        seed: of all random choices.
+    """
+
+    places: int = 2
+    roll_outs: int = 20
+    temperature: float = 0.7
+    max_new_tokens: int = 64
+    seed: int = 0
+
+    def folder_for(self, drafter: Any, out: Path | None) -> Path:
+        """Returns the folder that the classifier is saved in, before any work.
+
+        Raises:
+            ValueError: the drafter keeps no such file, or has no folder of its own and no other is named.
+            OSError: nothing can be written there.
+        """
+        own = getattr(drafter, "loaded_from", None)
+        if not isinstance(drafter, PretrainedDrafter):
+            raise ValueError(
+                f"a {type(drafter).__name__} keeps no classifier beside its files: expected one of this package's "
+                "own format: a hidden-state, SpecFormer or self-speculation drafter"
+            )
+        folder = out or own
+        if folder is None or (out is None and folder.parent.name == "snapshots"):
+            raise ValueError("the drafter is from the Hub: name a folder to save it in with its classifier, by --out")
+        check_place(folder)
+        return folder
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mismatch of an answer.
+
+    Attributes:
+        item: the question.
+        prompt: `[1, length]`, its token ids.
+        before: tokens of the answer before the mismatch.
+        own: the target's token.
+        drafted: the drafter's.
+        state: `[D]`, float32, the hidden state of the target that has read the drafted token.
+        figures: normalised entropy before the token, and the token's probability.
+    """
+
+    item: Item
+    prompt: torch.Tensor
+    before: tuple[int, ...]
+    own: int
+    drafted: int
+    state: torch.Tensor
+    figures: tuple[float, float]
+
+
+class _Noting(Relaxed):
+    """Accepts nothing but the target's own tokens, and notes each mismatch with the tokens of the answer before it."""
+
+    exact = True
+
+    def __init__(self, tap: int) -> None:
+        self.taps = (tap,)
+        self.noted: list[tuple[tuple[int, ...], Mismatch]] = []
+        self._answer: list[int] = []
+
+    def accepts(self, mismatch: Mismatch) -> bool:
+        self.noted.append(((*self._answer, *mismatch.tokens), mismatch))
+        return False
+
+    def judge(self, tree: DraftTree, nodes: Nodes) -> Verdict:
+        verdict = super().judge(tree, nodes)
+        self._answer += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        return verdict
+
+
+class _NotingDrafter(WrappedDrafter):
+    def __init__(self, drafter: Any, rule: _Noting) -> None:
+        super().__init__(drafter)
+        self.generation_config.verification = "walk"
+        self._rule = rule
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return self._rule
+
+
+def collect(target: Any, tokenizer: Any, drafter: Any, item: Item, plan: Plan) -> list[Place]:
+    """Answers a question greedily, and returns some of its mismatches."""
+    rule = _Noting(tap_of(text_config(target).num_hidden_layers))
+    inputs = encode_prompt(tokenizer, item.prompt, target.device)
+    settings = {"do_sample": False, "max_new_tokens": plan.max_new_tokens}
+    target.generate(**inputs, **settings, assistant_model=_NotingDrafter(drafter, rule))
+    rng = random.Random(f"{plan.seed} {item.prompt}")
+    chosen = rng.sample(rule.noted, min(plan.places, len(rule.noted)))
+    found = []
+    for before, mismatch in chosen:
+        assert mismatch.taps is not None
+        entropy = normalised_entropy(mismatch.probabilities)
+        found.append(
+            Place(
+                item=item,
+                prompt=inputs["input_ids"],
+                before=before,
+                own=mismatch.own(mismatch.node, mismatch.tokens),
+                drafted=mismatch.tree.tokens[mismatch.best],
+                state=mismatch.taps[mismatch.best].float().cpu(),
+                figures=(entropy, mismatch.probability),
+            )
+        )
+    return found
+
+
+def label(target: Any, tokenizer: Any, place: Place, plan: Plan) -> int:
+    """Returns 1 for a pivot, else 0: answers sampled after the drafted token are right less often."""
+    torch.manual_seed(plan.seed + len(place.before))
+    own, drafted = (utility(target, tokenizer, place, token, plan) for token in (place.own, place.drafted))
+    return int(drafted < WORSE * own)
+
+
+def utility(target: Any, tokenizer: Any, place: Place, token: int, plan: Plan) -> float:
+    """Returns the share of right answers among those sampled after a token at a place."""
+    ends = end_tokens(target)
+    start = [*place.before, token]
+    room = plan.max_new_tokens - len(start)
+    rows = [start] * plan.roll_outs
+    if token not in ends and room > 0:
+        ids = torch.cat([place.prompt, place.prompt.new_tensor([start])], dim=1).repeat(plan.roll_outs, 1)
+        texts = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=plan.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=room,
+        )
+        rows = texts[:, place.prompt.shape[1] :].tolist()
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    return sum(place.item.is_right(text) for text in texts) / len(texts)
+
+
+def check_place(folder: Path) -> None:
+    """Raises an OSError if no classifier can be written into a folder, which is not made yet if it is missing."""
+    if (folder / FILE).is_dir():
+        raise IsADirectoryError(f"{folder / FILE} is a folder: expected a file there, or nothing; move it away")
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{above} is a file: expected a folder; name another one by --out")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=above):
+            pass
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written ({error}): name another folder by --out") from error
+
+
+def held_out(questions: Sequence[str], kinds: torch.Tensor) -> torch.Tensor:
+    """Returns which mismatches are held out, `[n]`: all of some questions, about a fifth of each kind.
+
+    Args:
+        questions: that of each mismatch. Mismatches of a question are alike, so they stay together.
+        kinds: `[n]`, 1 for a pivot, else 0.
+
+    Raises:
+        ValueError: a kind is of too few questions to be on both sides.
+    """
+    names = list(dict.fromkeys(questions))
+    of = torch.tensor([names.index(question) for question in questions])
+    held = torch.zeros(len(kinds), dtype=torch.bool)
+    for kind in (1, 0):
+        wanted = max(int(_HELD_OUT * (kinds == kind).sum()), 1)
+        for question in torch.randperm(len(names)).tolist():
+            more = held | (of == question)
+            helps = more[kinds == kind].sum() > held[kinds == kind].sum()
+            if held[kinds == kind].sum() < wanted and helps and all((~more[kinds == each]).any() for each in (0, 1)):
+                held = more
+        if not held[kinds == kind].any():
+            raise ValueError(
+                f"the {len(kinds)} mismatches are of {len(names)} questions: expected at least two questions with "
+                "pivots and two with others, so that some can be held out; give more questions"
+            )
+    return held
+
+
+def fit(places: Sequence[Place], labels: Sequence[int], plan: Plan) -> tuple[PivotClassifier, dict[str, float]]:
+    """Trains a classifier, and returns it with its figures on places of questions that it was not trained with.
+
+    Raises:
+        ValueError: there are too few pivots, or too little else.
+    """
+    targets = torch.tensor(list(labels))
+    pivots = int(targets.sum())
+    if pivots < 2 or len(targets) - pivots < 2:
+        raise ValueError(
+            f"{pivots} of {len(targets)} mismatches are pivots: expected at least two of each kind; give more "
+            "questions, or tasks that the target answers right more often"
+        )
+    torch.manual_seed(plan.seed)
+    states, figures = torch.stack([place.state for place in places]), torch.tensor([p.figures for p in places])
+    held = held_out([place.item.prompt for place in places], targets)
+    classifier = PivotClassifier(states.shape[1], 0)
+    classifier.train()
+    rare = torch.tensor([1.0, float((~held & (targets == 0)).sum() / (~held & (targets == 1)).sum())])
+    optimizer = torch.optim.AdamW(classifier.parameters(), _LEARNING_RATE, weight_decay=_DECAY)
+    for _ in range(_STEPS):
+        logits = classifier(states[~held], figures[~held])
+        loss = torch.nn.functional.cross_entropy(logits, targets[~held], rare)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    classifier.eval().requires_grad_(False)
+    found = classifier(states[held], figures[held]).argmax(dim=-1)
+    told = {kind: round(float((found == value)[targets[held] == value].float().mean()), 3)
+            for kind, value in (("pivots found", 1), ("others passed", 0))}  # fmt: skip
+    classifier.questions = tuple(dict.fromkeys(place.item.digest for place in places))
+    classifier.recipe = {
+        "tasks": ", ".join(dict.fromkeys(place.item.task for place in places)),
+        "mismatches": len(targets),
+        "pivots among them": pivots,
+        "roll-outs of each token": f"{plan.roll_outs}, at temperature {plan.temperature}",
+        "held out": f"{int(held.sum())} mismatches, of questions of their own: "
+        + ", ".join(f"{kind} {share}" for kind, share in told.items()),
+    }
+    return classifier, told
+
+
+def save_beside(drafter: Any, classifier: PivotClassifier, folder: Path, target: Any) -> None:
+    """Writes a classifier into the folder of a drafter, and its card anew; the drafter is saved there if it is not yet.
+
+    Args:
+        target: what the classifier was trained for.
+    """
+    classifier.layers = text_config(target).num_hidden_layers
+    classifier.tap = tap_of(classifier.layers)
+    classifier.recipe = {"target": public_name(getattr(target, "name_or_path", "")), **classifier.recipe}
+    if drafter.loaded_from is None or folder.resolve() != drafter.loaded_from.resolve():
+        drafter.save_pretrained(folder)
+    classifier.save(folder / FILE)
+    care().write_card(folder, folder.resolve().name)

@@ -1,0 +1,261 @@
+"""The figures of lossy rules, with intervals, as tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Column, Table
+
+from ...bench.systems import PLAIN
+from ...training.files import write_json
+from ...verify.lossy_rule import Rule
+from .quality import EXACT, Answer, Quality, exact_name
+
+LEAST_ACCURACY = 0.2  # of plain decoding in a task; below it the task says nothing
+_RESAMPLES, _SEED = 1000, 0
+_COVERED = 0.95
+SPEEDS = ("speed_up", "gain")
+_PRICE = ("accuracy", "kept", "relaxed", "same", "log_probability")  # the other figures have a table of their own
+
+DEFINITIONS = {
+    "interval": f"{_COVERED:.0%} of {_RESAMPLES} bootstrap samples of the questions; every system has the same sample",
+    "accuracy": f"share of right answers, in tasks that plain decoding gets right in {LEAST_ACCURACY:.0%} or more",
+    "kept": "accuracy over plain decoding's, in the same tasks",
+    "relaxed": "share of tokens that the rule accepted in place of the target's own: its most probable token, or its "
+    "draw where it samples; plain decoding would not have chosen them",
+    "same": "share of answers whose tokens are all plain decoding's (sampled: with the same seed)",
+    "log_probability": "mean log-probability of a token under the target, at temperature 1, less that of plain "
+    "decoding's own answers, in nats",
+    "tokens": "mean number of new tokens of an answer",
+    "repetition": "share of 4-grams that occurred before in the same answer",
+    "tau": "tokens emitted per target forward, the prompt's forward and the bonus token included (plain decoding: 1)",
+    "speed_up": "tokens/s over plain generate(), same process, in changing order",
+    "gain": "tokens/s over exact drafting with the same drafts, likewise",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its interval; NaN where it does not exist, as a share of nothing."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f}..{self.high:.3f})" if math.isfinite(self.value) else "-"
+
+    def as_json(self) -> dict[str, float | None]:
+        """Returns the figure as JSON has it, which knows no NaN."""
+        return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """The figures of one system, see `DEFINITIONS`."""
+
+    accuracy: Figure
+    kept: Figure
+    relaxed: Figure
+    same: Figure
+    log_probability: Figure
+    tokens: Figure
+    repetition: Figure
+    tau: Figure
+    speed_up: Figure
+    gain: Figure
+
+
+def bootstrap(columns: Sequence[Sequence[float]], figure: Callable[..., torch.Tensor]) -> Figure:
+    """Returns a figure that is made of sums over questions, with its interval.
+
+    Args:
+        columns: for each sum, a number of each question.
+        figure: takes the sums, each `[n]`, and returns `[n]`. Samples for which it is not finite are left out.
+    """
+    numbers = torch.tensor([list(column) for column in columns], dtype=torch.float64)  # [k, questions]
+    count = numbers.shape[1]
+    picks = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(_SEED))
+    sums = torch.stack([column[picks].sum(dim=1) for column in numbers])
+    value = float(figure(*numbers.sum(dim=1, keepdim=True)))
+    drawn = figure(*sums)
+    drawn = drawn[drawn.isfinite()]
+    if not math.isfinite(value) or not len(drawn):
+        return Figure(math.nan, math.nan, math.nan)
+    edge = (1 - _COVERED) / 2
+    low, high = (float(drawn.quantile(at)) for at in (edge, 1 - edge))
+    return Figure(value, low, high)
+
+
+def _ratio(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return one / other
+
+
+def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
+    """Returns the share of right answers of each task."""
+    tasks: dict[str, list[bool]] = {}
+    for answer in answers:
+        tasks.setdefault(answer.task, []).append(answer.right)
+    return {task: sum(right) / len(right) for task, right in tasks.items()}
+
+
+def told_by(plain: Sequence[Answer]) -> set[str]:
+    """Returns the tasks that say something: plain decoding gets enough of them right."""
+    return {task for task, accuracy in accuracies(plain).items() if accuracy >= LEAST_ACCURACY}
+
+
+def row_of(own: Sequence[Answer], plain: Sequence[Answer], exact: Sequence[Answer]) -> QualityRow:
+    """Returns the figures of one system, beside plain decoding and exact drafting of the same questions."""
+    telling = told_by(plain)
+    counted = [float(answer.task in telling) for answer in plain]
+    right, plain_right = (
+        [each.right * count for each, count in zip(answers, counted, strict=True)] for answers in (own, plain)
+    )
+
+    def of(name: str, answers: Sequence[Answer] = own) -> list[float]:
+        return [float(getattr(answer, name)) for answer in answers]
+
+    def speed(other: Sequence[Answer]) -> Figure:
+        columns = (of("tokens"), of("seconds"), of("tokens", other), of("seconds", other))
+        return bootstrap(columns, lambda a, b, c, d: (a / b) / (c / d))
+
+    return QualityRow(
+        accuracy=bootstrap((right, counted), _ratio),
+        kept=bootstrap((right, plain_right), _ratio),
+        relaxed=bootstrap((of("relaxed"), of("tokens")), _ratio),
+        same=bootstrap((of("same"), [1.0] * len(own)), _ratio),
+        log_probability=bootstrap(
+            (of("log_probability"), of("tokens"), of("log_probability", plain), of("tokens", plain)),
+            lambda a, b, c, d: a / b - c / d,
+        ),
+        tokens=bootstrap((of("tokens"), [1.0] * len(own)), _ratio),
+        repetition=bootstrap((of("repeated"), of("ngrams")), _ratio),
+        tau=bootstrap((of("tokens"), of("forwards")), _ratio),
+        speed_up=speed(plain),
+        gain=speed(exact),
+    )
+
+
+def rows_of(answers: Mapping[str, Sequence[Answer]], rules: Mapping[str, Rule]) -> dict[str, QualityRow]:
+    """Returns the figures of each system. Each rule is compared with exact drafting of the same drafts."""
+    exact = {name: answers[exact_name(rules[name]) if name in rules else EXACT] for name in answers}
+    return {name: row_of(own, answers[PLAIN], exact[name]) for name, own in answers.items()}
+
+
+def shown_figures(quality: Quality) -> list[str]:
+    """Returns the names of the figures that mean something: speeds only where the machine was quiet."""
+    return [name for name in QualityRow.__dataclass_fields__ if quality.timed or name not in SPEEDS]
+
+
+def as_document(quality: Quality) -> dict[str, Any]:
+    """Returns the report for `--json`: settings, definitions, figures and all single answers."""
+    shown = shown_figures(quality)
+    hidden = () if quality.timed else ("seconds",)
+    return {
+        "definitions": {name: text for name, text in DEFINITIONS.items() if name in (*shown, "interval")},
+        "settings": {**quality.settings, "drafter": quality.drafter, "timed": quality.timed},
+        "rules": {name: {**asdict(rule), "published": rule.is_published} for name, rule in quality.rules.items()},
+        "figures": {
+            mode: {
+                name: {each: getattr(row, each).as_json() for each in shown}
+                for name, row in rows_of(answers, quality.rules).items()
+            }
+            for mode, answers in quality.answers.items()
+        },
+        "accuracy_by_task": {
+            mode: {name: accuracies(own) for name, own in answers.items()} for mode, answers in quality.answers.items()
+        },
+        "answers": {
+            mode: {
+                name: [{each: value for each, value in asdict(answer).items() if each not in hidden} for answer in own]
+                for name, own in answers.items()
+            }
+            for mode, answers in quality.answers.items()
+        },
+    }
+
+
+def write_quality(quality: Quality, path: Path) -> None:
+    """Writes the report; the file is replaced only when the new one is complete."""
+    write_json(path, as_document(quality))
+
+
+def _label(name: str, rules: Mapping[str, Rule]) -> str:
+    return name if name not in rules else f"{name} (lossy{', as published' if rules[name].is_published else ''})"
+
+
+def tables_of(quality: Quality) -> list[Table]:
+    """Returns two tables of figures and one of the accuracies by task, for each way of decoding."""
+    tables = []
+    for mode, answers in quality.answers.items():
+        rows, shown = rows_of(answers, quality.rules), shown_figures(quality)
+        for names in (_PRICE, [name for name in shown if name not in _PRICE]):
+            table = Table(Column(mode, overflow="fold"), *(Column(name, overflow="fold") for name in names))
+            for name, row in rows.items():
+                table.add_row(escape(_label(name, quality.rules)), *(str(getattr(row, each)) for each in names))
+            tables.append(table)
+        telling = told_by(answers[PLAIN])
+        by_task = Table(Column(f"{mode}: accuracy by task", overflow="fold"), *map(escape, accuracies(answers[PLAIN])))
+        for name, own in answers.items():
+            cells = [f"{value:.3f}" for value in accuracies(own).values()]
+            by_task.add_row(escape(_label(name, quality.rules)), *cells)
+        silent = [task for task in accuracies(answers[PLAIN]) if task not in telling]
+        if silent:
+            by_task.caption = f"say nothing, as plain decoding answers too few right: {', '.join(silent)}"
+        tables.append(by_task)
+    return tables
+
+
+def draw_quality(quality: Quality, path: Path) -> Path:
+    """Draws accuracy kept and log-probability against the speed over plain decoding, a line for each rule.
+
+    Where the machine was not quiet, tau takes the place of the speed.
+
+    Published settings are marked by a ring. The points of a line are in the order of the threshold, which stands beside
+    them where there are several.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from ...training.evaluate.pictures import COLOURS, GREY, new_figure, save_figure, style
+
+    across = "speed_up" if quality.timed else "tau"
+    panels = [(mode, what) for mode in quality.answers for what in ("kept", "log_probability")]
+    figure = new_figure(5.0 * min(len(panels), 2), 4.0 * ((len(panels) + 1) // 2))
+    grid = figure.subplots((len(panels) + 1) // 2, min(len(panels), 2), squeeze=False)
+    for axes, (mode, what) in zip(grid.flat, panels, strict=True):
+        rows = rows_of(quality.answers[mode], quality.rules)
+        lines: dict[str, list[Rule]] = {}
+        for rule in quality.rules.values():
+            others = {name: value for name, value in rule.options.items() if name != rule.threshold}
+            lines.setdefault(Rule(rule.name, others).text, []).append(rule)
+        for index, (text, rules) in enumerate(lines.items()):
+            points = [
+                (getattr(rows[rule.text], across).value, rule) for rule in sorted(rules, key=lambda rule: rule.value)
+            ]
+            xs, ys = [x for x, _ in points], [getattr(rows[rule.text], what).value for _, rule in points]
+            colour = COLOURS[index % len(COLOURS)]
+            for x, y, (_, rule) in zip(xs, ys, points, strict=True) if len(points) > 1 else ():
+                axes.annotate(
+                    f"{rule.value:g}", (x, y), (4, 4), textcoords="offset points", fontsize="x-small", color=colour
+                )
+            axes.plot(xs, ys, color=colour, marker="o", markersize=4, label=text)
+            published = [place for place, (_, rule) in enumerate(points) if rule.is_published]
+            axes.plot([xs[p] for p in published], [ys[p] for p in published], "o", markersize=10,
+                      markerfacecolor="none", color=colour)  # fmt: skip
+        exact = rows[EXACT]
+        axes.plot([getattr(exact, across).value], [getattr(exact, what).value], "s", markersize=14, color=GREY,
+                  markerfacecolor="none", label=EXACT)  # fmt: skip
+        axes.plot([], [], "o", markersize=10, markerfacecolor="none", color=GREY, label="as published")
+        axes.axhline(1.0 if what == "kept" else 0.0, color=GREY, linewidth=1, linestyle="--")
+        label = "accuracy over plain decoding's" if what == "kept" else "log-probability, nats a token"
+        style(axes, f"{mode}: {label}", "tokens/s over plain generate()" if quality.timed else "tau", label)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize="small", ncols=3)
+    return save_figure(figure, path)

@@ -1,0 +1,67 @@
+"""Trees of the best whole paths ("Exploring and Improving Drafts in Blockwise Parallel Decoding", p-best drafts)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ...core.draft_tree import DraftTree, from_nodes
+from ...trees.builder_registry import TREE_BUILDERS, Builder
+from ...trees.tree_builders import Expansion, TreeLimits, searched
+
+
+def p_best_trees(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> list[DraftTree]:
+    """Merges the most probable paths of full depth into a tree, the best first, until it is full. See `TreeBuilder`.
+
+    A path's probability is the product of those of its nodes, as the drafter gives them with all that refines them. The
+    paths are found by beam search, which keeps `beam_width` paths at each depth. They are the best of all if that many
+    hold every path but the last token. A path that does not fit any more brings its first nodes.
+
+    `beam_trees` takes the best nodes instead, whether or not a path goes on from them.
+    """
+    tokens, parents, depths, scores = (
+        column.tolist() for column in searched(expansion, root_tokens, vocab_ids, limits)
+    )
+    least = math.log(limits.threshold) if limits.threshold > 0 else -math.inf
+    return [
+        _merged(root, list(zip(*children, strict=True)), depth, limits.tree_size, least)
+        for root, depth, *children in zip(
+            root_tokens.tolist(), limits.max_depths, tokens, parents, depths, scores, strict=True
+        )
+    ]
+
+
+def _merged(
+    root: int, children: Sequence[tuple[int, int, int, float]], depth: int, size: int, least: float
+) -> DraftTree:
+    """Makes a tree of the best paths to some depth.
+
+    Args:
+        root: token of the root.
+        children: token, number of the parent, depth and score of the nodes numbered 1, 2, ...
+        depth: depth of a whole path.
+        size: greatest number of nodes besides the root.
+        least: least score of a node.
+    """
+    deepest = min(depth, max(each[2] for each in children))
+    ends = [n for n, (_, _, at, score) in enumerate(children, 1) if at == deepest and score > -math.inf]
+    places, nodes = {0: 0}, [(root, -1, 0, 0.0)]
+    for end in sorted(ends, key=lambda number: -children[number - 1][3]):
+        path = []
+        while end not in places:
+            path.append(end)
+            end = children[end - 1][1]
+        for number in reversed(path):
+            token, parent, at, score = children[number - 1]
+            if len(nodes) > size or score < least:
+                break
+            places[number] = len(nodes)
+            nodes.append((token, places[parent], at, score))
+    return from_nodes(nodes)
+
+
+TREE_BUILDERS["p_best"] = Builder(p_best_trees, whole=True)

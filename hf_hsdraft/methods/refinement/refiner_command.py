@@ -1,0 +1,84 @@
+"""`hsdraft train-refiner`: a tiny model of the target's answers beside a drafter, which refines its drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...cli._shared import DeviceOption, DrafterOption, TargetOption, check_fit, console, drafter_of
+
+app = typer.Typer()
+
+
+@app.command("train-refiner", short_help="Train what refines the drafts of a drafter.")
+def train_refiner(
+    train: Annotated[
+        list[Path],
+        typer.Option("--train", exists=True, help="Answers of the target: JSONL, or a run's folder; repeat."),
+    ],
+    drafter: DrafterOption = None,
+    target: TargetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Save the drafter here, with the refiner; default: beside its weights."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="How often the answers are gone through.")] = 1,
+    held_out: Annotated[int, typer.Option(min=2, help="One of so many chats is held out.")] = 20,
+    max_length: Annotated[int, typer.Option(min=8, help="Tokens of a chat; the rest is cut.")] = 1024,
+    seed: int = 0,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Trains a refiner on answers of the target and saves it beside a drafter, whose weights stay as they are.
+
+    The option `refinement` of the drafter says how much it counts; it is 0 until somebody sets it.
+    """
+    from ...generate.by_name import load_drafter
+    from ...runtime.target_loading import load_target
+    from ...training.data.chats import read_answered
+    from ...training.data.conversations import tokenize_conversation
+    from .path_lm import PathLMSizes
+    from .refiner_files import check_place, save_refiner
+    from .refiner_training import examples_of
+    from .refiner_training import train_refiner as run
+
+    name = drafter_of(target, drafter)
+    if out is None and not Path(name).is_dir():
+        raise typer.BadParameter(f"{name} is no folder: say where to save it with its refiner", param_hint="--out")
+    loaded = load_drafter(name, None, device)
+    if loaded.why_not_refined:
+        raise ValueError(f"this {type(loaded).__name__} cannot be refined: {loaded.why_not_refined}")
+    folder = Path(name) if out is None else out
+    if out is None:
+        check_place(folder)
+    chats = [chat for path in train for chat in read_answered(path)]
+    if len(chats) < held_out:
+        raise ValueError(f"{len(chats)} chats are too few: expected {held_out} at least, of which one is held out")
+    model, tokenizer = load_target(target, loaded.dtype, device)
+    check_fit(loaded, model, tokenizer)
+    weights = loaded.borrow(model.get_input_embeddings(), model.get_output_embeddings())
+    tokenized = [tokenize_conversation(tokenizer, chat, max_length) for chat in chats]
+    width = weights.embed(weights.vocab_ids[:1]).shape[-1]
+    sizes = PathLMSizes(width, len(weights.vocab_ids))
+    judges = examples_of(tokenized[::held_out], weights.vocab_ids, sizes.length)
+    learned = [chat for index, chat in enumerate(tokenized) if index % held_out]
+    examples = examples_of(learned, weights.vocab_ids, sizes.length)
+    console.print(f"{len(examples):,} tokens to learn from, {len(judges):,} held out", highlight=False)
+
+    def report(done: int, steps: int, loss: float) -> None:
+        if done % 500 == 0 or done == steps:
+            console.print(f"step {done:,} of {steps:,}: loss {loss:.3f}", highlight=False)
+
+    if out is not None:  # before the work: the folder may be one that cannot be written
+        loaded.save_pretrained(out)
+        check_place(out)
+    trained = run(examples, judges, sizes, weights, epochs, seed, report)
+    save_refiner(trained.model.to(loaded.dtype), folder, weights.vocab_ids, {**trained.recipe(), "seed": seed})
+    console.print(
+        f"held-out perplexity {trained.perplexity_before:.1f} before, {trained.perplexity_after:.1f} after, "
+        f"{trained.seconds:.0f} seconds; saved in {folder}. Refine by "
+        "drafter.generation_config.refinement = 0.2, for instance",
+        highlight=False,
+        soft_wrap=True,
+    )

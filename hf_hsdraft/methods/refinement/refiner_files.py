@@ -1,0 +1,154 @@
+"""The refiner of a drafter as files beside its weights: a folder with sizes, recipe and tensors.
+
+The folder is a subfolder, so that programs that read all weights of a drafter's folder leave it alone. It is read when
+a draft is to be refined, not before. Sizes and tensors are two files, so the former hold the SHA-256 of the latter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ...core.checks import few, printable
+from ...drafters.base.target_weights import TargetWeights
+from ...hub.drafter_files import DamagedFile, read_json, sha256
+from .path_lm import PathLM, PathLMSizes
+
+CONFIG, WEIGHTS = "refiner/config.json", "refiner/model.safetensors"  # as in index.json
+_FIELDS = ("embedding_size", "draft_vocab_size", "length", "width", "inner_size", "rank")
+_of_drafters: weakref.WeakKeyDictionary[Any, tuple[Path, PathLM]] = weakref.WeakKeyDictionary()
+
+
+def has_refiner(drafter: Any) -> bool:
+    """Whether there is a refiner beside the weights of a drafter. Its files are not read."""
+    folder = getattr(drafter, "loaded_from", None)
+    return folder is not None and (_known(drafter) is not None or (folder / CONFIG).is_file())
+
+
+def _known(drafter: Any) -> PathLM | None:
+    """Returns the refiner that was read of the folder that a drafter was loaded from."""
+    folder, model = _of_drafters.get(drafter, (None, None))
+    return model if folder == drafter.loaded_from else None
+
+
+def refiner_of(drafter: Any, weights: TargetWeights) -> PathLM:
+    """Returns the refiner beside the weights of a drafter, where the drafter is and in its dtype.
+
+    It is read once, and kept as long as the drafter and the folder that it was loaded from.
+
+    Raises:
+        OSError: a file is missing.
+        DamagedFile: a file is damaged.
+        ValueError: it is for a target of another width or for another draft vocabulary, or files contradict each other.
+    """
+    model = _known(drafter)
+    if model is None:
+        model = load_refiner(drafter.loaded_from, weights.vocab_ids)
+        _of_drafters[drafter] = drafter.loaded_from, model
+    width, drafted = weights.embed(weights.vocab_ids[:1]).shape[-1], len(weights.vocab_ids)
+    if (model.sizes.embedding_size, model.sizes.draft_vocab_size) != (width, drafted):
+        raise ValueError(
+            f"the refiner in {drafter.loaded_from} is for embeddings of {model.sizes.embedding_size} and "
+            f"{model.sizes.draft_vocab_size} drafted tokens, this target and drafter have {width} and {drafted}: train "
+            "one for them by `hsdraft train-refiner`"
+        )
+    return model.to(drafter.device, drafter.dtype)
+
+
+def check_place(folder: str | os.PathLike[str]) -> None:
+    """Raises an OSError if no refiner can be written into a drafter's folder."""
+    place = (Path(folder) / CONFIG).parent
+    if place.exists() and not place.is_dir():
+        raise NotADirectoryError(f"{place} is a file: expected a folder there, or nothing; move it away")
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder):
+        pass
+
+
+def save_refiner(
+    model: PathLM, folder: str | os.PathLike[str], vocab_ids: torch.Tensor, recipe: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a refiner beside the weights of a drafter; that of a former one is replaced.
+
+    Args:
+        model: the refiner.
+        folder: of the drafter.
+        vocab_ids: `[V']`, int64, its draft vocabulary.
+        recipe: how the refiner was trained and what was measured.
+    """
+    place = Path(folder)
+    (place / CONFIG).parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=place) as partial:
+        config, weights = Path(partial) / "config.json", Path(partial) / "model.safetensors"
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+        save_file(state, weights, metadata={"format": "pt"})
+        document = {
+            **vars(model.sizes),
+            "vocabulary": _digest(vocab_ids),
+            "weights_digest": sha256(weights),
+            "recipe": dict(recipe or {}),
+        }
+        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        os.replace(weights, place / WEIGHTS)
+        os.replace(config, place / CONFIG)
+
+
+def load_refiner(folder: Path, vocab_ids: torch.Tensor) -> PathLM:
+    """Reads the refiner in a drafter's folder.
+
+    Args:
+        folder: of the drafter.
+        vocab_ids: `[V']`, int64, the drafter's vocabulary.
+
+    Raises:
+        OSError: a file is missing.
+        DamagedFile: a file is damaged.
+        ValueError: the refiner is for another draft vocabulary, or files contradict each other.
+    """
+    document = read_json(folder / CONFIG)
+    try:
+        sizes = PathLMSizes(**{name: document.get(name, 0) for name in _FIELDS})
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}; train the refiner anew") from error
+    if document.get("vocabulary") != _digest(vocab_ids):
+        raise ValueError(
+            f"the refiner in {folder} is for another draft vocabulary than this drafter's: train one for it by "
+            "`hsdraft train-refiner`"
+        )
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise OSError(f"{folder} has no {WEIGHTS}: expected it beside {CONFIG}")
+    if document.get("weights_digest", digest := sha256(path)) != digest:
+        raise DamagedFile(
+            f"{path} is damaged or of another refiner: its SHA-256 is not the one in {CONFIG}; train the refiner anew",
+            path,
+        )
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise DamagedFile(f"{path} is damaged ({printable(error)}): train the refiner anew", path) from error
+    with torch.device("meta"):
+        model = PathLM(sizes)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if wrong := sorted(name for name in shapes.keys() | state.keys() if shapes.get(name) != _shape(state, name)):
+        raise ValueError(f"{path} does not match {CONFIG} ({few(wrong)}): train the refiner anew")
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def _shape(state: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
+    return state[name].shape if name in state else None
+
+
+def _digest(vocab_ids: torch.Tensor) -> str:
+    """Tells draft vocabularies apart."""
+    return hashlib.sha256(json.dumps(vocab_ids.tolist()).encode()).hexdigest()[:16]

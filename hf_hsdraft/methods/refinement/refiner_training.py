@@ -1,0 +1,215 @@
+"""Training of a refiner: a tiny model of the target's answers, see `PathLM`.
+
+It learns the next token of answers by cross-entropy. Next tokens outside the draft vocabulary are left out, as no draft
+can hold them. The target itself is not run: of its weights only the embedding is read.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...core.tensors import Transform
+from ...drafters.base.target_weights import TargetWeights
+from ...training.data.conversations import TokenizedConversation
+from .path_lm import PathLM, PathLMSizes
+
+_BATCH, _RATE, _DECAY = 256, 3e-3, 0.05  # predictions of a step, peak learning rate, weight decay
+_WARM_UP = 0.05  # share of the steps
+_UNSEEN = 0.1  # what a token that no answer holds counts for in the frequencies that training begins with
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Next tokens of answers.
+
+    Attributes:
+        before: `[N, length]`, int64, the tokens before each, the newest last.
+        known: `[N, length]`, bool, False where the text had not begun.
+        labels: `[N]`, int64, columns of the draft vocabulary.
+    """
+
+    before: torch.Tensor
+    known: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, rows: Any) -> Examples:
+        """Returns some of the examples, by a slice or by indices `[n]`."""
+        return Examples(self.before[rows], self.known[rows], self.labels[rows])
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a training.
+
+    Attributes:
+        model: the trained model, float32.
+        examples, held_out: numbers of next tokens that it learned from and was measured on.
+        perplexity_before, perplexity_after: of the held-out tokens, by the frequencies of tokens alone and after
+            training.
+        steps: number of steps.
+        seconds: time of training, without reading and measuring.
+    """
+
+    model: PathLM
+    examples: int
+    held_out: int
+    perplexity_before: float
+    perplexity_after: float
+    steps: int
+    seconds: float
+
+    def recipe(self) -> dict[str, float]:
+        """Returns the figures, for the file beside the weights."""
+        return {name: value for name, value in vars(self).items() if name != "model"}
+
+
+def examples_of(chats: Sequence[TokenizedConversation], vocab_ids: torch.Tensor, length: int) -> Examples:
+    """Returns the next tokens of answers that are in the draft vocabulary.
+
+    Args:
+        chats: the chats.
+        vocab_ids: `[V']`, int64, the token id of each column, in any order.
+        length: number of tokens before each.
+
+    Raises:
+        ValueError: there are none.
+    """
+    ranked, order = vocab_ids.cpu().sort()
+    parts = []
+    for chat in chats:
+        padded = torch.cat([chat.input_ids.new_full((length,), -1), chat.input_ids])
+        before = padded.unfold(0, length, 1)[:-1]
+        places = torch.searchsorted(ranked, chat.input_ids).clamp(max=len(ranked) - 1)
+        wanted = chat.answer_mask & (ranked[places] == chat.input_ids)
+        parts.append((before[wanted], order[places[wanted]]))
+    if not sum(len(labels) for _, labels in parts):
+        raise ValueError(
+            "the chats hold no token of an answer that can be drafted: expected lines with `messages` in which the "
+            "assistant speaks, in the target's own words"
+        )
+    before, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Examples(before.clamp(min=0), before >= 0, labels)
+
+
+def train_refiner(
+    train: Examples,
+    held_out: Examples,
+    sizes: PathLMSizes,
+    weights: TargetWeights,
+    epochs: int = 1,
+    seed: int = 0,
+    report: Callable[[int, int, float], None] | None = None,
+) -> Trained:
+    """Trains a model by cross-entropy, with AdamW and a learning rate that rises and then falls to 0.
+
+    Training begins with the frequencies of the tokens as the bias, and with the principal directions of the embedding
+    and of the output rows, where the drafter borrows them, as the first and last product.
+
+    Args:
+        train, held_out: what it learns from, and what it is measured on.
+        sizes: of the model.
+        weights: what the drafter borrows of the target.
+        epochs: how often the examples are gone through.
+        seed: of the order of the examples and of the first weights.
+        report: told of the steps done, all steps, and the mean loss of late steps in nats.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = _begun(sizes, train, weights, seed)
+    before = perplexity(model, held_out, weights.embed)
+    begun = time.monotonic()
+    steps = max(epochs * len(train) // _BATCH, 1)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": _DECAY}, {"params": others, "weight_decay": 0.0}], lr=_RATE
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
+    order, late = torch.empty(0, dtype=torch.long), 0.0
+    for step in range(steps):
+        if len(order) < min(_BATCH, len(train)):
+            order = torch.randperm(len(train), generator=generator)
+        rows, order = order[:_BATCH], order[_BATCH:]
+        loss = _loss(model, train.part(rows), weights.embed)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        late = loss.item() if step == 0 else 0.98 * late + 0.02 * loss.item()
+        if report is not None and (step % 50 == 49 or step == steps - 1):
+            report(step + 1, steps, late)
+    seconds = time.monotonic() - begun
+    after = perplexity(model, held_out, weights.embed)
+    return Trained(model.eval(), len(train), len(held_out), before, after, steps, seconds)
+
+
+@torch.no_grad()
+def perplexity(model: PathLM, examples: Examples, embed: Transform) -> float:
+    """Returns the perplexity of next tokens: e to the mean of their cross-entropy in nats.
+
+    Args:
+        model: the model.
+        examples: the next tokens.
+        embed: makes the embeddings of tokens.
+    """
+    total = 0.0
+    for start in range(0, len(examples), _BATCH):
+        part = examples.part(slice(start, start + _BATCH))
+        total += float(_loss(model, part, embed)) * len(part)
+    return math.exp(total / max(len(examples), 1))
+
+
+def _loss(model: PathLM, part: Examples, embed: Transform) -> torch.Tensor:
+    device = model.up.weight.device
+    embeds = embed(part.before).to(device, torch.float32)
+    return F.cross_entropy(model(model.after(embeds, part.known.to(device))), part.labels.to(device))
+
+
+@torch.no_grad()
+def _begun(sizes: PathLMSizes, train: Examples, weights: TargetWeights, seed: int) -> PathLM:
+    """A model before its training: it says how frequent each token is, whatever stands before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = PathLM(sizes)
+    counts = torch.bincount(train.labels, minlength=sizes.draft_vocab_size).float() + _UNSEEN
+    model.up.bias.copy_((counts / counts.sum()).log())
+    _principal(model.read.weight, model.norm(weights.embed(weights.vocab_ids).cpu().float()))
+    if weights.head is not None:
+        rows = weights.head.cpu().float()
+        _principal(model.up.weight.T, rows - rows.mean(0), project=True)
+    model.down.weight.zero_()
+    return model.to(weights.vocab_ids.device)
+
+
+def _principal(weight: torch.Tensor, rows: torch.Tensor, project: bool = False) -> None:
+    """Fills the first directions of a weight, as far as there are any, with those in which rows differ most.
+
+    Args:
+        weight: `[k, n]`, changed in place.
+        rows: `[V', D]`; n is D, or V' with `project`.
+        project: whether the rows along these directions are meant, scaled to a mean square of 1 / k, rather than the
+            directions themselves.
+    """
+    _, _, directions = torch.linalg.svd(rows.T @ rows)
+    count = min(len(weight), len(directions))
+    found = directions[:count]
+    if project:
+        found = found @ rows.T
+        found = found / found.pow(2).mean().sqrt().clamp(min=1e-12) / math.sqrt(len(weight))
+    weight[:count] = found
+
+
+def _rate(done: float) -> float:
+    """The learning rate as a part of its peak, after a part of the steps."""
+    return min(done / _WARM_UP, 1.0) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))) if done else 1e-3

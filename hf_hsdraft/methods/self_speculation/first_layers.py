@@ -1,0 +1,256 @@
+"""The first layers of a target, by which drafted nodes are read before they are verified.
+
+They read into the target's own cache, after the texts, so images and all else that the prompts held are known there.
+When a draft is complete the cache is as it was. Hidden states, keys and values of the nodes are kept for the
+verification, which computes the other layers only: self-speculation as in LayerSkip, section 4.3, and FastVLM. Nodes
+that nobody has read ahead, such as leaves and n-grams, pass the first layers then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ...core.draft_tree import DraftTree
+from ...core.tensors import device_of, on_device
+from ...runtime.cache_slots import Mark
+from ...runtime.fingerprint import fingerprint
+from ...runtime.misreading import same_but_rounding
+from ...runtime.target_call import TargetCall
+from ...runtime.target_limits import known_until, text_config
+from ...runtime.text_configs import decoder_layers
+from ...runtime.tree_reading import node_inputs, read_trees
+from ...trees.drafted_levels import DraftedLevels
+from ...trees.tree_masks import AttentionKind, TreeBatch
+from .layer_split import LayerSplit
+from .read_ahead import KeysValues, Path, ReadAhead, columns_of, gathered, node_paths
+
+logger = logging.get_logger(__name__)
+
+
+class FirstLayers:
+    """The first layers of a target in one call.
+
+    Args:
+        call: the call, after the prompts' forward. Its cache grows, and its target reads trees.
+        kinds: kinds of attention that need masks of their own.
+        count: number n of layers.
+        reuse: whether verification goes on from what was read ahead. If not, it computes all layers.
+
+    Attributes:
+        reused: number of times that a layer was not computed for a node, as it had been.
+        verified: number of times that a layer would have been computed without any reuse: the layers of the target
+            times the nodes of all trees that were verified.
+    """
+
+    def __init__(self, call: TargetCall, kinds: Sequence[AttentionKind], count: int, reuse: bool) -> None:
+        self._call, self._every, self.count = call, kinds, count
+        self._split = LayerSplit(call.target, count)
+        self._kinds = [kind for kind in kinds if kind.layer < count]
+        self._reuse = reuse and not any(call.kwargs.get(f"output_{name}") for name in ("hidden_states", "attentions"))
+        self._levels: DraftedLevels | None = None
+        self._start: Mark | None = None
+        self._states: list[torch.Tensor] = []
+        self._parents: list[torch.Tensor] = []
+        self._depths: torch.Tensor | None = None  # `[B]`, in a draft: nodes of this depth and deeper ones are idle
+        self._read: ReadAhead | None = None
+        self.reused, self.verified, self._made_of = 0, 0, fingerprint(call.target)
+
+    @property
+    def reused_share(self) -> float:
+        """Share of the layers' work in verifying trees that was reused."""
+        return self.reused / max(self.verified, 1)
+
+    def apart(self) -> FirstLayers:
+        """Returns first layers that read after the same texts, in a cache of their own."""
+        other = copy.copy(self)
+        other._call = self._call.apart_of(range(len(self._call.rows.kept)))
+        other._levels = other._start = other._read = None
+        return other
+
+    @contextlib.contextmanager
+    def draft(self, depths: Sequence[int]) -> Iterator[None]:
+        """Inside, nodes are read after the texts. At the end the cache is as it was.
+
+        Deeper nodes than are wanted of a row may be read for the sake of other rows. They are read as idle ones are, at
+        a position that the target has; what is read of them means nothing, and is not reused.
+
+        Args:
+            depths: of each row, how deep it is drafted: nodes of smaller depths are read. 0 for rows without a draft.
+        """
+        self._depths = on_device(list(depths), device_of(self._call.target))
+        self._read = None
+        try:
+            yield
+            if self._reuse and self._levels is not None:
+                self._read = self._taken()
+        finally:
+            self._forget()
+
+    def read_nodes(self, tokens: torch.Tensor, paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the nodes of a depth after their ancestors. Reading roots begins anew.
+
+        Args:
+            tokens: `[B, n]`, int64, the nodes.
+            paths: `[B, n, depth]`, int64, the ancestors of each node, as columns of the draft; none of a root.
+
+        Returns:
+            The hidden states `[B, n, D]` after the first layers, and the columns `[B, n, depth + 1]` of the nodes'
+            paths, their own the last one.
+        """
+        if paths.shape[2] == 0:
+            self._forget()
+            self._levels, self._start = DraftedLevels.nothing(tokens), self._call.slots.mark()
+        assert self._levels is not None, "roots are read first"
+        count = tokens.shape[1]
+        levels = self._levels.with_level(tokens, paths)
+        states = self._states_of(self._without_idle(levels.batch), count)
+        self._levels = levels
+        self._widen(count)
+        self._states.append(states)
+        self._parents.append(paths[..., -1] if paths.shape[2] else torch.full_like(tokens, -1))
+        return states, torch.cat([paths, levels.own_columns(count)], dim=-1)
+
+    def verify(self, trees: Sequence[DraftTree], columns: int) -> Any:
+        """The target's outputs for a tree of each row, as `read_trees` has them; `None` if nothing was read ahead.
+
+        The first time that a target's layers are taken apart, both ways are tried, and again when texts have grown as
+        far as trials of a target hold. Where they differ by more than rounding, nothing is reused from then on.
+
+        Args:
+            columns: of the forward.
+        """
+        read, self._read = self._read, None
+        self.verified += sum(map(len, trees)) * decoder_layers(text_config(self._call.target))
+        if read is None or read.kept != self._call.rows.kept:
+            return None
+        known, until = _trusted.setdefault(self._call.target, {}).get(self._kind, (False, -1))
+        if self._call.slots.length > until:
+            return self._tried(read, trees, columns)
+        self._reuse = known
+        if not known:
+            return None
+        model, inputs = self._model_after(read, trees, columns)
+        self.reused += self.count * read.count(trees)
+        return self._call.forward(inputs, columns, model)
+
+    def _tried(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> Any:
+        """The target's outputs for trees, read as a whole; notes whether in two parts it says the same."""
+        call, start = self._call, self._call.slots.mark()
+        found = self._logits_after(read, trees, columns)
+        call.slots.roll_back(start)
+        plain = read_trees(call, trees, columns, self._every)
+        known = found is not None and all(
+            same_but_rounding(found[row, : len(tree)], plain.logits[row, -columns:][: len(tree)])
+            for row, tree in enumerate(trees)
+        )
+        self._reuse, until = known, known_until(call.target, call.slots.length)
+        _trusted[call.target][self._kind] = known, until
+        if not known:
+            name = type(call.target).__name__
+            logger.warning_once(f"all layers of {name} are computed anew in verifying: in two parts it reads otherwise")
+        return plain
+
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        """What it may depend on whether layers can be taken apart."""
+        target, rows = self._call.target, self._call.rows
+        call = len(rows.kept) > 1, rows.attended is not None
+        return self._made_of, self.count, device_of(target), text_config(target)._attn_implementation, *call
+
+    def _without_idle(self, batch: TreeBatch) -> TreeBatch:
+        """The same nodes, with those that no row wants where ended texts are read; see `DraftTree.idle`."""
+        assert self._depths is not None
+        wanted = batch.depths < self._depths[:, None]
+        return TreeBatch(batch.tokens, batch.depths.where(wanted, -1), batch.ancestors)
+
+    def _states_of(self, batch: TreeBatch, count: int) -> torch.Tensor:
+        """Reads the last `count` nodes of a batch; the others are in the cache of the first layers."""
+        call = self._call
+        inputs = node_inputs(call, batch, count, self._kinds)
+        inputs |= dict.fromkeys(("output_hidden_states", "output_attentions"), False)
+        return self._split.first_states(lambda model: call.acceleration.forward(inputs, comes_again=False, model=model))
+
+    def _forget(self) -> None:
+        """Takes all that was read ahead out of the cache."""
+        if self._start is not None:
+            self._call.slots.roll_back(self._start)
+        self._levels = self._start = None
+        self._states, self._parents = [], []
+
+    def _taken(self) -> ReadAhead:
+        """What was read ahead, copied from the cache."""
+        assert self._levels is not None
+        batch = self._without_idle(self._levels.batch)
+        columns = columns_of(batch, torch.cat(self._parents, dim=1).tolist())
+        keys_values, kept = self._last_slots(self._levels.count), list(self._call.rows.kept)
+        return ReadAhead(batch, torch.cat(self._states, dim=1), keys_values, columns, kept)
+
+    def _last_slots(self, count: int) -> KeysValues:
+        layers = self._call.slots.layers[: self.count]
+        return [(layer.keys[..., -count:, :].clone(), layer.values[..., -count:, :].clone()) for layer in layers]
+
+    def _widen(self, by: int) -> None:
+        """Lets windows keep so many nodes more: the next ones still see the text as far back. A mark puts it back."""
+        for index in self._call.slots.windows:
+            self._call.slots.layers[index].sliding_window += by if index < self.count else 0
+
+    def _write(self, keys_values: KeysValues) -> None:
+        """Appends keys and values to the cache of the first layers."""
+        for layer, (keys, values) in zip(self._call.slots.layers[: self.count], keys_values, strict=True):
+            layer.update(keys, values)
+
+    def _logits_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> torch.Tensor | None:
+        """The logits `[B, columns, V]` after what was read ahead; `None` where the target does not run so."""
+        try:
+            model, inputs = self._model_after(read, trees, columns)
+            outputs = self._call.acceleration.forward(inputs, comes_again=False, model=model)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # whatever a model's own code raises, its layers cannot be taken apart
+            return None
+        logits: torch.Tensor = outputs.logits[:, -columns:].clone()
+        return logits
+
+    def _model_after(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> tuple[Any, dict[str, Any]]:
+        """The model that computes the other layers of trees, and its inputs."""
+        call = self._call
+        inputs = node_inputs(call, TreeBatch.of(trees, device_of(call.target), columns), columns, self._every)
+        paths = [node_paths(tree) for tree in trees]
+        unread = read.unread(paths)
+        whole, index = self._completed(read, trees, paths, unread), read.places(paths, unread, columns)
+        states = whole.states.gather(1, index[..., None].expand(-1, -1, whole.states.shape[-1]))
+        keys_values = [(gathered(keys, index), gathered(values, index)) for keys, values in whole.keys_values]
+        return self._split.model_after(states, lambda: self._write(keys_values)), inputs
+
+    def _completed(
+        self,
+        read: ReadAhead,
+        trees: Sequence[DraftTree],
+        paths: Sequence[Sequence[Path]],
+        unread: Sequence[Sequence[int]],
+    ) -> ReadAhead:
+        """What was read ahead, with the nodes of trees that were not. They stand at the end, as `unread` has them."""
+        most = max(map(len, unread))
+        if most == 0:
+            return read
+        start, batch = self._call.slots.mark(), read.with_nodes(trees, paths, unread)
+        before = batch.tokens.shape[1] - most
+        self._write(read.keys_values)
+        self._widen(before)
+        states = self._states_of(batch, most)
+        keys_values = self._last_slots(before + most)
+        self._call.slots.roll_back(start)
+        return replace(read, batch=batch, states=torch.cat([read.states, states], dim=1), keys_values=keys_values)
+
+
+# Whether the layers of a target turned out to be taken apart rightly, by `_kind`.
+# By target and kind of call: whether its layers can be taken apart, and up to which length of text that holds.
+_trusted: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[bool, int]]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,119 @@
+"""The imitation network: it makes of the target's early hidden states what its last layer would say of them (FastVLM).
+
+Letters in the shapes: T positions, S chains, K depths, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import ModelOutput
+
+from ...core.norms import RMSNorm
+from ...drafters.base.state_network import StateNetwork
+from .configuration_self import SelfDraftConfig
+
+
+@dataclass
+class ImitationOutput(ModelOutput):
+    """Output of [`ImitationNetwork.forward`].
+
+    Attributes:
+        loss: what the drafter's `loss_function` made of the labels, if there were any.
+        hidden_states: K tensors `[S, D]`: imitations along each chain. That of depth d predicts the token at
+            start + 2 + d.
+    """
+
+    loss: Any = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+class ImitationBlock(nn.Module):
+    """A norm and a gated feed-forward block, with a residual.
+
+    Args:
+        config: of the drafter.
+    """
+
+    def __init__(self, config: SelfDraftConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+class ImitationNetwork(StateNetwork):
+    """The network of a self-speculative drafter: its parameters, and the forward that trains it.
+
+    Let h_i be the target's hidden state after its first n layers at position i. The network makes of it an imitation of
+    the last hidden state, position by position: a linear map with a residual, and gated blocks. A norm and the target's
+    output rows predict x_{i+1} of it. The first layers have attention over the whole text, so the network has none.
+
+    Args:
+        config: its configuration.
+    """
+
+    config_class = SelfDraftConfig
+    config: SelfDraftConfig
+    main_input_name = "taps"
+    loss_function: Any = None
+    _no_split_modules = ["ImitationBlock"]  # noqa: RUF012
+
+    def __init__(self, config: SelfDraftConfig) -> None:
+        config.check()  # fields may have been set since it was built
+        super().__init__(config)
+        self.tap_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.turn = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(ImitationBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.add_head()
+        self.post_init()
+
+    def imitated(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns imitations `[..., D]` of the last hidden states, before the norm, by early ones `[..., D]`."""
+        normed = self.tap_norm(states)
+        x = normed + self.turn(normed)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        num_rolled: int | None = None,
+        labels: Any = None,
+    ) -> ImitationOutput:
+        """Predicts along many chains of packed texts, each token after the text's own.
+
+        A draft begins with the token after position i, which the first layers read. So its first prediction is made of
+        the state at position i + 1, and that of depth d of the state at i + 1 + d.
+
+        Args:
+            taps: `[T, D]`, the target's hidden states after its first n layers.
+            embeds, position_ids, document_ids: as the pipeline hands them over; not looked at.
+            starts: `[S]`, int64, the positions i at which a chain starts; `None` for the last but one.
+            num_rolled: chains with predictions beyond the first depth, the first ones of `starts`; `None` for all.
+            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
+                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
+        """
+        last = len(taps) - 1
+        starts = torch.tensor([last - 1], device=taps.device) if starts is None else starts
+        rolled = len(starts) if num_rolled is None else num_rolled
+        places = [starts + 1, *(starts[:rolled] + 1 + depth for depth in range(1, self.config.num_draft_steps))]
+        drafts = self.imitated(taps[torch.cat(places).clamp(max=last)]).split([len(each) for each in places])
+        loss = None if labels is None else self.loss_function(self, drafts, labels)
+        return ImitationOutput(loss=loss, hidden_states=drafts)

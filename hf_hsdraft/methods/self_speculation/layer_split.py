@@ -1,0 +1,180 @@
+"""A target's decoder in two parts: its first layers alone, and all others after what the first ones have made.
+
+Each part is a copy of the target that has other modules in the place of some layers, and shares all else. Nothing is
+written to the target, so other calls of it may run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...runtime.decoder_list import decoder_list
+
+
+def why_not_split(target: Any) -> str:
+    """Returns why the layers of a target cannot be taken apart; an empty string if they can be."""
+    name = type(target).__name__
+    if target.config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder"
+    try:
+        path = _path_to_layers(target)
+    except ValueError as error:
+        return str(error)
+    module = target
+    for part in path:
+        if "forward" in vars(module) or module._compiled_call_impl is not None:
+            return f"the forward of {type(module).__name__} was replaced: by torch.compile, or by hooks of accelerate"
+        module = getattr(module, part)
+    return ""
+
+
+def weights_of_a_layer(target: Any) -> int:
+    """Returns the mean number of weights of a decoder layer; 0 where the layers cannot be told."""
+    try:
+        _, layers = decoder_list(target)
+    except ValueError:
+        return 0
+    return sum(weight.numel() for layer in layers for weight in layer.parameters()) // max(len(layers), 1)
+
+
+class LayerSplit:
+    """A target's decoder layers in two parts.
+
+    Args:
+        target: the target; `why_not_split` has nothing against it.
+        count: number of the first layers.
+    """
+
+    def __init__(self, target: Any, count: int) -> None:
+        self._target, self._count = target, count
+        self._path, self._layers = _path_to_layers(target), list(decoder_list(target)[1])
+        self._others: int | None = None  # see `_Reached`
+        first = [*self._layers[: count - 1], _Last(self._layers[count - 1])]
+        self._first = _with_layers(target, self._path, first)
+
+    def first_states(self, run: Callable[[Any], Any]) -> torch.Tensor:
+        """Returns the hidden states after the first layers. Nothing else is computed.
+
+        Args:
+            run: runs the forward of the model that it is given.
+        """
+        try:
+            run(self._first)
+        except _Reached as reached:
+            self._others = reached.others
+            return reached.states
+        raise ValueError(f"{type(self._target).__name__} did not run layer {self._count} of its decoder")
+
+    def model_after(self, states: torch.Tensor, read: Callable[[], None]) -> Any:
+        """Returns a model that computes the other layers after known hidden states, which `first_states` has made.
+
+        Args:
+            states: `[B, n, D]`, hidden states after the first layers.
+            read: called in the place of the first layers: they would write into the cache.
+        """
+        last = self._count - 1
+        passed = [_Passed(layer, self._others) for layer in self._layers[:last]]
+        layers = [*passed, _Known(self._layers[last], self._others, states, read), *self._layers[last + 1 :]]
+        return _with_layers(self._target, self._path, layers)
+
+
+class _InPlaceOf(nn.Module):
+    """Stands in the place of a layer, whose attributes it has.
+
+    Args:
+        layer: the layer. It is no part of this module.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_layer"] = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"], name)
+
+
+class _Reached(Exception):
+    """The last layer that is wanted has been computed.
+
+    Attributes:
+        states: `[B, n, D]`, its hidden states.
+        others: number of values that it returns after them, such as attentions; `None` if it returns no tuple.
+    """
+
+    def __init__(self, states: torch.Tensor, others: int | None) -> None:
+        super().__init__()
+        self.states, self.others = states, others
+
+
+class _Last(_InPlaceOf):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.__dict__["_layer"](*args, **kwargs)
+        states, others = (found[0], len(found) - 1) if isinstance(found, tuple) and found else (found, None)
+        if not isinstance(states, torch.Tensor):
+            raise ValueError(f"{type(self.__dict__['_layer']).__name__} returns no hidden states")
+        raise _Reached(states, others)
+
+
+class _Passed(_InPlaceOf):
+    """A layer that passes on what it is given.
+
+    Args:
+        layer: the layer.
+        others: number of values that it returns after hidden states, see `_Reached`.
+    """
+
+    def __init__(self, layer: nn.Module, others: int | None) -> None:
+        super().__init__(layer)
+        self.__dict__["_others"] = others
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = self.__dict__["_others"]
+        return hidden_states if others is None else (hidden_states, *[None] * others)
+
+
+class _Known(_Passed):
+    """A layer that passes on known hidden states.
+
+    Args:
+        layer, others: as for `_Passed`.
+        states: `[B, n, D]`, the hidden states.
+        read: called before.
+    """
+
+    def __init__(self, layer: nn.Module, others: int | None, states: torch.Tensor, read: Callable[[], None]) -> None:
+        super().__init__(layer, others)
+        self.__dict__.update(_states=states, _read=read)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_read"]()
+        return super().forward(self.__dict__["_states"].to(hidden_states.device))
+
+
+def _path_to_layers(target: Any) -> list[str]:
+    """Returns the names of the modules on the way to the list of decoder layers, see `decoder_list`."""
+    return decoder_list(target)[0].split(".")
+
+
+def _with_layers(target: Any, path: Sequence[str], layers: Sequence[nn.Module]) -> Any:
+    """Returns a copy of a model with another list of layers. Modules on the way to it are copied, others shared."""
+    top = module = _sharing(target)
+    for name in path[:-1]:
+        module._modules[name] = _sharing(module._modules[name])
+        module = module._modules[name]
+    module._modules[path[-1]] = nn.ModuleList(layers)
+    return top
+
+
+def _sharing(module: Any) -> Any:
+    """Returns a copy of a module that has the same parts, of which some may be replaced."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_modules"] = dict(module._modules)
+    return copy

@@ -1,0 +1,122 @@
+"""The session of a self-speculative drafter. It remembers nothing of the texts: the target's own cache does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers.utils import logging
+
+from ...core.draft_tree import DraftTree
+from ...core.tensors import device_of
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Ask, DraftCall, Session
+from ...drafters.base.target_weights import TargetWeights
+from ...trees.builder_registry import TREE_BUILDERS
+from ...trees.tree_builders import Expansion, TreeLimits
+from ...verify.foresight import Race
+from .first_layers import FirstLayers
+from .imitation_network import ImitationNetwork
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ImitationExpansion(Expansion):
+    """What the first layers and the imitation network say about the children of nodes. A node's state is its path.
+
+    Attributes:
+        drafter: the imitation network.
+        weights: what it borrows of the target.
+        first: the first layers of the target, after the texts; see `FirstLayers.read_nodes`.
+        depth: greatest depth of a child.
+        temperature: of the distributions given.
+        race: where the target's draws are foreseen; probabilities are those of winning it then.
+    """
+
+    drafter: ImitationNetwork
+    weights: TargetWeights
+    first: FirstLayers
+    depth: int
+    temperature: float = 1.0
+    race: Race | None = None
+
+    def __call__(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities `[B, n, V']` of the children of nodes, and the nodes' paths `[B, n, level]`.
+
+        Args:
+            level: depth of the children.
+            tokens: `[B, n]`, int64, tokens of the nodes.
+            states: `[B, n, level - 1]`, paths of the nodes' parents; `None` at level 1.
+        """
+        above = tokens[..., None][..., :0] if states is None else states
+        hidden, paths = self.first.read_nodes(tokens, above)
+        imitated = self.drafter.imitated(hidden.to(self.drafter.device, self.drafter.dtype))
+        logits = self.drafter.logits(imitated, self.weights).float().to(tokens.device)
+        if self.race is not None:
+            return self.race(level, logits), paths
+        return (logits / self.temperature).log_softmax(dim=-1), paths
+
+
+class SelfSession(Session):
+    """Drafts trees, or chains, depth by depth for all texts of a batch.
+
+    Args:
+        drafter: the imitation network and its configuration; not changed.
+        weights: what it borrows of the target.
+        call: that it drafts for.
+    """
+
+    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: DraftCall) -> None:
+        config = drafter.config
+        self._drafter, self._weights, self._options = drafter, weights, call.options
+        self._rows = list(range(call.rows))
+        reuse = call.options.own["layer_reuse"]
+        self._first: FirstLayers | None = call.read_ahead(partial(FirstLayers, count=config.draft_layers, reuse=reuse))
+        self._device = device_of(call.target)
+        fits = call.foresight is not None and int(weights.vocab_ids.max()) < call.foresight.vocab_size
+        self._foresight = call.foresight if fits and not call.options.drawn else None
+        sizes = config.draft_layers, config.num_hidden_layers, config.intermediate_size, config.draft_vocab_size
+        self.kind = *sizes, drafter.dtype, drafter.device
+        if self._first is None and call.options.depth > 0:
+            logger.warning_once(
+                f"{type(call.target).__name__} is decoded without drafts of its first layers: they need a cache that "
+                "grows, and attention that takes masks"
+            )
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
+        wanted = {ask.row: ask for ask in asks if ask.depth > 0}
+        if wanted and self._first is not None:
+            trees.update(self._grown(wanted))
+        return list(trees.values())
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._rows = list(rows)
+
+    def expansion(self, depth: int, options: DraftOptions) -> Expansion:
+        """Returns the children of the nodes of all rows."""
+        assert self._first is not None
+        ids, temperature, race = self._weights.vocab_ids, options.draw_temperature, None
+        if self._foresight is not None:
+            race = self._foresight.race(self._rows, depth, ids)
+        return ImitationExpansion(self._drafter, self._weights, self._first, depth, temperature, race)
+
+    def _grown(self, wanted: dict[int, Ask]) -> dict[int, DraftTree]:
+        """The trees of some texts. All rows that the target reads are in each forward; the others add nothing to it."""
+        assert self._first is not None
+        ask, options = next(iter(wanted.values())), self._options
+        depth = max(each.depth for each in wanted.values())
+        depths = [wanted[row].depth if row in wanted else 0 for row in self._rows]
+        most = [each or depth for each in depths]  # what is said of the other rows is not looked at
+        limits = TreeLimits(ask.size, ask.width, options.threshold, most)
+        roots = torch.tensor([wanted[row].root if row in wanted else 0 for row in self._rows], device=self._device)
+        with self._first.draft(depths):
+            expansion = self.expansion(depth, options)
+            vocab_ids = self._weights.vocab_ids.to(self._device)
+            trees = TREE_BUILDERS[options.tree_builder](expansion, roots, vocab_ids, limits)
+        return {row: tree for row, tree in zip(self._rows, trees, strict=True) if row in wanted}

@@ -1,0 +1,106 @@
+"""Training of self-speculative drafters: an imitation network learns what the target's other layers say (FastVLM).
+
+The loss is the cosine distance of imitations from the target's final hidden states, its divergence from the target's
+distribution, and cross-entropy with the target's first choice. Only the imitation network is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Session
+from ...drafters.base.target_weights import TargetWeights
+from ...training.families.family import Choose
+from ...training.families.identity import record_name
+from ...training.families.noting import NotingSession
+from ...training.families.trainable import TRAINABLE
+from ...training.families.travelling import TravellingFamily
+from ...training.loss.predictions import Predictions, trained
+from ...training.loss.timid import start_timidly
+from ...trees.tree_builders import Expansion
+from .modeling_self import SelfDrafter
+from .self_session import SelfSession
+
+
+@dataclass(frozen=True)
+class ImitationPredictions(Predictions):
+    """Predictions of imitations, whose first layers have read the tokens of the text.
+
+    Attributes:
+        drafter: the drafter.
+        weights: what it borrows of the target.
+    """
+
+    drafter: SelfDrafter
+    weights: TargetWeights
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.norm, self.drafter.lm_head)
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.drafter.logits(hidden, self.weights)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drafter.norm(hidden)
+
+
+class SelfFamily(TravellingFamily):
+    """Drafters that are the first layers of their target, and an imitation of the others."""
+
+    name = "self"
+    drafter = SelfDrafter
+    least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
+    # Along the text all depths predict alike. So nearly all chains need the first one only, and the few predictions of
+    # deeper ones must not weigh as much as all of the first.
+    arguments = {  # noqa: RUF012
+        "objective": "kl_ce", "cosine_weight": 1.0, "rolled_fraction": 0.05, "chains_per_conversation": 512,
+        "depth_weighting": "by-prediction",
+    }  # fmt: skip
+    follows_drafts = False
+
+    def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> SelfDrafter:
+        drafter: SelfDrafter = self.with_chosen_vocabulary(target, fields, choose)
+        return drafter
+
+    def taps(self, drafter: SelfDrafter, target: Any) -> Sequence[int]:
+        return tuple(drafter.config.target_tap_layers)
+
+    def start_from_target(self, drafter: SelfDrafter, target: Any, finals: torch.Tensor) -> None:
+        rows = target.get_output_embeddings().weight.detach()
+        rows = rows[drafter.draft_vocab_ids().to(rows.device)]
+        start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
+
+    def predictions(self, drafter: SelfDrafter, weights: TargetWeights) -> ImitationPredictions:
+        return ImitationPredictions(drafter, weights)
+
+    def record_target(self, drafter: SelfDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
+        record_name(drafter, target, tokenizer, name)
+
+    def describe(self, drafter: SelfDrafter) -> str:
+        config = drafter.config
+        return f"the target's first {config.draft_layers} of {config.target_num_hidden_layers} layers"
+
+    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
+        return _NotingSession(session, drafts)
+
+
+class _NotingSession(NotingSession, SelfSession):
+    """Notes expansions that read in a copy of the cache: the target's own goes on."""
+
+    def expansion(self, depth: int, options: DraftOptions) -> Expansion:
+        first = self._first
+        assert first is not None
+        self._first = first.apart()
+        self.note(super().expansion(depth, options))
+        self._first = first
+        return super().expansion(depth, options)
+
+
+TRAINABLE[SelfFamily.name] = SelfFamily()

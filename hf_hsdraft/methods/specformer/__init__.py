@@ -1,0 +1,1 @@
+"""Drafters whose slots are made of one attended position, all depths at once ("SpecFormer")."""

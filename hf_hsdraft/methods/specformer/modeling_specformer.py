@@ -1,0 +1,78 @@
+"""The SpecFormer drafter as users know it: loaded, saved, and handed to `generate()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ...drafters.base.draft_options import DraftOptions, default_options
+from ...drafters.base.draft_reads import Read, weights_of
+from ...drafters.base.protocol import DraftCall, Drafter
+from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
+from ...drafters.base.target_sizes import check_sizes
+from .configuration_specformer import SpecFormerConfig
+from .specformer_network import SpecFormerNetwork
+from .specformer_session import SpecFormerSession
+
+
+class SpecFormerDrafter(SpecFormerNetwork, Drafter):
+    """A drafter whose slots are drafted at once, after attention over the accepted positions ("SpecFormer").
+
+    A draft takes one forward of two attentions and a feed-forward block, however deep it is and however many texts a
+    batch has. The drafter holds weights, configuration and, in `generation_config`, the drafting options, but never the
+    state of a call. So one drafter may serve several threads.
+
+    Args:
+        config: its configuration.
+    """
+
+    takes_tree_builders = True
+    own_options = REFINER_OPTIONS
+    why_not_exported = "its slots are made of one position by one product, and no format of another project does so"
+
+    def __init__(self, config: SpecFormerConfig) -> None:
+        super().__init__(config)
+        self.generation_config = self.default_generation_config()
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        return tuple(self.config.target_tap_layers)
+
+    @property
+    def num_draft_steps(self) -> int:  # type: ignore[override]
+        return self.config.num_draft_steps
+
+    @property
+    def why_not_refined(self) -> str:  # type: ignore[override]
+        return "its slots are frames, and the children of a node are not those of one slot" if self.config.ctc else ""
+
+    def default_generation_config(self) -> GenerationConfig:
+        """The drafting options of a drafter that was saved without any."""
+        config = self.config
+        return default_options(config.num_draft_steps, config.tree_size, config.beam_width, self.own_options)
+
+    def check_together(self, options: DraftOptions) -> None:
+        check_refiners(self, options)
+
+    def check(self, target: Any) -> None:
+        check_sizes(self.config, target)
+
+    def session(self, call: DraftCall) -> SpecFormerSession:
+        weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
+        return SpecFormerSession(self, weights, call.options, batch_size=call.rows, foresight=call.foresight)
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        config, head = self.config, self.config.draft_vocab_size * self.config.hidden_size
+        depth = config.num_draft_steps if config.ctc else depth  # all frames are asked
+        return (
+            Read("fusion", weights_of(self.fuse), 1, 1),
+            Read("attention to the text", weights_of(self.context_attn), 1, 1),
+            Read("slots", weights_of(self.expand) * depth // config.num_draft_steps, 1, 1),
+            Read("slot layers", weights_of(self.layers), 1, depth),
+            Read("head", head, 1, depth, borrowed=self.lm_head is None),
+        )
+
+
+__all__ = ["SpecFormerDrafter"]

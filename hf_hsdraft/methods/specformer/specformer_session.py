@@ -1,0 +1,92 @@
+"""The session of a SpecFormer drafter: what it has read of the texts of a call, and what it drafts next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...core.attention import batched_attention
+from ...core.tensors import on_device
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.parallel_expansion import TokenBias
+from ...drafters.base.parallel_session import Columns, ParallelSession
+from ...drafters.base.protocol import Accepted, Ask
+from ...drafters.base.row_context import RowContext, Slots
+from ...drafters.base.target_weights import TargetWeights
+from ...trees.tree_builders import Expansion
+from ...verify.foresight import Foresight
+from .collapsed_frames import CollapsedFrames
+from .specformer_network import SpecFormerNetwork
+
+
+class SpecFormerSession(ParallelSession):
+    """Drafts trees (or chains) for the texts of a batch, the slots of all of them in one forward.
+
+    Of each text keys and values of the accepted positions are kept. Only the last position looks at them: what the
+    others would make of them is never used.
+
+    Args:
+        drafter: weights and configuration; not changed.
+        weights: what the drafter borrows of the target, see `StateNetwork.borrow`.
+        options: of the call.
+        batch_size: number of texts.
+        foresight: of the target's draws. The best trees go by it; drawn ones do not.
+    """
+
+    drafter: SpecFormerNetwork
+
+    def __init__(
+        self,
+        drafter: SpecFormerNetwork,
+        weights: TargetWeights,
+        options: DraftOptions,
+        *,
+        batch_size: int = 1,
+        foresight: Foresight | None = None,
+    ) -> None:
+        config = drafter.config
+        heads, width = config.num_key_value_heads, config.head_dim
+        context = RowContext(batch_size, 1, heads, width, drafter.device, drafter.dtype)
+        super().__init__(drafter, weights, options, context, foresight)
+        layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
+        place = drafter.dtype, drafter.device, self._refiner is not None
+        self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
+        # What was made of the last position of each text that was read.
+        self._last = torch.zeros(batch_size, config.hidden_size, dtype=drafter.dtype, device=drafter.device)
+
+    def columns(self, news: Accepted) -> Columns:
+        device, dtype = self.drafter.device, self.drafter.dtype
+        embeds = news.next_embeds(self.weights.embed)
+        return news.taps.to(device, dtype), embeds, news.positions.to(device)
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        drafter, part = self.drafter, self.drafter.context_attn
+        taps, embeds, positions = columns
+        x = drafter.fuse_inputs(taps, embeds)
+        normed = drafter.context_norm(x)
+        self._context.write(0, slots, part.keys(normed, drafter.rotary(positions, x.dtype)), part.values(normed))
+        ends = [end - 1 for end in itertools.accumulate(counts.values())]
+        self._last[on_device(list(counts), x.device)] = x[on_device(ends, x.device)]
+
+    def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
+        rows, drafter, part = [ask.row for ask in asks], self.drafter, self.drafter.context_attn
+        self.read_pending(rows)
+        positions = torch.stack([self._anchor(row) for row in rows]) - 1
+        x = self._last[on_device(rows, positions.device)]
+        queries = part.queries(drafter.context_norm(x)[:, None], drafter.rotary(positions, x.dtype))
+        keys, values = self._context.view(0, rows)
+        seen = self._context.seen(rows, positions, drafter.config.sliding_window)
+        mixed = batched_attention(queries, keys, values, seen)
+        count = drafter.config.num_draft_steps if drafter.config.ctc else depth  # any frame may say the first token
+        return drafter.slots(x + part.o_proj(mixed[:, 0]), count)
+
+    def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
+        return self.drafter.logits(hidden, self.weights), None
+
+    def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+        if not self.drafter.config.ctc:
+            return super().expansion(asks, hidden, depth, options)
+        frames, drawn, temperature = self.drafter.frames(hidden, self.weights), options.drawn, options.draw_temperature
+        return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, self.race(asks, depth))

@@ -1,0 +1,123 @@
+"""Training of SpecFormer drafters ("SpecFormer", section 3): all slots of a chain are compared at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...drafters.base.protocol import Session
+from ...drafters.base.refiners import NOT_REFINED
+from ...drafters.base.target_weights import TargetWeights
+from ...training.families.identity import record_name
+from ...training.families.noting import NotingParallelSession
+from ...training.families.trainable import TRAINABLE
+from ...training.families.travelling import TravellingFamily
+from ...training.loss.predictions import Predictions, trained
+from ...training.loss.timid import start_timidly
+from ...trees.tree_builders import Expansion
+from .collapsed_frames import CollapsedFrames
+from .configuration_specformer import SpecFormerConfig
+from .modeling_specformer import SpecFormerDrafter
+from .specformer_session import SpecFormerSession
+
+
+@dataclass(frozen=True)
+class SlotPredictions(Predictions):
+    """Predictions of slots, which know nothing of the tokens between them.
+
+    Attributes:
+        drafter: the drafter.
+        weights: what it borrows of the target.
+    """
+
+    drafter: SpecFormerDrafter
+    weights: TargetWeights
+
+    @property
+    def width(self) -> int:
+        """Width of a slot."""
+        return self.drafter.config.hidden_size
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return trained(self.drafter.norm, self.drafter.lm_head)
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        return self.drafter.logits(hidden, self.weights)
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drafter.norm(hidden)
+
+
+@dataclass(frozen=True)
+class FramePredictions(SlotPredictions):
+    """Predictions of slots that are frames: what they say after a path, collapsed, whatever frame says it.
+
+    So every depth depends on all slots of its chain. The state of a path holds them, and the state of the collapse.
+    """
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [*super().parameters, cast(nn.Parameter, self.drafter.blank)]
+
+    def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        slots, state, result = torch.stack(list(hidden_states), dim=1), None, list[torch.Tensor | None]()
+        frames = self._collapsed(slots)
+        for depth in range(tokens.shape[1]):
+            state = frames.advance(depth + 1, tokens[:, depth : depth + 1], state)
+            result.append(torch.cat([slots.flatten(1), state[:, 0].to(slots.device)], dim=-1))
+        return result
+
+    def logits(self, hidden: torch.Tensor, states: torch.Tensor | None) -> torch.Tensor:
+        assert states is not None
+        count = self.drafter.config.num_draft_steps
+        slots, state = states[:, : count * self.width], states[:, count * self.width :]
+        slots = slots.to(hidden.dtype).unflatten(-1, (count, -1))
+        return self._collapsed(slots).children(state[:, None].float())[:, 0]
+
+    def _collapsed(self, slots: torch.Tensor) -> CollapsedFrames:
+        return CollapsedFrames(self.drafter.frames(slots, self.weights), self.weights.vocab_ids, slots.shape[1])
+
+
+class SpecFormerFamily(TravellingFamily):
+    """Drafters of slots that are made of one attended position."""
+
+    name = "specformer"
+    drafter = SpecFormerDrafter
+    least = {"draft_vocab_size": 1, "intermediate_size": 1, "num_draft_steps": 1, "tree_size": 1}  # noqa: RUF012
+    plain_options = NOT_REFINED
+    arguments = {"rolled_fraction": 1.0}  # noqa: RUF012  # further slots are quick to compute
+
+    def start_from_target(self, drafter: SpecFormerDrafter, target: Any, finals: torch.Tensor) -> None:
+        if drafter.config.hidden_size == drafter.config.target_hidden_size:
+            rows = target.get_output_embeddings().weight.detach()
+            rows = rows[drafter.draft_vocab_ids().to(rows.device)]
+            start_timidly(drafter.norm.weight, rows, finals, head=drafter.lm_head)
+
+    def only_objective(self, config: SpecFormerConfig) -> str:
+        return "ctc" if config.ctc else ""
+
+    def predictions(self, drafter: SpecFormerDrafter, weights: TargetWeights) -> SlotPredictions:
+        return (FramePredictions if drafter.config.ctc else SlotPredictions)(drafter, weights)
+
+    def record_target(self, drafter: SpecFormerDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
+        record_name(drafter, target, tokenizer, name)
+
+    def describe(self, drafter: SpecFormerDrafter) -> str:
+        config = drafter.config
+        reads = "with" if config.reads_tokens else "without"
+        return f"{config.num_draft_steps} {'frames' if config.ctc else 'slots'}, {reads} the last token"
+
+    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
+        return _NotingSession(session, drafts)
+
+
+class _NotingSession(NotingParallelSession, SpecFormerSession):
+    pass
+
+
+TRAINABLE[SpecFormerFamily.name] = SpecFormerFamily()

@@ -1,0 +1,200 @@
+"""A small language model that its target's hidden states steer while it drafts (SD^2)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from ...core.checks import is_integer, printable
+from ...core.options import Option
+from ...core.refusals import DraftingRefused
+from ...drafters.base.draft_reads import Read, weights_of
+from ...drafters.base.protocol import Accepted, DraftCall
+from ...drafters.language_model.lm_drafter import CausalLMDrafter
+from ...drafters.language_model.lm_session import CausalLMSession
+from ...drafters.language_model.lm_trial import ability_of
+from ...drafters.language_model.lm_vocabulary import shared_tokens
+from ...hub.checkpoint import Checkpoint
+from ...runtime.target_limits import decoder_layers, text_config
+from .steered_texts import KnownVectors, SteeredTexts
+from .steering import Steering, SteeringSizes
+
+STEERING = "steering.safetensors"  # beside the language model, as in index.json
+_SIZES = "sizes"  # name of the metadata of that file
+_NO_STEERING = (
+    "this SteeredLMDrafter has no steering yet: give it one by drafter.steer_by(steering), train one by `hsdraft train "
+    "--family steered-lm`, or use its language model as CausalLMDrafter(model)"
+)
+
+
+class SteeredLMDrafter(CausalLMDrafter):
+    """A small language model with steering ("Steering Pretrained Drafters", SD^2, section 3).
+
+    The option `steering` switches it off: then it drafts as the plain `CausalLMDrafter` of the same model does.
+
+    Args:
+        model: a causal language model with gated feed-forward blocks; it is used as it is, and not changed.
+        tokenizer: the model's tokenizer.
+        steering: what steers it; `None` for none yet, see `steer_by`.
+
+    Raises:
+        ValueError: model and steering do not fit together.
+    """
+
+    own_options = (
+        Option("steering", True, lambda value: isinstance(value, bool), "True or False", "Whether drafts are steered."),
+    )
+    steering: Any  # a Steering; None until there is one
+
+    def __init__(self, model: Any, tokenizer: Any = None, steering: Steering | None = None) -> None:
+        super().__init__(model, tokenizer)
+        self.steering = None
+        if steering is not None:
+            self.steer_by(steering)
+
+    def steer_by(self, steering: Steering) -> None:
+        """Takes a steering.
+
+        Raises:
+            ValueError: it is for a language model of other sizes.
+        """
+        self.model = steering.attached(self.model)
+        self.steering = steering
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        return () if self.steering is None else self.steering.sizes.taps
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> SteeredLMDrafter:
+        """Loads a checkpoint of a language model with a steering beside it; see `from_pretrained`."""
+        steering = load_steering(checkpoint)
+        drafter = super().of_checkpoint(checkpoint, **kwargs)
+        assert isinstance(drafter, SteeredLMDrafter)
+        drafter.steer_by(steering.to(drafter.device, drafter.dtype))
+        return drafter
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Writes the language model as `CausalLMDrafter` does, and the steering in a small file beside it.
+
+        Args:
+            save_directory: Created if missing.
+            kwargs: As the model's own `save_pretrained` takes them.
+
+        Raises:
+            ValueError: A drafting option is wrong, or there is no steering yet.
+        """
+        if self.steering is None:
+            raise ValueError(_NO_STEERING)
+        super().save_pretrained(save_directory, **kwargs)
+        path = Path(save_directory) / STEERING
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        tensors = {name: tensor.contiguous() for name, tensor in self.steering.state_dict().items()}
+        save_file(tensors, partial, metadata={_SIZES: json.dumps(vars(self.steering.sizes))})
+        partial.replace(path)
+
+    def check(self, target: Any) -> None:
+        if self.steering is None:
+            raise DraftingRefused(_NO_STEERING)
+        super().check(target)
+        config, sizes = text_config(target), self.steering.sizes
+        for name, found, right, wanted in (
+            ("hidden_size", config.hidden_size, config.hidden_size == sizes.target_hidden_size, "hidden_size="),
+            ("num_hidden_layers", decoder_layers(config), sizes.taps[-1] <= decoder_layers(config), "hidden states "),
+        ):
+            if not right:
+                what = sizes.target_hidden_size if name == "hidden_size" else list(sizes.taps)
+                raise DraftingRefused(
+                    f"the target has {name}={found}, this drafter's steering reads {wanted}{what}: it was trained for "
+                    "another target. Use the language model alone, by CausalLMDrafter.from_pretrained, or train a "
+                    "steering for this target."
+                )
+
+    def reads(self, depth: int, width: int) -> Sequence[Read]:
+        steering = () if self.steering is None else (Read("steering", weights_of(self.steering), 1, 1),)
+        return *super().reads(depth, width), *steering
+
+    def session(self, call: DraftCall) -> CausalLMSession:
+        if not call.options.own["steering"]:
+            return super().session(call)
+        kinds = ability_of(self.model).kinds
+        return SteeredLMSession(self.steering, self.model, call, shared_tokens(self.model, call.target), kinds)
+
+
+class SteeredLMSession(CausalLMSession):
+    """Drafts as the session of a language model does; news of the target become vectors that steer it.
+
+    Args:
+        steering: what makes vectors of hidden states.
+        model, call, vocab_size, kinds: as for `CausalLMSession`.
+    """
+
+    def __init__(self, steering: Steering, model: Any, call: DraftCall, vocab_size: int, kinds: Any) -> None:
+        weight = steering.fuse.weight
+        nothing = KnownVectors(weight.new_zeros(0, len(weight)).detach(), -1)
+        self._steering, self._known = steering, dict.fromkeys(range(call.rows), nothing)
+        super().__init__(model, call, vocab_size, kinds)
+        self.kind = (*self.kind, "steered")
+
+    def _begin(self, rows: Sequence[int]) -> SteeredTexts:
+        return SteeredTexts(self._steering, self._known, self._model, rows, self._kinds, self._most_drafted)
+
+    @torch.no_grad()
+    def observe(self, news: Sequence[Accepted]) -> None:
+        """Takes what was accepted. The last hidden state of the news is that of the token before the root."""
+        super().observe(news)
+        read = {row: kept for texts in self._groups for row, kept in zip(texts.rows, texts.kept, strict=True)}
+        dtype = self._steering.fuse.weight.dtype
+        for each in news:
+            length = len(self._texts[each.row].tokens)
+            vectors = self._steering.vectors(each.taps[max(len(each.taps) - length + 1, 0) :].to(dtype))
+            unread = length - read.get(each.row, length)
+            self._known[each.row] = self._known[each.row].then(vectors, length - 2, unread)
+        for texts in self._groups:
+            assert isinstance(texts, SteeredTexts)
+            texts.known = self._known  # those that were resumed have the vectors of an earlier call
+
+
+def has_steering(checkpoint: Checkpoint) -> bool:
+    """Whether a steering lies beside a language model."""
+    return (checkpoint.also(STEERING) / STEERING).is_file()
+
+
+def load_steering(checkpoint: Checkpoint) -> Steering:
+    """Loads the steering beside a language model.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is damaged.
+    """
+    path = checkpoint.also(STEERING) / STEERING
+    if not path.is_file():
+        raise OSError(f"{printable(checkpoint.name)} has no {STEERING}: expected the folder of a steered drafter")
+    try:
+        with safe_open(path, framework="pt") as file:
+            sizes = _sizes((file.metadata() or {}).get(_SIZES, ""))
+        with torch.device("meta"):
+            steering = Steering(sizes)
+        steering.load_state_dict(load_file(path), assign=True)
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({printable(error)}): expected what a steered drafter saved") from error
+    return steering.eval()
+
+
+def _sizes(text: str) -> SteeringSizes:
+    fields = json.loads(text)
+    given = fields if isinstance(fields, dict) else {}
+    taps, inner, width = (given.get(name) for name in ("taps", "inner_sizes", "target_hidden_size"))
+    if isinstance(taps, list) and isinstance(inner, list) and taps and inner and is_integer(width):
+        numbers = [width, *taps, *inner]
+        right = all(is_integer(number) and 0 <= number < 2**20 for number in numbers)
+        if right and taps == sorted(set(taps)):
+            return SteeringSizes(tuple(taps), numbers[0], tuple(inner))
+    raise ValueError(f"sizes {printable(text)} are invalid")

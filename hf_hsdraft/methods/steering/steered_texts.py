@@ -1,0 +1,82 @@
+"""Texts that a steered language model reads: each token by what the target had said before it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...drafters.language_model.lm_texts import LMTexts
+from ...runtime.target_outputs import TargetOutput
+from .steering import Steering
+
+
+@dataclass(frozen=True)
+class KnownVectors:
+    """The latest steering vectors of a text.
+
+    Attributes:
+        vectors: `[m, D]`, of consecutive positions.
+        end: the last of these positions.
+    """
+
+    vectors: torch.Tensor
+    end: int
+
+    def then(self, further: torch.Tensor, end: int, kept: int) -> KnownVectors:
+        """Returns the vectors with further ones `[n, D]`, up to a position; no more than the last `kept` of them."""
+        known = torch.cat([self.vectors, further]) if self.end + len(further) == end else further
+        return KnownVectors(known[max(len(known) - kept, 0) :], end)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the vectors `[n, D]` at positions `[n]`: beyond the last one its own, zeros where none is known."""
+        places = positions.clamp(max=self.end) - (self.end - len(self.vectors) + 1)
+        padded = torch.cat([self.vectors.new_zeros(1, self.vectors.shape[1]), self.vectors])
+        return padded[(places + 1).clamp(min=0).to(padded.device)]
+
+
+class SteeredTexts(LMTexts):
+    """Reads an accepted token with the vector of the position before it, so what the cache holds depends on the text
+    alone. Drafted tokens share the vector of the last verified position, which the round's root is read with.
+
+    Args:
+        steering: the steering; not kept alive.
+        known: the vectors of each row, which whoever made these texts goes on to replace.
+        model: the language model, with the steering attached.
+        rows, kinds, most_drafted: as for `LMTexts`.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        known: Mapping[int, KnownVectors],
+        model: Any,
+        rows: Sequence[int],
+        kinds: Any,
+        most_drafted: int,
+    ) -> None:
+        super().__init__(model, rows, kinds, most_drafted)
+        self.known = known
+        self._steering_reference = weakref.ref(steering)
+        self._of_round: torch.Tensor | None = None
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._of_round = None  # the next round has its own
+        super().keep(rows)
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, masks: Any, wanted: int, taps: Sequence[int]
+    ) -> TargetOutput:
+        steering: Any = self._steering_reference()
+        if self._drafted is None:
+            before = zip(self.rows, positions - 1, strict=True)
+            deltas = steering.deltas(torch.stack([self.known[row].at(each) for row, each in before]))
+            self._of_round = deltas[:, -1:]
+        else:
+            assert self._of_round is not None
+            deltas = self._of_round
+        with steering.applied(deltas):
+            return super()._forward(ids, positions, masks, wanted, taps)
