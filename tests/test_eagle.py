@@ -155,7 +155,7 @@ def session_of(drafter, target, rows=1):
 
 def drafts(session, options, rows=(0,), root=11):
     with torch.no_grad():
-        return session.draft([Ask(row, root, options.depth, options.tree_size) for row in rows])
+        return session.draft([Ask(row, root, options.depth, options.tree_size, options.beam_width) for row in rows])
 
 
 def assert_same(tree, other):

@@ -128,7 +128,8 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
     for _ in range(_REPEATS + 1):
         session.observe([accepted])
         begin = time.perf_counter()
-        session.draft([Ask(0, accepted.tokens[-1], drafter.num_draft_steps, nodes)])
+        width = drafter.generation_config.beam_width
+        session.draft([Ask(0, accepted.tokens[-1], drafter.num_draft_steps, nodes, width)])
         times.append(time.perf_counter() - begin)
         accepted, position = news(position, 3), position + 3
     return times[1:]  # the first one reads the prompt
