@@ -80,7 +80,6 @@ def _install() -> None:
 
     if needs_newer() is not None:
         return
-    from .core.accelerator import register_acceleration
     from .drafters.hidden_state import hidden_state_family  # noqa: F401  # `AutoModel` knows it from here on
     from .engine.grammar_processor import GrammarProcessor
     from .engine.row_processors import register_form
@@ -88,17 +87,12 @@ def _install() -> None:
     from .generate.by_name import allow_names
     from .generate.generate_hook import install
     from .generate.hints import allow_hints
-    from .gpu.device_acceleration import DeviceAcceleration
-    from .hub.care import register_care
-    from .hub.package_care import PackageCare
 
     warn_if_untested()
     allow_names()
     install()
     allow_attachments()
     allow_hints()
-    register_care(PackageCare())
-    register_acceleration(DeviceAcceleration)
     register_form(GrammarProcessor)
 
 

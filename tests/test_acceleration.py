@@ -1,25 +1,50 @@
-"""Without the room `acceleration/` every text is the same: it makes forwards faster, and nothing else."""
+"""Without acceleration every text is the same: it makes forwards faster, and nothing else."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from test_contract import NEW, batch_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_hsdraft.core import accelerator
+import hf_hsdraft
+from hf_hsdraft import HSDrafter
 from hf_hsdraft.cpu import packed_weights, private_operators
 from hf_hsdraft.cpu.products import Product
-from hf_hsdraft.drafters.hidden_state import draft_support
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
+from hf_hsdraft.runtime.acceleration import Acceleration
+from hf_hsdraft.runtime.target_runtime import TargetRuntime
+
+PACKAGE = Path(hf_hsdraft.__file__).parent
+
+
+def test_only_one_module_of_the_runtime_asks_for_acceleration():
+    modules = [path for room in ("runtime", "engine") for path in (PACKAGE / room).glob("*.py")]
+    asking = [path.stem for path in modules if re.search(r"^from \.\.(cpu|gpu)\.", path.read_text(), re.M)]
+    assert asking == ["acceleration"]
+
+
+def plain_session(drafter, call):
+    """A session by the drafter's modules as they are."""
+    weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
+    return HSDraftSession(drafter, weights, call.options, batch_size=call.rows, foresight=call.foresight)
 
 
 @pytest.fixture
-def empty_room(monkeypatch):
-    """What travels with a drafter, alone: whatever else of the room would be run raises."""
+def unaccelerated(monkeypatch):
+    """The target's forwards as they are; whatever would pack, compile or round raises."""
 
     def forbidden(*args, **kwargs):
-        raise AssertionError("something of acceleration/ was run")
+        raise AssertionError("something was accelerated")
 
-    monkeypatch.setattr(accelerator, "_registered", [accelerator.Acceleration])
-    monkeypatch.setattr(draft_support, "_registered", [draft_support.DraftSupport()])
+    monkeypatch.setattr(Acceleration, "compile", lambda *_: None)
+    monkeypatch.setattr(Acceleration, "begin", lambda *_: None)
+    monkeypatch.setattr(
+        Acceleration, "forward", lambda self, inputs, comes_again, model=None: (model or self._target)(**inputs)
+    )
+    monkeypatch.setattr(HSDrafter, "session", plain_session)
     monkeypatch.setattr(Product, "__init__", forbidden)
     monkeypatch.setattr(packed_weights.PackedWeight, "__call__", forbidden)
     for name in ("packed_product", "product_in_8_bits"):
@@ -29,7 +54,7 @@ def empty_room(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
-def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample, cache):
+def test_without_acceleration_every_text_is_the_same(unaccelerated, monkeypatch, rows, do_sample, cache):
     target = make_target(seed=4)
     drafter = make_drafter(target)
     ids = torch.randint(5, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(rows))
@@ -45,6 +70,25 @@ def test_an_empty_room_changes_no_text(empty_room, monkeypatch, rows, do_sample,
     assert text(assistant_model=drafter) == without
     if rows == 1 or not do_sample:  # rows of a sampled batch draw from generators of their own
         assert text() == without
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_packed_weights_change_no_text_and_are_told(monkeypatch, rows, cache):
+    target = make_target()
+    kwargs = {**batch_of(rows), **cache, "max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    plain, drafter = target.generate(**kwargs), make_drafter(target)
+    used, forward = [], TargetRuntime.verify
+
+    def verify(runtime, *args):
+        used.append(runtime.acceleration.packed)
+        return forward(runtime, *args)
+
+    monkeypatch.setattr(TargetRuntime, "verify", verify)
+    drafter.generation_config.packed_weights = True
+    drafted = target.generate(**kwargs, assistant_model=drafter)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert drafted.statistics.packed_weights == any(used)
 
 
 def test_importing_and_plain_calls_leave_transformers_attention_alone():

@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from oracles.exactness import FullExpansion, chi_square
+from oracles.format_parity import randomise
 from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.bench.exactness import FullExpansion, chi_square
-from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
@@ -320,7 +320,7 @@ def test_a_chat_that_continues_a_cache_keeps_its_context(target, monkeypatch):
 
     def noting(self, rows, roots):
         found = slots(self, rows, roots)
-        noted[-1].append((int(self._anchor(0)), found))
+        noted[-1].append((int(self.anchors([0])), found))
         return found
 
     monkeypatch.setattr(BlockSession, "slots", noting)

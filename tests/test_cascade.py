@@ -10,12 +10,12 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from oracles.exactness import chi_square
 from session_helpers import news
 from small_target import SMALL, exact_distribution, small_target
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter
-from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache

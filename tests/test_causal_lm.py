@@ -13,12 +13,12 @@ import weakref
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BartForConditionalGeneration, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, attach
-from hf_hsdraft.bench.tiny import VOCABULARY, tiny_config, tiny_model
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall

@@ -3,58 +3,70 @@
 import ast
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import make_drafter, make_target
+from test_self_speculation import make_self
+from test_specformer import make_specformer
 from transformers import AutoModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
 
 import hf_hsdraft
 from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.hub.care import care
-from hf_hsdraft.hub.code_files import closure, flattened, relative_imports, write_flat
+from hf_hsdraft.hub.code_files import closure, former_code, write_code, write_flat
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
-FAMILY = PACKAGE / "drafters/hidden_state"
-ENTRIES = [PACKAGE / "generate/generate_hook.py", FAMILY / "modeling_hsdraft.py", FAMILY / "configuration_hsdraft.py"]
+# Files that a careful person reads before trusting them.
+MOST_FILES, MOST_LINES = 12, 2000
 
 
-def test_every_file_that_is_imported_comes_along_under_its_own_name():
-    files = closure(ENTRIES)
-    stems = [path.stem for path in files]
-    assert len(set(stems)) == len(stems)
-    assert {"generate_hook", "modeling_hsdraft", "draft_tree"} <= set(stems)
+@pytest.mark.parametrize("make", [make_drafter, make_specformer, make_self], ids=["states", "slots", "first layers"])
+def test_what_travels_can_be_read_before_it_is_trusted(make, tmp_path):
+    """It asks for transformers, torch and the Hub's client alone; the package is handed over to where it is there."""
+    make(make_target()).save_pretrained(tmp_path)
+    files = sorted(tmp_path.rglob("*.py"))
+    assert len(files) <= MOST_FILES and sum(len(path.read_text().splitlines()) for path in files) <= MOST_LINES
     for path in files:
-        assert {file.resolve() for _, file in relative_imports(path)} <= set(files)
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
+        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+        assert ("hf_hsdraft" in names) == (path.name == "hub_entry.py")
+        own = {"torch", "transformers", "huggingface_hub", "accelerate", "hf_hsdraft"} | sys.stdlib_module_names
+        assert {name.partition(".")[0] for name in names} <= own
+    assert set(get_imports(tmp_path / "hub_entry.py")) <= {"transformers"}  # transformers demands these of the entry
 
 
-def test_what_travels_asks_for_no_package_and_no_workshop():
-    for path in closure(ENTRIES):
-        text = path.read_text()
-        assert path.relative_to(PACKAGE).parts[0] not in ("training", "bench", "serve", "cli")
-        names = [
-            name
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for name in (
-                [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
-            )
-        ]
-        assert not [name for name in names if name.split(".")[0] == "hf_hsdraft"], path
+def test_the_package_runs_the_network_that_travels(tmp_path):
+    """No copy of it: each file that travels is a file of the package, but for its relative imports and the entry."""
+    assert write_code(HSDrafter, tmp_path) == "hub_entry"
+    for path in tmp_path.glob("*.py"):
+        if path.name != "hub_entry.py":
+            sent = path.read_text().splitlines()
+            whole = [path.read_text().splitlines() for path in PACKAGE.rglob(path.name)]
+            assert any(_without_imports(sent) == _without_imports(lines) for lines in whole)
 
 
-def test_flattening_what_is_flat_changes_nothing(tmp_path):
-    assert care().write_code(HSDrafter, tmp_path) == "hub_entry"
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert {path.name for path in closure(ENTRIES)} < set(names)
-    again = tmp_path / "again"
-    again.mkdir()
-    entries = [tmp_path / f"{stem}.py" for stem in ("hub_entry", "configuration_hsdraft", "generate_recipe")]
-    assert write_flat(entries, again) == names
-    for name in names:
-        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
-        assert flattened(tmp_path / name) == (tmp_path / name).read_text()
+def _without_imports(lines: list[str]) -> list[str]:
+    return [line for line in lines if "import" not in line]
+
+
+def test_former_code_is_listed_or_found_by_imports(tmp_path):
+    """Versions that kept no list had `modeling_hsdraft` as entry, and the recipe imported a file of its own."""
+    for name, text in {
+        "modeling_hsdraft": "from .network import x",
+        "network": "    from .deep import (\n",
+        "deep": "from .gone import y",
+        "generate_recipe": "",
+        "app": "from .network import x",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    config = {"model_type": "hsdraft", "auto_map": {"AutoModel": "modeling_hsdraft.HSDrafter", "AutoConfig": "../x.y"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert former_code(tmp_path) == {"modeling_hsdraft.py", "network.py", "deep.py", "generate_recipe.py"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "code_files": ["a.py", "../b.py", 5]}))
+    assert former_code(tmp_path) == {"a.py"}
 
 
 def package(folder: Path, **files: str) -> Path:
@@ -103,7 +115,7 @@ def test_a_saved_drafter_names_entry_and_code(tmp_path):
     drafter.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"] == {
-        "AutoConfig": "configuration_hsdraft.HSDraftConfig",
+        "AutoConfig": "hub_entry.HSDraftConfig",
         "AutoModel": "hub_entry.HSDrafter",
     }
     assert config["code_files"] == sorted(path.name for path in tmp_path.glob("*.py"))
@@ -140,8 +152,3 @@ def test_a_class_that_somebody_derived_brings_its_code_once_it_is_registered(tmp
     assert (tmp_path / "again" / "own_drafter.py").exists()
     HSDrafter.register_for_auto_class()
     assert HSDrafter._auto_class is None  # whose code always travels
-
-
-def test_the_card_and_the_sending_do_not_travel():
-    stems = {path.stem for path in closure(ENTRIES)}
-    assert "care" in stems and not {"package_care", "model_card", "code_files"} & stems

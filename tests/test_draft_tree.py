@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.exactness import FullExpansion
 
-from hf_hsdraft.bench.exactness import FullExpansion
 from hf_hsdraft.core.draft_tree import DraftTree, merge_trees
 from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
 from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits, beam_trees

@@ -323,9 +323,7 @@ def test_saving_fails_whole(target, tmp_path, monkeypatch):
     first, second = make_drafter(target, seed=1), make_drafter(target, seed=2)
     first.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    monkeypatch.setattr(
-        "hf_hsdraft.hub.package_care.write_card", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    monkeypatch.setattr("hf_hsdraft.hub.publication.write_card", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         second.save_pretrained(tmp_path)
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}

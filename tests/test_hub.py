@@ -30,7 +30,6 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
     "accelerator.py",
-    "attention.py",
     "beam_trees.py",
     "builder_registry.py",
     "cache_marks.py",
@@ -74,7 +73,6 @@ CODE = {
     "network.py",
     "ngram_cache.py",
     "ngram_session.py",
-    "norms.py",
     "observers.py",
     "options.py",
     "own_choice.py",

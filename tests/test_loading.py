@@ -315,16 +315,18 @@ def edit(folder, **fields) -> dict:
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "saved before there was a list"])
-def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, prompt, monkeypatch, listed):
+def test_code_of_an_earlier_version_goes_and_others_files_stay(target, folder, prompt, listed):
     """A folder that is saved to again has the code of this version, and whatever somebody else put there."""
     current = {path.name for path in folder.glob("*.py")}
     assert set(json.loads((folder / "config.json").read_text())["code_files"]) == current
     (folder / "former_module.py").write_text("raise RuntimeError")
     (folder / "app.py").write_text("print()")
-    monkeypatch.setattr("hf_hsdraft.hub.package_care._BEFORE_CODE_FILES", ["former_module"])
+    if not listed:
+        with (folder / "hub_entry.py").open("a") as entry:
+            entry.write("\nfrom .former_module import nothing\n")
     edit(folder, code_files=[*current, "former_module.py"] if listed else None)
     loaded = HSDrafter.from_pretrained(folder)
-    (folder / "modeling_hsdraft.py").unlink()  # whatever is missing comes anew
+    (folder / "network.py").unlink()  # whatever is missing comes again
     for _ in range(2):
         loaded.save_pretrained(folder)
         assert {path.name for path in folder.glob("*.py")} == current | {"app.py"}

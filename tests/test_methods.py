@@ -15,7 +15,6 @@ from test_self_speculation import make_self
 from test_specformer import make_specformer
 
 import hf_hsdraft
-from hf_hsdraft.bench.exactness import DRAWN_DRAFTS
 from hf_hsdraft.core import methods
 from hf_hsdraft.core.methods import Registry
 from hf_hsdraft.drafters.base.registry import FAMILIES
@@ -144,7 +143,7 @@ def test_all_that_is_offered_is_there():
             module = methods.load(kind, name)
             if kind == "name":
                 assert getattr(module, name).__name__ == name
-    for registry in (FAMILIES, TRAINABLE, WHOLE_LOSSES, DRAWN_DRAFTS):
+    for registry in (FAMILIES, TRAINABLE, WHOLE_LOSSES):
         assert set(methods.offered(registry.kind)) <= registry.loaded.keys()
 
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
+from oracles.exactness import FullExpansion, check
 
-from hf_hsdraft.bench.exactness import FullExpansion, check
 from hf_hsdraft.methods.refinement.p_best_trees import p_best_trees
 from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 

@@ -12,14 +12,14 @@ import torch
 import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
 from lm_helpers import tiny
+from oracles.exactness import chi_square
+from oracles.format_parity import randomise
+from oracles.tiny import VOCABULARY
 from session_helpers import padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SelfDraftConfig, SelfDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.format_parity import randomise
-from hf_hsdraft.bench.tiny import VOCABULARY
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.self_speculation.first_layers import FirstLayers
 from hf_hsdraft.runtime.target_runtime import TargetRuntime

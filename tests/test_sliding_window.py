@@ -7,8 +7,8 @@ import torch
 from conftest import VOCAB, make_drafter
 
 from hf_hsdraft import HSDraftConfig
+from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
 from hf_hsdraft.drafters.hidden_state.roll_out import RollOut
-from hf_hsdraft.drafters.hidden_state.working_weights import WorkingWeights
 
 WINDOW, STEPS = 7, 4
 

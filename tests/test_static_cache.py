@@ -10,11 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
+from oracles.forced_drafter import ForcedDrafter
+from round_cost import TINY, Plan, main, random_pair
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
-from hf_hsdraft.bench.round_cost import TINY, ForcedDrafter, Plan, main, random_pair
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
@@ -374,7 +375,7 @@ def test_a_pattern_of_acceptance_is_forced(drafter, target, prompt):
 def test_the_cost_of_a_round_is_reported(tmp_path):
     out = tmp_path / "cost.json"
     sizes = ["--tiny", "--prompt-length", "16", "--rounds", "8", "--tree-size", "12", "--draft-steps", "3"]
-    main([*sizes, "--accept", "0,2,1,3", "--dtype", "float32", "--device", "cpu", "--backend", "", "--out", str(out)])
+    main([*sizes, "--accept", "0,2,1,3", "--dtype", "float32", "--device", "cpu", "--backend", "", "--json", str(out)])
     report = json.loads(out.read_text())
     cost = report["milliseconds"]
     assert report["device"] == "cpu" and report["target"]["hidden_size"] == TINY.hidden_size

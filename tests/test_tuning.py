@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import hf_hsdraft
-from hf_hsdraft.core.package_tuning import TUNING, PackageTuning
-from hf_hsdraft.core.tuning import Tuning
+from hf_hsdraft.core.tuning import TUNING, Tuning
 
 PACKAGE = Path(hf_hsdraft.__file__).parent
 
@@ -15,7 +14,7 @@ PACKAGE = Path(hf_hsdraft.__file__).parent
 def test_every_tuned_number_says_where_it_comes_from():
     """Fields that follow one another share the comment above them."""
     comments, told, after_field = {}, [], True
-    for line in (inspect.getsource(Tuning) + inspect.getsource(PackageTuning)).splitlines():
+    for line in inspect.getsource(Tuning).splitlines():
         comment, field = re.match(r"    # (?!---)(.*)", line), re.match(r"    (\w+): ", line)
         if comment:
             told = [] if after_field else told
@@ -23,7 +22,7 @@ def test_every_tuned_number_says_where_it_comes_from():
         elif field:
             comments[field[1]] = " ".join(told)
         after_field = comment is None
-    assert list(comments) == [field.name for field in dataclasses.fields(PackageTuning)]
+    assert list(comments) == [field.name for field in dataclasses.fields(Tuning)]
     silent = [name for name, text in comments.items() if not re.search(r" - \w", text)]
     assert not silent
 

@@ -18,11 +18,11 @@ from torch import nn
 
 from ..core.cache_name import CACHE, given_cache
 from ..cpu.packed_weights import PackedWeights, packed_now
-from ..drafters.hidden_state.candidate_generator import HSCandidateGenerator
+from ..drafters.hidden_state.draft_session import HSDraftSession
 from ..drafters.hidden_state.expansion import Expansion
+from ..drafters.hidden_state.network import WorkingWeights
 from ..drafters.hidden_state.roll_out import RollOut
 from ..drafters.hidden_state.static_roll_out import StaticRollOut
-from ..drafters.hidden_state.working_weights import WorkingWeights
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
@@ -40,7 +40,7 @@ TARGET, PYTHON = "target forward", "Python"
 # The functions of each part. Time that another part takes inside a function belongs to that part. What no part takes of
 # a round is Python.
 TIMED: dict[str, tuple[Callable[..., Any], ...]] = {
-    "context update": (HSCandidateGenerator.read, RollOut.read),
+    "context update": (HSDraftSession.read, RollOut.read),
     "roll-out": (RollOut.__call__, StaticRollOut.__call__),
     "head": (WorkingWeights.logits,),
     "injector": (Expansion.__call__, Expansion.best),

@@ -17,7 +17,6 @@ from ..drafters.base.formats import recognise
 from ..drafters.base.registry import FAMILIES
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 from ..hub.card_figures import GAP, is_chain, shown_figure
-from ..hub.care import care
 from ..hub.checkpoint import Checkpoint
 from ..hub.drafter_files import (
     CONFIG,
@@ -29,6 +28,7 @@ from ..hub.drafter_files import (
     find_folder,
     read_json,
 )
+from ..hub.fetching import loading
 from ..hub.model_card import circumstances, parameters_and_bytes, read_figures, read_recipe, trunk_in_words
 from ..hub.pretrained_drafter import stored_options
 from ..hub.speculators_format import target_of
@@ -97,7 +97,7 @@ def describe(name: str, with_weights: bool = False, **hub: Any) -> dict[str, dic
         OSError: It cannot be found.
         ValueError: It is no drafter that this version reads.
     """
-    with care().loading(name, bool(hub.get("local_files_only"))):
+    with loading(name, bool(hub.get("local_files_only"))):
         folder = find_folder(name, DESCRIBED, **hub)
         family = str(read_json(folder / CONFIG).get("model_type")) if (folder / CONFIG).is_file() else ""
         if family and family not in FAMILIES:

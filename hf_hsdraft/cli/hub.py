@@ -50,18 +50,18 @@ def pull(
     from huggingface_hub import HfApi
 
     from ..drafters.base.auto_drafter import AutoDrafter
-    from ..hub.care import care
     from ..hub.drafter_files import CODE, find_folder
+    from ..hub.fetching import loading
 
     if to is not None and to.is_dir() and any(to.iterdir()):
         raise typer.BadParameter(f"{to} is not empty: name a new folder", param_hint="--to")
     if Path(name).exists():
         raise typer.BadParameter(f"{name} is a folder here: pull from another place", param_hint="name")
-    with care().loading(name):
+    with loading(name):
         find_folder(name, ("README.md",), revision=revision)  # tells clearly what is wrong with the name
     commit = HfApi().model_info(name, revision=revision).sha  # not what the cache takes for the latest
     AutoDrafter.from_pretrained(name, revision=commit, force_download=force)
-    with care().loading(name):
+    with loading(name):
         folder = find_folder(name, CODE, revision=commit, force_download=force)
     if to is not None:
         shutil.copytree(folder, to, dirs_exist_ok=True)
@@ -150,8 +150,7 @@ def card(
 ) -> None:
     """Enters measurements into a drafter's figures, records its target, and writes its card anew."""
     from ..hub.drafter_files import CARD, RECIPE, read_json
-    from ..hub.model_card import write_card
-    from ..hub.publication import is_generated
+    from ..hub.model_card import is_generated, write_card
     from ..training.files import write_json
     from ._measured import enter_benchmarks
 

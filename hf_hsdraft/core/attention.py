@@ -1,4 +1,4 @@
-"""Attention of many query heads to keys and values that several of them share."""
+"""Attention of many query heads to keys and values that several of them share: of batches, and of chains."""
 
 from __future__ import annotations
 
@@ -6,34 +6,10 @@ import torch
 import torch.nn.functional as F
 
 
-def shared_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
-) -> torch.Tensor:
-    """What the rows take from the values, `[n, heads * head_dim]`.
-
-    The heads of a group stand where queries do: no key is read twice, and none is copied.
-
-    Args:
-        queries: `[n, heads, head_dim]`.
-        keys, values: `[kv_heads, P, head_dim]`.
-        seen: `[n, P]`, bool, True where a row may look; `None` for everywhere.
-    """
-    rows, heads, _ = queries.shape
-    groups = heads // len(keys)
-    if rows == 1:
-        mask = seen if seen is None or groups == 1 else seen.expand(groups, -1)
-        grouped = queries.view(1, len(keys), groups, -1)
-        return F.scaled_dot_product_attention(grouped, keys[None], values[None], mask).reshape(1, -1)
-    grouped = queries.unflatten(1, (len(keys), groups)).permute(1, 2, 0, 3).flatten(1, 2)
-    mask = None if seen is None else seen.repeat(groups, 1)
-    mixed = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], mask)
-    return mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1)
-
-
 def batched_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same for the rows of a batch, each with keys of its own: `[B, n, heads * head_dim]`.
+    """`shared_attention` for the rows of a batch, each with keys of its own: `[B, n, heads * head_dim]`.
 
     Args:
         queries: `[B, n, heads, head_dim]`.

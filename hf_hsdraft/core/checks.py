@@ -1,4 +1,4 @@
-"""Checks of values that somebody else wrote, and how such values are shown."""
+"""Checks of values that somebody else wrote, how such values are shown, and limits of a drafter's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+# 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
+FORMAT_VERSION = 2
 LONGEST_NAME = 256  # characters of a name in a configuration
+MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
 
 
 def is_integer(value: Any) -> bool:

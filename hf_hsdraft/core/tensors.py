@@ -1,4 +1,4 @@
-"""Small words about tensors and modules."""
+"""Tensor and module helpers, and the parts that networks share: a norm, and attention."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 Transform = Callable[[torch.Tensor], torch.Tensor]  # of the last axis
+# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
+# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
+Attend = Callable[..., torch.Tensor]
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -45,3 +49,50 @@ def device_of(model: Any) -> torch.device:
 def side_by_side(*modules: nn.Module) -> Transform:
     """What modules make of the same input, joined in the last axis."""
     return modules[0] if len(modules) == 1 else lambda x: torch.cat([module(x) for module in modules], dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Divides the last axis by its root mean square and scales it, in the type of its inputs."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def shared_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the rows take from the values, `[n, heads * head_dim]`.
+
+    The heads of a group stand where queries do: no key is read twice, and none is copied.
+
+    Args:
+        queries: `[n, heads, head_dim]`.
+        keys, values: `[kv_heads, P, head_dim]`.
+        seen: `[n, P]`, bool, True where a row may look; `None` for everywhere.
+    """
+    rows, heads, _ = queries.shape
+    groups = heads // len(keys)
+    if rows == 1:
+        mask = seen if seen is None or groups == 1 else seen.expand(groups, -1)
+        grouped = queries.view(1, len(keys), groups, -1)
+        return F.scaled_dot_product_attention(grouped, keys[None], values[None], mask).reshape(1, -1)
+    grouped = queries.unflatten(1, (len(keys), groups)).permute(1, 2, 0, 3).flatten(1, 2)
+    mask = None if seen is None else seen.repeat(groups, 1)
+    mixed = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], mask)
+    return mixed[0].unflatten(1, (groups, rows)).permute(2, 0, 1, 3).reshape(rows, -1)
+
+
+def best_of(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns where the `count` greatest of logits `[..., V]` are: `[..., V]`, bool."""
+    best = logits.topk(count, dim=-1, sorted=False).indices
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True)
+
+
+def biased(logits: torch.Tensor, bias: torch.Tensor, reach: torch.Tensor | None) -> torch.Tensor:
+    """Returns logits `[..., V]` with a bias where `reach`, bool, is True; `None` for everywhere."""
+    return logits + (bias if reach is None else bias.masked_fill(~reach, 0.0))

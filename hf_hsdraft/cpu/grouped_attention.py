@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..core.package_tuning import TUNING
+from ..core.tuning import TUNING
 
 _grouped: ContextVar[bool] = ContextVar("hsdraft_grouped", default=False)
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as _of_all_modules
 
-from ..core.package_tuning import TUNING
 from ..core.tensors import is_unhooked
+from ..core.tuning import TUNING
 from .private_operators import can_pack, packed_copy, packed_product
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.package_tuning import TUNING
+from ..core.tuning import TUNING
 from .packed_weights import PackedWeights, linears_to_pack
 
 

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.norms import RMSNorm
-from ..core.package_tuning import TUNING
-from ..core.tensors import Transform, is_unhooked, side_by_side
+from ..core.tensors import RMSNorm, Transform, is_unhooked, side_by_side
+from ..core.tuning import TUNING
 from .packed_weights import PackedWeight, has_kernel
 from .private_operators import can_multiply_in_8_bits, product_in_8_bits
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.accelerator import Acceleration
+from ..runtime.acceleration import Acceleration
 from .call_output import DraftStatistics
 from .drafting import Drafting
 from .loop import Observer, Round

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.attention import shared_attention
+from ..core.tensors import shared_attention
 
 
 class StaticText:

@@ -1,18 +1,63 @@
-"""The code that travels with a drafter: found by its imports, and flattened.
+"""The code that travels with a drafter: found by its imports, flattened, and an entry that names its classes.
 
 transformers looks for a repository's code beside the entry file only, by lines such as `from .module import name`. So
 each file is copied under its own name into one folder, and its relative imports are rewritten to one dot and the name
-of the file. Rewriting a file that is flat already gives the same file, so a drafter that was loaded from the Hub can be
-saved again without the package.
+of the file.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from ..core.checks import FORMAT_VERSION, is_code_file
+from .drafter_files import CONFIG, read_json
+
+ENTRY = "hub_entry"  # of the code that travels
+RECIPE = Path(__file__).with_name("generate_recipe.py")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_WITHOUT_NETWORK = _PACKAGE / "drafters/base/plain_drafter.py"
+_ENTRY = '''"""The entry of a drafter's code, as `auto_map` in config.json names it.
+
+Where `hf_hsdraft` is installed, its classes are loaded, and no other file here is run. They draft trees and batches. By
+the files beside this one {without}.
+"""
+
+from __future__ import annotations
+
+try:
+    from hf_hsdraft import {config}, {drafter}
+
+    if {config}().format_version < {version}:
+        raise ImportError("the installed hf_hsdraft is older than this drafter")
+except ImportError:
+{classes}
+    install()
+
+__all__ = ["{config}", "{drafter}"]
+'''
+_OWN_NETWORK = """\
+    from .{module} import {name} as {drafter}
+    from .{config_module} import {config}
+    from .travelling_drafter import install
+"""
+_NO_NETWORK = """\
+    from transformers import PreTrainedConfig
+
+    from .plain_drafter import PlainDrafter
+    from .travelling_drafter import install
+
+    class {config}(PreTrainedConfig):
+        model_type = "{model_type}"
+
+    class {drafter}(PlainDrafter):
+        config_class = {config}
+"""
 
 _RELATIVE = re.compile(r"from\s+\.[.\w]*\s+import\b")
 
@@ -69,3 +114,56 @@ def write_flat(entries: Sequence[Path], folder: Path) -> list[str]:
     for path in files:
         (folder / path.name).write_text(flattened(path), encoding="utf-8")
     return [path.name for path in files]
+
+
+def write_code(family: Any, folder: Path) -> str:
+    """Writes the code of a family of drafters into a folder; returns the module that its classes are loaded by.
+
+    A family of this package brings an entry, which hands over to the package where that is installed, and what drafts
+    without it. One from elsewhere brings the files of its class and of its configuration, which import this package.
+    """
+    config = family.config_class
+    own, of_config = (Path(inspect.getfile(each)).resolve() for each in (family, config))
+    if not own.is_relative_to(_PACKAGE):
+        write_flat([own, of_config], folder)
+        return own.stem
+    alone = family.travels_as
+    names = {"config": config.__name__, "drafter": family.__name__, "version": FORMAT_VERSION}
+    if alone is None:
+        write_flat([_WITHOUT_NETWORK], folder)
+        classes = _NO_NETWORK.format(**names, model_type=config.model_type)
+        entry = _ENTRY.format(**names, classes=classes, without="all texts are decoded plainly")
+    else:
+        path = Path(inspect.getfile(alone)).resolve()
+        write_flat([path, of_config], folder)
+        modules = {"module": path.stem, "config_module": of_config.stem}
+        classes = _OWN_NETWORK.format(**names, **modules, name=alone.__name__)
+        without = "chains are drafted for one text a call"
+        entry = _ENTRY.format(**names, classes=classes, without=without)
+    (folder / f"{ENTRY}.py").write_text(entry, encoding="utf-8")
+    return ENTRY
+
+
+def stands_alone(auto_map: Any) -> bool:
+    """Whether the code that travels runs without the package; that of families from elsewhere imports it."""
+    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter before there was an entry
+    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
+
+
+def former_code(folder: Path) -> set[str]:
+    """Returns the names of the code files that the drafter in a folder was saved with.
+
+    Its configuration lists them. Before there was a list, they are what the entries import.
+    """
+    config = read_json(folder / CONFIG)
+    listed, auto_map = config.get("code_files"), config.get("auto_map")
+    if listed is not None:
+        return set(filter(is_code_file, listed)) if isinstance(listed, list) else set()
+    entries = auto_map.values() if isinstance(auto_map, dict) else ()
+    found, waiting = set(), ["generate_recipe", *(str(entry).partition(".")[0] for entry in entries)]
+    while waiting:
+        path = folder / f"{waiting.pop()}.py"
+        if is_code_file(path.name) and path.name not in found and path.is_file():
+            found.add(path.name)
+            waiting += re.findall(r"^\s*from \.(\w+) import", path.read_text(encoding="utf-8", errors="replace"), re.M)
+    return found

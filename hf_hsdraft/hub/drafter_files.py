@@ -19,9 +19,6 @@ from safetensors.torch import load_file
 from ..core.checks import few, printable
 from ..core.methods import offered
 
-# 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
-FORMAT_VERSION = 2
-
 CONFIG, OPTIONS, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CARD, RECIPE, FIGURES = "README.md", "training_recipe.json", "figures.json"
@@ -53,6 +50,12 @@ class NotFetched(OSError):
     def __init__(self, name: str, revision: str, error: Exception) -> None:
         super().__init__(f"{name} at {revision!r} could not be fetched: {error}")
         self.name, self.revision = name, revision
+
+
+def taken_for_hub(kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Takes out of the arguments of a call to load what the Hub is asked with, and the subfolder."""
+    hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+    return hub, kwargs.pop("subfolder", None) or ""
 
 
 def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder: str = "", **hub: Any) -> Path:

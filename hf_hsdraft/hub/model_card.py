@@ -16,10 +16,13 @@ from ..core.checks import public_name
 from ..core.methods import offered
 from ..verify.registry import is_lossy, rules_learned_in
 from .card_figures import figures_section, is_chain
+from .code_files import stands_alone
 from .drafter_files import CARD, CONFIG, FIGURES, OPTIONS, PICTURES, RECIPE, read_json, weight_files
 from .markdown import code, table
-from .publication import MARK, is_generated, stands_alone
 from .speculators_format import target_of
+
+MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
+_OLD_MARK = "<!-- written by hsdraft train -->"
 
 PAPER = "2602.21224"  # arXiv
 _CAPTIONS = {
@@ -335,3 +338,9 @@ def parameters_and_bytes(folder: Path) -> tuple[int, int]:
         with safe_open(path, framework="pt") as file:
             parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return parameters, sum(path.stat().st_size for path in files)
+
+
+def is_generated(card: Path) -> bool:
+    """Whether a card was made of the files beside it, and may be made anew."""
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return MARK in text or (_OLD_MARK in text and (card.parent / RECIPE).is_file())

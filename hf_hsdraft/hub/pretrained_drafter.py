@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -16,20 +16,22 @@ from transformers.utils import logging
 
 from ..core.checks import few, printable
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
-from .care import care
+from .code_files import ENTRY
 from .drafter_files import (
     CONFIG,
     DESCRIBED,
-    HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
     check_weights,
     fetch,
     find_folder,
     read_json,
+    taken_for_hub,
     tensors,
 )
+from .fetching import loading
 from .publication import complete, complete_folder
+from .pushing import push
 
 logger = logging.get_logger(__name__)
 
@@ -42,9 +44,11 @@ class PretrainedDrafter(PreTrainedModel):
 
     Attributes:
         loaded_from: The folder that it was loaded from, whose documents come along when it is saved.
+        travels_as: The class that drafts where the package is not installed; `None` if none does.
     """
 
     loaded_from: Path | None = None
+    travels_as: ClassVar[Any] = None
 
     @classmethod
     def family(cls) -> Any:
@@ -67,8 +71,9 @@ class PretrainedDrafter(PreTrainedModel):
         """
         family = cls.family()
         config = family.config_class
+        of_config = entry if entry == ENTRY else config.__module__.rpartition(".")[2]
         code = {
-            "AutoConfig": f"{config.__module__.rpartition('.')[2]}.{config.__name__}",
+            "AutoConfig": f"{of_config}.{config.__name__}",
             "AutoModel": f"{entry}.{family.__name__}",
         }
         if cls._auto_class is None or cls.__module__ == "__main__":  # transformers warns of the latter
@@ -113,12 +118,12 @@ class PretrainedDrafter(PreTrainedModel):
         for name in ("variant", "state_dict"):
             if kwargs.pop(name, None) is not None:
                 raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        hub, subfolder = taken_for_hub(kwargs)
         kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
-        name, subfolder = os.fspath(pretrained_model_name_or_path), kwargs.pop("subfolder", None) or ""
+        name = os.fspath(pretrained_model_name_or_path)
         fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
         overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
-        with care().loading(name, bool(hub.get("local_files_only"))):
+        with loading(name, bool(hub.get("local_files_only"))):
             folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
             config = cls._configuration(kwargs.pop("config", None), folder, subfolder, hub, overrides)
             with torch.device("meta"):
@@ -145,7 +150,7 @@ class PretrainedDrafter(PreTrainedModel):
         if given is None:
             return kind.from_dict(read_json(folder / CONFIG), **overrides)
         if isinstance(given, str | os.PathLike):
-            with care().loading(given, bool(hub.get("local_files_only"))):
+            with loading(given, bool(hub.get("local_files_only"))):
                 source = find_folder(given, DESCRIBED, subfolder, **hub)
                 check_is_drafter(source, kind.model_type)
                 config = kind.from_dict(read_json(source / CONFIG), **overrides)
@@ -195,7 +200,7 @@ class PretrainedDrafter(PreTrainedModel):
         if self._adapted or not self.should_save_on_this_rank(is_main_process):
             super().save_pretrained(folder, **saving)
             if push_to_hub and self.should_save_on_this_rank(is_main_process):
-                care().push(folder, name, **hub)
+                push(folder, name, **hub)
             return
         with tempfile.TemporaryDirectory() as stage:  # the folder may hold what is not to be sent
             with complete_folder(folder) as partial:
@@ -204,10 +209,10 @@ class PretrainedDrafter(PreTrainedModel):
                 if push_to_hub:
                     shutil.copytree(partial, stage, dirs_exist_ok=True)
             if push_to_hub:
-                care().push(Path(stage), name, **hub)
+                push(Path(stage), name, **hub)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded; see [`RepositoryCare`].
+        """Sends the whole repository of a drafter to the Hub, or an adapter if one is loaded; see `hub.pushing.push`.
 
         Args:
             repo_id: `"user/name"`, created if there is none.
@@ -226,7 +231,7 @@ class PretrainedDrafter(PreTrainedModel):
             raise TypeError(f"push_to_hub has no argument {', '.join(unknown)}")
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, **saving)
-            return care().push(Path(folder), repo_id, **kwargs)
+            return push(Path(folder), repo_id, **kwargs)
 
     @property
     def _adapted(self) -> bool:

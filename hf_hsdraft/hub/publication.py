@@ -12,7 +12,6 @@ Nothing else is ever sent: no optimizer's state, no path and no user name of thi
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -26,13 +25,13 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..core.checks import public_name
-from .care import ENTRY, care
+from ..core.checks import FORMAT_VERSION, public_name
+from .code_files import RECIPE as GENERATE
+from .code_files import former_code, stands_alone, write_code
 from .drafter_files import (
     CARD,
     CONFIG,
     DOCUMENTS,
-    FORMAT_VERSION,
     INDEX,
     METHOD_FILES,
     RECIPE,
@@ -43,13 +42,11 @@ from .drafter_files import (
     tensors,
     type_in,
 )
-from .generate_recipe import generate
+from .model_card import is_generated, write_card
 
 logger = logging.get_logger(__name__)
 
 REQUIREMENTS = "transformers>=5.23\ntransformers<5.25\ntorch>=2.6\n"  # of the code that travels
-MARK = "<!-- written by hsdraft from the files beside it; remove this line to keep changes of your own -->"
-_OLD_MARK = "<!-- written by hsdraft train -->"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -72,7 +69,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
             if (folder / path).is_dir() or (folder / path).parent.is_file():
                 raise OSError(f"{folder / path} cannot be written: something of that name is in the way")
         former = _is_drafter(folder, type_in(read_json(partial / CONFIG)))
-        code = care().former_code(folder) if former else ()
+        code = former_code(folder) if former else ()
         for path in sorted(written, key=lambda path: path.name == CONFIG):  # the digests last
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / path, folder / path)
@@ -96,18 +93,6 @@ def is_ours(name: str, code: Collection[str]) -> bool:
     return name in ours or name in code or bool(_SHARD.fullmatch(name))
 
 
-def stands_alone(auto_map: Any) -> bool:
-    """Whether the code that travels runs without the package; that of families from elsewhere imports it."""
-    entries = (f"{ENTRY}.", "modeling_hsdraft.")  # the latter before there was an entry
-    return isinstance(auto_map, dict) and str(auto_map.get("AutoModel")).startswith(entries)
-
-
-def is_generated(card: Path) -> bool:
-    """Whether a card was made of the files beside it, and may be made anew."""
-    text = card.read_text(encoding="utf-8", errors="replace")
-    return MARK in text or (_OLD_MARK in text and (card.parent / RECIPE).is_file())
-
-
 def complete(drafter: Any, partial: Path, folder: Path) -> None:
     """Adds to saved weights what else belongs into the repository.
 
@@ -122,7 +107,7 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     config.weights_digest = digests(partial)
     config.format_version = FORMAT_VERSION
     config.target_name = public_name(getattr(config, "target_name", ""))
-    entry = care().write_code(drafter.family(), partial)
+    entry = write_code(drafter.family(), partial)
     config.auto_map = drafter.code_map(entry)  # whatever another repository's file said
     if drafter.taps and not hasattr(config, "target_tap_layers"):
         config.reads_states = True  # for the card
@@ -130,7 +115,7 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     config.save_pretrained(partial)
     (partial / "custom_generate").mkdir(exist_ok=True)
     needed = REQUIREMENTS + ("" if stands_alone(config.auto_map) else "hf-hsdraft\n")
-    shutil.copyfile(inspect.getfile(generate), partial / "custom_generate" / "generate.py")
+    shutil.copyfile(GENERATE, partial / "custom_generate" / "generate.py")
     (partial / "custom_generate" / "requirements.txt").write_text(needed, encoding="utf-8")
     if source is not None and _is_drafter(source, config.model_type):
         bring_known(source, partial)
@@ -139,7 +124,7 @@ def complete(drafter: Any, partial: Path, folder: Path) -> None:
     card = folder / CARD
     if card.is_file() and not is_generated(card):  # somebody's own words stay, whatever the weights
         shutil.copyfile(card, partial / CARD)
-    care().write_card(partial, folder.resolve().name)
+    write_card(partial, folder.resolve().name)
 
 
 def bring_known(source: Path, partial: Path) -> None:

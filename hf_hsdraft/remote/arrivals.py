@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
-from ..core.package_tuning import TUNING
+from ..core.tuning import TUNING
 from .verified_text import VerifiedText
 
 
@@ -52,7 +52,7 @@ class Arrivals:
         known = []
         for habit in list(self._habits.values()):
             if habit.answered is not None and habit.away is not None:
-                late = habit.answered + TUNING.late_factor * habit.away + TUNING.late_slack
+                late = habit.answered + TUNING.latest_away * habit.away + TUNING.late_slack
                 if habit.answered + habit.away <= until and now < late:
                     known.append(min(late, until))
         return min(known, default=None)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.package_tuning import TUNING
+from ..core.tuning import TUNING
 from .arrivals import Arrivals
 from .fleet import fitted_line
 from .jobs import Job, PieceRead, Verified

@@ -116,30 +116,36 @@ class RemoteModel:
         self._check_size(ids, options)
         seed = secrets.randbits(63) if seed is None else seed
         draft, taps = self._prepared(assistant_model, options)
-        drafter_options = None if draft is None else draft.options
         call = RemoteCall(
             self._links.take, ids, seed, options, taps, most_taps, self._links.patience, plain=assistant_model is None
         )
-        target = RemoteTarget(call, drafter_options, self._hello.width)
+        target = RemoteTarget(call, None if draft is None else draft.options, self._hello.width)
+        statistics = self._decode(target, assistant_model, draft, ids, streamer)
+        sequences = torch.tensor([target.tokens])
+        if return_dict_in_generate:
+            return RemoteOutput(sequences, statistics, target.statistics, seed)
+        return sequences
+
+    def _decode(
+        self, target: RemoteTarget, drafter: Drafter | None, draft: Call | None, ids: list[int], streamer: Any
+    ) -> DraftStatistics:
+        """Decodes the text of a target to its end, and gives its connection back."""
         statistics = DraftStatistics()
         keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         try:
             observers = [] if streamer is None else [Streaming(streamer)]
-            decode_rounds(target, assistant_model, draft, keeper, observers)
+            decode_rounds(target, drafter, draft, keeper, observers)
         finally:
             link = target.end()
             if link is not None:
                 self._links.give_back(link)
         keeper.finish()
         statistics.new_tokens = len(target.tokens) - len(ids)
-        sequences = torch.tensor([target.tokens])
         if streamer is not None:
             streamer.end()
-        if return_dict_in_generate:
-            return RemoteOutput(sequences, statistics, target.statistics, seed)
-        return sequences
+        return statistics
 
     def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, Sequence[int]]:
         """What a drafter is called with, and the hidden states that it reads."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..core.accelerator import Acceleration
 from ..drafters.base.protocol import Call, Drafter
 from ..engine.drafting import Drafting
 from ..engine.loop import Observer, Round, decode
 from ..engine.observers import PaceTimer, StatisticsKeeper
 from ..pace.pacing import KindOfCall
+from ..runtime.acceleration import Acceleration
 from .remote_target import RemoteTarget
 
 

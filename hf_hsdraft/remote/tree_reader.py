@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ..core.accelerator import acceleration_of
 from ..core.cache_name import CACHE, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from ..runtime.acceleration import Acceleration
 from ..runtime.cache_slots import CacheSlots
 from ..runtime.misreading import same_but_rounding
 from ..runtime.target_call import Names, TargetCall, TextRows
@@ -73,7 +73,7 @@ class TreeReader:
 
     def __init__(self, target: Any, packed_weights: bool = False) -> None:
         self.target, self._names = target, Names(target)
-        self._acceleration, self._kinds = acceleration_of(target), list[AttentionKind]()
+        self._acceleration, self._kinds = Acceleration(target), list[AttentionKind]()
         self._keeps_few = "logits_to_keep" in inspect.signature(target.forward).parameters
         check_inputs(target)
         if target.config.is_encoder_decoder:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..core.accelerator import Acceleration, acceleration_of
 from ..core.cache_name import CACHE, returned_cache
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
+from .acceleration import Acceleration
 from .cache_slots import CacheSlots, Mark
 from .target_limits import check_cache, check_mask
 
@@ -140,7 +140,7 @@ class TargetCall:
         rows = TextRows([length] * num_texts, length, attended, last)
         given = {name: kwargs.get(name) for name in (names.mask, names.positions, *TOKEN_TYPES)}
         further = {name: value.shape[-1] - length for name, value in given.items() if value is not None}
-        return cls(target, names, kwargs, slots, rows, acceleration_of(target), forwards=1, further=further)
+        return cls(target, names, kwargs, slots, rows, Acceleration(target), forwards=1, further=further)
 
     def apart(self) -> TargetCall:
         """The same for trials: they read into the same cache, which a mark puts back, and change nothing else here."""

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.accelerator import Acceleration
 from ..core.cache_name import given_cache
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..trees.tree_masks import AttentionKind
+from .acceleration import Acceleration
 from .cache_slots import CacheSlots, as_given
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ...hub.care import care
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
+from ...hub.fetching import loading
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .draft_options import is_misspelt, nearest_option, option_names
 from .formats import Format, recognise
@@ -58,7 +58,7 @@ def _loaded(name: str | os.PathLike[str], args: Sequence[Any], kwargs: dict[str,
 
     hub = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if kwargs.get(argument) is not None}
     subfolder = kwargs.get("subfolder") or ""
-    with care().loading(name, offline=bool(hub.get("local_files_only"))):
+    with loading(name, offline=bool(hub.get("local_files_only"))):
         config = read_json(find_folder(name, (CONFIG,), subfolder, **hub) / CONFIG)
         model_type = config.get("model_type")
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ...core.checks import few, is_integer, is_number, printable, short
+from ...core.checks import MOST_NODES, few, is_integer, is_number, printable, short
 from ...core.options import Option
 from ...core.tuning import TUNING
 from ...pace.round_costs import Costs
@@ -27,7 +27,6 @@ NOT_TAKEN = (
 )
 _ALIKE, _NEAR = 0.85, 0.4  # of two names; see `difflib.SequenceMatcher.ratio`
 
-MOST_NODES = 2**12  # of a tree, and of those that are expanded at a depth
 MOST_LEADING = 16  # greatest number of tokens by which n-grams are found
 TREE_SIZINGS = ("cost", "fixed")
 _COMMON = {

@@ -5,19 +5,16 @@ It serves the training of drafters that roll chains forward, and the batches of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from ...core.attention import attention_of_chains, shared_attention
+from ...core.attention import attention_of_chains
+from ...core.tensors import Attend, shared_attention
 from .sight import SEEN_BY_ALL, Sight
 
-# Of a layer's number, queries `[R, heads, head_dim]`, and keys and values `[kv_heads, n, head_dim]` to be kept; with
-# `rows`, the queries are of these rows alone. Returns `[R, heads * head_dim]`.
-Attend = Callable[..., torch.Tensor]
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -11,11 +11,10 @@ from functools import cached_property
 
 import torch
 
-from ...core.tensors import Transform
+from ...core.tensors import Transform, biased
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
-from .candidates import biased
 from .refiners import Refinement
 
 

@@ -20,8 +20,8 @@ from ...runtime.target_outputs import before_norm, check_last_state
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.protocol import DraftCall
-from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
 from ..base.refiners import REFINER_OPTIONS, check_refiners
+from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.candidates import best_of
+from ...core.tensors import best_of
 
 
 class TokenHead(nn.Module):

@@ -20,7 +20,7 @@ from ..base.draft_options import default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import Placement, take_options
 from ..base.protocol import DraftCall
-from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
+from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from ..base.target_weights import TargetWeights, borrow
 from .configuration_eagle import EagleConfig
 from .eagle_formats import read

@@ -1,101 +1,54 @@
-"""The session of a hidden-state drafter as the package runs it, and as transformers' own assisted decoding takes it."""
+"""Chains of a hidden-state drafter for transformers' own assisted decoding, and the drafter that brings them along."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ...core.draft_tree import DraftTree
-from ...verify.foresight import Foresight
-from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask
 from ..base.target_weights import TargetWeights
-from .draft_session import HSDraftSession
-from .network import HSDraftNetwork
-from .quick_weights import QuickWeights
-from .roll_out import RollOut
-from .target_match import warn_of_poor_guesses
-from .working_weights import WorkingWeights
+from ..base.travelling_drafter import PlainDraws, TravellingDrafter
+from .injectors import Leftover, ensemble
+from .network import HSDraftNetwork, WorkingWeights
+from .trunk import GrowingText, read, roll
 
 
-class HSCandidateGenerator(HSDraftSession, CandidateGenerator):
-    """Drafts trees (or chains) for the texts of a batch from the target's hidden states.
+class HSCandidateGenerator(CandidateGenerator):
+    """Drafts chains for one text from the target's hidden states.
 
-    As a `CandidateGenerator` it also drafts chains for transformers' own assisted decoding, from the target's hidden
-    states alone: n-grams and sizes by cost belong to `generate(assistant_model=drafter)`.
+    The target's own choices are compared with a chain, which is exact both greedily and sampling.
 
     Args:
-        drafter, weights, options, batch_size, working, foresight, roll_out: see [`HSDraftSession`]; by default it
-            multiplies by [`QuickWeights`].
-        target: whose hidden states these are; told of drafts that do poorly when the call ends.
+        drafter: weights and configuration; not changed.
+        weights: what the drafter borrows of the target, see `HSDraftNetwork.borrow`.
+        options: object with the drafting options as attributes; `drafter.generation_config` by default. Read are
+            `num_assistant_tokens`, `assistant_confidence_threshold`, `reuse` and `reuse_weight`.
+        max_length: of the text, which no draft goes beyond.
+
+    Attributes:
+        draws: what draws the tokens of the call, if they are drawn as in plain decoding.
     """
 
     requires_model_outputs = True
 
     def __init__(
-        self,
-        drafter: HSDraftNetwork,
-        weights: TargetWeights,
-        options: DraftOptions | None = None,
-        *,
-        batch_size: int = 1,
-        working: WorkingWeights | None = None,
-        foresight: Foresight | None = None,
-        roll_out: RollOut | None = None,
-        target: Any = None,
+        self, drafter: HSDraftNetwork, weights: TargetWeights, options: Any = None, max_length: int | None = None
     ) -> None:
-        working = working or QuickWeights.of(drafter, weights.head)
-        super().__init__(
-            drafter,
-            weights,
-            options,
-            batch_size=batch_size,
-            working=working,
-            foresight=foresight,
-            roll_out=roll_out,
-        )
-        self.model_kwargs_overrides = {"output_hidden_states": list(drafter.config.target_tap_layers)}
-        self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
-        self._drafted: dict[int, DraftTree] = {}  # of the last round, by text
-        self._target = target
-        self._started = False  # in transformers' own assisted decoding
-
-    def draft(self, asks: Sequence[Ask] | None = None) -> list[DraftTree]:
-        """Drafts the trees that follow the last tokens that were read.
-
-        Args:
-            asks: for all texts, as deep as the options say, by default.
-        """
-        if asks is None:
-            rows = len(self._rows)
-            options = self._options.shared_by(rows)
-            sizes = options.depth, options.tree_size, options.beam_width
-            asks = [Ask(row, each.root, *sizes) for row, each in enumerate(self._rows)]
-        trees = super().draft(asks)
-        self._drafted = {ask.row: tree for ask, tree in zip(asks, trees, strict=True)}
-        return trees
-
-    def observe(self, news: Sequence[Accepted]) -> None:
-        for each in news:
-            if each.row in self._drafted:
-                self._count_guess(self._drafted[each.row], each.tokens[0])
-        self._drafted = {}
-        super().observe(news)
-
-    def end(self) -> None:
-        if self._target is not None:
-            warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
-
-    def _count_guess(self, tree: DraftTree, token: int) -> None:
-        first = [node for node, depth in enumerate(tree.depths) if depth == 1]
-        if first:
-            self.guesses += 1
-            self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
-
-    # transformers' contract, for its own `_assisted_decoding`: a chain, verified against the target's own choices.
+        config, options = drafter.config, drafter.generation_config if options is None else options
+        self.drafter, self.weights = drafter, weights
+        self.draws: PlainDraws | None = None
+        self.model_kwargs_overrides = {"output_hidden_states": list(config.target_tap_layers)}
+        steps = getattr(options, "num_assistant_tokens", None)
+        self._depth = config.num_draft_steps if steps is None else min(steps, config.num_draft_steps)
+        self._threshold = getattr(options, "assistant_confidence_threshold", None) or 0.0
+        self._reuse, self._weight = getattr(options, "reuse", "none"), getattr(options, "reuse_weight", 0.4)
+        self._working, self._max_length = WorkingWeights.of(drafter, weights.head), max_length
+        room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=drafter.device, dtype=drafter.dtype)
+        self._text = GrowingText.empty(config.num_hidden_layers, room, config.sliding_window)
+        self._started, self._root = False, -1
+        self._drafted: torch.Tensor | None = None  # `[K, D]`, g_0 .. g_{K-1} of the last round
 
     def get_candidates(
         self,
@@ -106,34 +59,103 @@ class HSCandidateGenerator(HSDraftSession, CandidateGenerator):
         n_last_matches: int = 0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Candidates for transformers' assisted decoding: `input_ids` `[1, length]` and a drafted chain after it.
-
-        Returns:
-            ids `[1, length + drafted]` and `None`: without draft logits the target's own choices are compared, which is
-            exact both greedily and sampling.
-        """
-        if is_first_iteration:
-            return input_ids, None
-        states = model_outputs.hidden_states
-        taps = torch.cat([states[layer][0] for layer in self.drafter.config.target_tap_layers], dim=-1)
-        length = input_ids.shape[1]
-        # The first forward read the prompt, or the part of it that was not cached; later ones a chain.
-        rows = n_last_matches + 1 if self._started else len(taps)
-        mask = (model_kwargs or {}).get("attention_mask")
-        attended = torch.ones(length - 1) if mask is None else mask[0, : length - 1].cpu()
-        positions = attended.long().cumsum(0)[-rows:] - 1
-        real = torch.nonzero(attended[-rows:]).flatten()
-        self.settle(input_ids[0, length - 1 - n_last_matches : length - 1].tolist())
-        self.read(taps[real], input_ids[0, length - rows :][real], positions[real])
-        if self._refiner is not None:
-            text = [*input_ids[0, : length - 1][attended.bool()].tolist(), int(input_ids[0, -1])]
-            self._refiner.observe(0, text[-rows:] if self._started else text)
-        self._started = True
-        [tree] = self.draft()
-        best_leaf = max(range(len(tree)), key=lambda node: (tree.depths[node], tree.scores[node]))
-        chain = [tree.tokens[node] for node in tree.path(best_leaf)]
-        drafted = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)
-        return torch.cat([input_ids, drafted], dim=-1), None
+        """Returns ids `[1, length + drafted]`, `input_ids` `[1, length]` and a chain after it; and no logits."""
+        states, length = getattr(model_outputs, "hidden_states", None), input_ids.shape[1]
+        candidates = input_ids
+        if not is_first_iteration and states is not None:
+            taps = torch.cat(
+                [states[layer][0].to(self.drafter.device) for layer in self.drafter.config.target_tap_layers], dim=-1
+            )
+            accepted = int(n_last_matches)
+            # The first forward read the prompt, or the part of it that was not cached; later ones a chain.
+            rows = accepted + 1 if self._started else len(taps)
+            mask = (model_kwargs or {}).get("attention_mask")
+            attended = torch.ones(length - 1) if mask is None else mask[0, : length - 1].cpu()
+            positions, real = attended.long().cumsum(0)[-rows:] - 1, torch.nonzero(attended[-rows:]).flatten()
+            chain = self._draft(
+                taps[real.to(taps.device)],
+                input_ids[0, length - rows :][real.to(input_ids.device)],
+                positions[real],
+                input_ids[0, length - 1 - accepted : length - 1].tolist(),
+                length,
+            )
+            self._started = True
+            drafted = torch.tensor([chain], dtype=input_ids.dtype, device=input_ids.device)
+            candidates = torch.cat([input_ids, drafted], dim=-1)
+        if self.draws is not None:
+            self.draws.begin(candidates, length)
+        return candidates, None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: the depth of the draft is set by `num_assistant_tokens`."""
+
+    @torch.no_grad()
+    def _draft(
+        self, taps: torch.Tensor, following: torch.Tensor, positions: torch.Tensor, accepted: list[int], length: int
+    ) -> list[int]:
+        """Reads accepted pairs and drafts what follows them.
+
+        Args:
+            taps: `[n, taps * D]`, the target's hidden states at the accepted positions i.
+            following: `[n]`, the accepted tokens x_{i+1}.
+            positions: `[n]`, the positions i.
+            accepted: tokens of the last draft that were right.
+            length: of the text.
+        """
+        leftover = Leftover.of(self._drafted, self._root, accepted)
+        self._root = int(following[-1])
+        depth = self._depth if self._max_length is None else min(self._depth, self._max_length - length - 1)
+        ahead, device = max(depth, 1) - 1, self.drafter.device
+        taps, self._drafted = taps.to(device, self.drafter.dtype), None
+        self._text.extend(len(taps), ahead)
+        embeds = self.weights.embed(following)
+        x, ropes = read(self._working, taps, embeds, positions.to(device), self._text, ahead)
+        if depth < 1:
+            return []
+        self._drafted = hidden = torch.cat(roll(self._working, x, ropes, self._text))
+        logits = self._working.logits(hidden)
+        if leftover is not None and self._reuse == "ensemble":
+            working = self._working
+            ensemble(logits, leftover, self._root, self._weight, working.logits, working.injector, self._advance)
+        fresh, worth = self._chain(hidden, logits, None)
+        if leftover is None or self._reuse != "resample":
+            return fresh
+        old = leftover.hidden[:depth]
+        again, again_worth = self._chain(old, self._working.logits(old), leftover.since(self._advance))
+        return again if again_worth > worth else fresh
+
+    def _chain(self, hidden: torch.Tensor, logits: torch.Tensor, since: torch.Tensor | None) -> tuple[list[int], float]:
+        """Returns the most probable tokens one after another, and how many of them are expected to be accepted.
+
+        Args:
+            hidden: `[K, D]`, drafted states.
+            logits: `[K, V']`, what the head makes of them.
+            since: the injector's state before the root, for states that were drafted without it.
+        """
+        injector, state, told = self._working.injector, since, since is not None
+        chain, score, worth = [], 0.0, 0.0
+        token = self._root
+        for place in range(len(hidden)):
+            row, state = slice(place, place + 1), self._advance(token, state)
+            likely = injector.told(logits[row], hidden[row], state) if told or place else logits[row]
+            best, column = likely.float().log_softmax(dim=-1).max(dim=-1)
+            score += float(best)
+            if math.exp(score) < self._threshold:
+                break
+            token = int(self.weights.vocab_ids[column])
+            chain.append(token)
+            worth += math.exp(score)
+        return chain, worth
+
+    def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
+        """The injector's state `[1, S]` after a token."""
+        embeds = self.weights.embed(torch.tensor([token], device=self.drafter.device))
+        return self._working.injector.advance(embeds, state)
+
+
+class ChainDrafter(HSDraftNetwork, TravellingDrafter):
+    """A hidden-state drafter where `hf_hsdraft` is not installed."""
+
+    def candidates(self, target: Any, generation_config: Any) -> HSCandidateGenerator:
+        weights = self.borrow(target.get_input_embeddings(), target.get_output_embeddings())
+        return HSCandidateGenerator(self, weights, max_length=generation_config.max_length)

@@ -10,19 +10,19 @@ import torch
 
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.tuning import TUNING
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import TreeLimits
 from ...verify.foresight import Foresight
 from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, Session
+from ..base.protocol import Accepted, Ask
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
+from ..base.tree_session import TreeSession
 from .expansion import Expansion
-from .network import HSDraftNetwork
-from .reuse import Leftover, ensemble, reuse_of
+from .injectors import Leftover, ensemble
+from .network import HSDraftNetwork, WorkingWeights
+from .reuse import reuse_of
 from .roll_out import RollOut
-from .working_weights import WorkingWeights
+from .target_match import warn_of_poor_guesses
 
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # taps, embeddings of the following tokens, and positions
 
@@ -46,7 +46,7 @@ class _Row:
     leftover: Leftover | None = None
 
 
-class HSDraftSession(Session):
+class HSDraftSession(TreeSession):
     """Drafts trees (or chains) for the texts of a batch from the target's hidden states.
 
     Args:
@@ -57,6 +57,7 @@ class HSDraftSession(Session):
         working: what decoding multiplies by; made of drafter and weights by default.
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
         roll_out: what reads and rolls; one that grows by default.
+        target: whose hidden states these are; told of drafts that do poorly when the call ends.
     """
 
     def __init__(
@@ -69,38 +70,47 @@ class HSDraftSession(Session):
         working: WorkingWeights | None = None,
         foresight: Foresight | None = None,
         roll_out: RollOut | None = None,
+        target: Any = None,
     ) -> None:
         config = drafter.config
-        self.drafter, self.weights = drafter, weights
+        super().__init__(options or DraftOptions.of(drafter), weights.vocab_ids, foresight)
+        self.drafter, self.weights, self._target = drafter, weights, target
+        self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
+        self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by text
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
         sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
-        self._options = options or DraftOptions.of(drafter)
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
-        fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if not self._options.drawn and fits else None
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(batch_size)]
         self._refiner = refiner_of(drafter, self._options, weights, batch_size)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
-        wanted = [ask for ask in asks if ask.depth > 0]
-        if wanted:
-            hidden = self._rolled([ask.row for ask in wanted], max(ask.depth for ask in wanted))
-            drafted = self._trees(wanted, hidden, [ask.depth for ask in wanted], self._options)
-            trees.update(zip((ask.row for ask in wanted), drafted, strict=True))
-        return list(trees.values())
+        trees = super().draft(asks)
+        self._guessed = dict(zip((ask.row for ask in asks), trees, strict=True))
+        return trees
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
+            self._count_guess(self._guessed.get(each.row), each.tokens[0])
             self._rows[each.row].supposed.clear()
             self.settle(each.tokens[:-1], each.row)
             embeds = None if each.embeds is None else each.next_embeds(self.weights.embed)
             self.read(each.taps, each.following, each.positions, each.row, embeds)
             if self._refiner is not None:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
+        self._guessed = {}
+
+    def _count_guess(self, tree: DraftTree | None, token: int) -> None:
+        first = [] if tree is None else [node for node, depth in enumerate(tree.depths) if depth == 1]
+        if tree is not None and first:
+            self.guesses += 1
+            self.right_guesses += tree.tokens[max(first, key=lambda node: tree.scores[node])] == token
+
+    def end(self) -> None:
+        if self._target is not None:
+            warn_of_poor_guesses(self._target, self.drafter, self.guesses, self.right_guesses)
 
     def suppose(self, news: Sequence[Accepted]) -> None:
         """Goes on from tokens after the texts that hold until the next news only, as in a cascade."""
@@ -201,10 +211,9 @@ class HSDraftSession(Session):
             return None
         return {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
 
-    def _trees(
-        self, asks: Sequence[Ask], hidden: torch.Tensor, depths: Sequence[int], options: DraftOptions
-    ) -> list[DraftTree]:
-        """The trees of drafted states `[B, depth, D]`, with what is left of the last round."""
+    def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
+        """As every session, with what is left of the last round."""
+        hidden = self._rolled([ask.row for ask in asks], depth)
         logits = self._working.logits(hidden)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
         if left and self._reuse == "ensemble":
@@ -212,19 +221,17 @@ class HSDraftSession(Session):
             for place, leftover in left.items():
                 root, weight = asks[place].root, self._reuse_weight
                 ensemble(logits[place], leftover, root, weight, working.logits, working.injector, self._advance)
-        expansion = self._expansion(asks, hidden, logits, options)
-        if self.on_expansion is not None:
-            self.on_expansion([ask.row for ask in asks], expansion)
-        trees = self._grown(asks, expansion, depths, options)
+        trees = self.grown(asks, self._expansion(asks, hidden, logits, options), options)
         if self._reuse == "resample":
             for place, leftover in left.items():
                 one, since = [asks[place]], leftover.since(self._advance)[None]
-                expansion = self._expansion(one, leftover.hidden[None, : depths[place]], None, options, since)
-                [resampled] = self._grown(one, expansion, [expansion.depth], options)
+                states = leftover.hidden[None, : min(asks[place].depth, depth)]
+                expansion = self._expansion(one, states, None, options, since)
+                [resampled] = self.grown(one, expansion, options)
                 if asks[place].chain:
                     trees[place] = max(trees[place], resampled, key=DraftTree.expected_length)
                 else:
-                    trees[place] = merge_trees(trees[place], resampled, asks[place].size)
+                    trees[place] = merge_trees(trees[place], resampled, options.tree_size)
         return trees
 
     def _advance(self, token: int, state: torch.Tensor | None) -> torch.Tensor:
@@ -240,20 +247,10 @@ class HSDraftSession(Session):
         options: DraftOptions,
         since: torch.Tensor | None = None,
     ) -> Expansion:
-        temperature = options.draw_temperature
-        race = None
-        if self._foresight is not None:
-            race = self._foresight.race([ask.row for ask in asks], hidden.shape[1], self.weights.vocab_ids)
-        refinement = None if self._refiner is None else self._refiner.refinement([ask.row for ask in asks])
+        rows, temperature = [ask.row for ask in asks], options.draw_temperature
+        race = self.race(rows, hidden.shape[1])
+        refinement = None if self._refiner is None else self._refiner.refinement(rows)
         return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race, refinement)
-
-    def _grown(
-        self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
-    ) -> list[DraftTree]:
-        ids = self.weights.vocab_ids
-        tokens = torch.tensor([ask.root for ask in asks], device=ids.device)
-        limits = TreeLimits(asks[0].size, asks[0].width, options.threshold, depths)
-        return TREE_BUILDERS[options.tree_builder](expansion, tokens, ids, limits)
 
 
 def _joined(parts: Sequence[Pairs]) -> Pairs:

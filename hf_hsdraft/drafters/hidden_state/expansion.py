@@ -12,7 +12,7 @@ from ..base.parallel_expansion import ParallelExpansion, TokenBias
 from ..base.refiners import Refinement
 from ..base.target_weights import TargetWeights
 from .injectors import Injector
-from .working_weights import WorkingWeights
+from .network import WorkingWeights
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,23 @@
 """Token information: what the tokens of a path tell about the token that follows it, as a logit bias of low rank.
 
 An injector's *state* is what it knows of a path after reading its last token.
+
+So drafted states that were not used can be used again ("Make Every Draft Count", resampling). With a tokens accepted
+and the bonus token after them, g_d with d > a is still a prediction: of the token at depth index d - a - 1 of the next
+round. It was drafted without the tokens accepted since, so the injector is told them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.norms import RMSNorm
-from ..base.candidates import best_of, biased
+from ...core.tensors import RMSNorm, best_of, biased
 from .configuration_hsdraft import HSDraftConfig
 
 
@@ -136,3 +141,59 @@ INJECTORS: dict[str, type[Injector]] = {
     "path": PathInjector,
     "selector": SelectorInjector,
 }
+
+
+# Maps a token and the injector's state before it (`None` at the start of a path) to the state after it.
+Advance = Callable[[int, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Drafted states that still predict positions ahead, of one text.
+
+    Attributes:
+        hidden: `[K', D]`, g_{a+1} .. g_{K-1}.
+        path: the tokens that were accepted since these states were drafted, from their root on.
+    """
+
+    hidden: torch.Tensor
+    path: tuple[int, ...]
+
+    @classmethod
+    def of(cls, drafted: torch.Tensor | None, root: int, accepted: Sequence[int]) -> Leftover | None:
+        """What is left of states `[K, D]` drafted from `root`, of which `accepted` tokens were right."""
+        if drafted is None or len(drafted) <= len(accepted) + 1:
+            return None
+        return cls(drafted[len(accepted) + 1 :], (root, *accepted))
+
+    def since(self, advance: Advance) -> torch.Tensor:
+        """The injector's state after the path, `[1, S]`."""
+        state = None
+        for token in self.path:
+            state = advance(token, state)
+        assert state is not None
+        return state
+
+
+def ensemble(
+    logits: torch.Tensor,
+    leftover: Leftover,
+    root: int,
+    weight: float,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    injector: Injector,
+    advance: Advance,
+) -> None:
+    """Form A: the old logits join the new ones `[depth, V']`, in place, each at its own position of the text.
+
+    Args:
+        root: the last accepted token. The new state at the first depth has read it; the old one is told it.
+        weight: of the old logits, the new ones weighing 1.
+        head: maps drafted states to draft logits.
+        injector: of the drafter.
+    """
+    hidden = leftover.hidden[: len(logits)]
+    old = head(hidden)
+    told = injector.told(old[:1], hidden[:1], advance(root, leftover.since(advance)))
+    old = torch.cat([told, old[1:]])
+    logits[: len(old)] = (logits[: len(old)] + weight * old) / (1.0 + weight)

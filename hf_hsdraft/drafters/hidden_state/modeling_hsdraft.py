@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
+from ...core.tensors import device_of
+from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
+from ..base.drafter_output import DrafterOutput
+from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.protocol import DraftCall, Drafter
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.target_sizes import check_sizes
+from .candidate_generator import ChainDrafter
 from .configuration_hsdraft import HSDraftConfig
 from .draft_session import HSDraftSession
-from .draft_support import support
 from .network import HSDraftNetwork
+from .quick_weights import QuickWeights, quick_weights
 from .reuse import REUSE_OPTIONS, reuse_of
+from .roll_out import RollOut
+from .static_roll_out import static_roll_out
+from .target_match import has_other_tokens, warn_of_mismatch
+from .trunk import read, roll
 
 _LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
 
 
-class HSDrafter(HSDraftNetwork, Drafter):
+class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
     """A hidden-state drafter ("Make Every Draft Count", system Lyanna).
 
     Holds weights, configuration and, in `generation_config`, the drafting options; never the state of a call, so one
@@ -45,6 +55,7 @@ class HSDrafter(HSDraftNetwork, Drafter):
     - `verification`: `"walk"`, or `"rejection"` for drawn nodes, which accepts more at high temperature.
     """
 
+    travels_as = ChainDrafter
     takes_tree_builders = True
     why_not_refined = ""
     own_options = (*REUSE_OPTIONS, *REFINER_OPTIONS)
@@ -57,6 +68,42 @@ class HSDrafter(HSDraftNetwork, Drafter):
     def __init__(self, config: HSDraftConfig) -> None:
         super().__init__(config)
         self.generation_config = self.default_generation_config()
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        context: DraftContext | None = None,
+        num_draft_steps: int | None = None,
+        num_rolled: int | None = None,
+        labels: Any = None,
+    ) -> DrafterOutput:
+        """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
+
+        Args:
+            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
+            embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
+            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
+            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
+            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together. What
+                the context holds belongs to them too, unless it says to which.
+            context: what earlier calls read; `None` for nothing. Not changed.
+            num_draft_steps: K of this call, the configuration's by default.
+            num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
+            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
+                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
+        """
+        steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
+        past = DraftContext() if context is None else context
+        texts = PackedTexts(past, position_ids, document_ids, starts, self.config.sliding_window, steps)
+        trunk = self.trunk()
+        x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
+        states = roll(trunk, x, ropes, texts, num_rolled)
+        loss = None if labels is None else self.loss_function(self, states, labels)
+        return DrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
@@ -88,10 +135,31 @@ class HSDrafter(HSDraftNetwork, Drafter):
         check_sizes(self.config, target)
 
     def warn_of_misfit(self, target: Any, tokenizer: Any, all_processes: bool) -> None:
-        support().warn_of_misfit(self, target, tokenizer, all_processes)
+        if all_processes or has_other_tokens(self, tokenizer):
+            warn_of_mismatch(target, self, tokenizer)  # that reads a text: all processes do so, or none
 
     def session(self, call: DraftCall) -> HSDraftSession:
-        return support().session(self, call)
+        modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
+        working = quick_weights(self, *modules)
+        return HSDraftSession(
+            self,
+            self.borrow(*modules, with_head=False),
+            call.options,
+            batch_size=call.rows,
+            working=working,
+            foresight=call.foresight,
+            roll_out=self._compiled_roll_out(call, working),
+            target=call.target,
+        )
+
+    def _compiled_roll_out(self, call: DraftCall, working: QuickWeights) -> RollOut | None:
+        """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
+        if working.spare is None or call.compile_config is None or call.slots is None:
+            return None
+        if self.device.type != device_of(call.target).type or call.rows > 1 or call.options.depth == 0:
+            return None
+        made = static_roll_out(self, working, call.slots, call.options.depth, call.compile_config)
+        return call.stack.enter_context(made)
 
     def reads(self, depth: int, width: int) -> Sequence[Read]:
         head = self.config.draft_vocab_size * self.config.hidden_size

@@ -1,9 +1,8 @@
 """The drafter: a trunk that rolls hidden states forward, an injector for token information, a compressed head.
 
-Here are the parameters and the forward of training; what is computed with them is in `trunk`. Nothing has a batch axis:
-training packs several documents into one row and rolls many chains at once. Decoding hands `WorkingWeights`, made of
-the same parameters, to the same trunk. With the package these may be rounded to 8 bits; `hsdraft check` compares the
-two, but for that.
+Here are the parameters; what is computed with them is in `trunk`. Nothing has a batch axis. Training packs several
+documents into one row and rolls many chains at once. Decoding hands `WorkingWeights`, made of the same parameters, to
+the same trunk. The package may round these to 8 bits; `hsdraft check` compares the two, but for that.
 
 Letters in the shapes: T pairs that are read, S chains, K draft steps, D hidden size, V' draft vocabulary, N nodes.
 """
@@ -12,35 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
-from ...core.norms import RMSNorm
-from ...core.tensors import Transform, side_by_side
-from ..base.packed_texts import Attend, DraftContext, PackedTexts
-from ..base.state_network import StateNetwork
+from ...core.tensors import Attend, RMSNorm, Transform, side_by_side
+from ..base.target_weights import StateNetwork
 from .configuration_hsdraft import HSDraftConfig
-from .injectors import INJECTORS
-from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, read, roll, rotary_frequencies
-
-
-@dataclass
-class HSDrafterOutput(ModelOutput):
-    """Output of [`HSDraftNetwork.forward`].
-
-    Attributes:
-        hidden_states: K tensors `[S, D]`: g_0 .. g_{K-1} of each chain; g_d predicts the token at start + 2 + d.
-        context: the context cache with the new positions appended.
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    context: DraftContext | None = None
+from .injectors import INJECTORS, Injector
+from .trunk import Layer, LayerProducts, Rope, StepProducts, Trunk, rotary_frequencies
 
 
 class HSDraftAttention(nn.Module):
@@ -98,7 +79,7 @@ class HSDraftStep(nn.Module):
 
 
 class HSDraftNetwork(StateNetwork):
-    """The network of a hidden-state drafter: parameters, forward, and what it borrows of its target."""
+    """The network of a hidden-state drafter: its parameters, and the trunk that is made of them."""
 
     config_class = HSDraftConfig
     config: HSDraftConfig
@@ -120,42 +101,6 @@ class HSDraftNetwork(StateNetwork):
         self.injector = INJECTORS[config.injector](config)
         self.add_head()
         self.post_init()
-
-    def forward(
-        self,
-        taps: torch.Tensor,
-        embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        starts: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-        context: DraftContext | None = None,
-        num_draft_steps: int | None = None,
-        num_rolled: int | None = None,
-        labels: Any = None,
-    ) -> HSDrafterOutput:
-        """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
-
-        Args:
-            taps: `[T, taps * D]`, the target's hidden states h_i at the tapped layers, side by side.
-            embeds: `[T, D]`, embeddings of the accepted next tokens x_{i+1}.
-            position_ids: `[T]`, int64, position i of each pair; those of a document follow one another.
-            starts: `[S]`, int64, the pairs at which a chain starts; `None` for the last one only.
-            document_ids: `[T]`, int64; pairs of other documents are not seen. `None` if all belong together. What
-                the context holds belongs to them too, unless it says to which.
-            context: what earlier calls read; `None` for nothing. Not changed.
-            num_draft_steps: K of this call, the configuration's by default.
-            num_rolled: chains rolled beyond g_0, the first ones of `starts`; `None` for all.
-            labels: for training, what `loss_function(drafter, hidden_states, labels)` compares with. Computed in here,
-                so that wrappers of the forward (data parallel, sharded, mixed precision) see all that is trained.
-        """
-        steps = self.config.num_draft_steps if num_draft_steps is None else num_draft_steps
-        past = DraftContext() if context is None else context
-        texts = PackedTexts(past, position_ids, document_ids, starts, self.config.sliding_window, steps)
-        trunk = self.trunk()
-        x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
-        states = roll(trunk, x, ropes, texts, num_rolled)
-        loss = None if labels is None else self.loss_function(self, states, labels)
-        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
 
     def steps(self) -> list[tuple[RMSNorm, nn.Linear, Sequence[HSDraftLayer]]]:
         """The modules of roll-out steps, as `Trunk.steps`: norm, projection and layers of each set of parameters."""
@@ -188,3 +133,37 @@ class HSDraftNetwork(StateNetwork):
     def frequencies(self) -> torch.Tensor:
         """`[head_dim / 2]`, float32, of the rotary embedding."""
         return rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.device)
+
+
+@dataclass(frozen=True)
+class WorkingWeights(Trunk):
+    """All of a drafter that decoding multiplies by.
+
+    Attributes:
+        norm, head: from drafted states to draft logits.
+        injector: token information.
+    """
+
+    norm: Transform
+    head: Transform
+    injector: Injector
+
+    @classmethod
+    def of(cls, drafter: HSDraftNetwork, head: torch.Tensor | None) -> WorkingWeights:
+        """Returns the weights of a drafter as its modules have them.
+
+        Args:
+            drafter: the drafter.
+            head: `TargetWeights.head`.
+        """
+        trunk = drafter.trunk(of_layer=lambda layer: layer.products(side_by_side))
+        return cls(
+            **vars(trunk),
+            norm=drafter.norm,
+            head=partial(F.linear, weight=head) if drafter.lm_head is None else drafter.lm_head,  # type: ignore[arg-type]
+            injector=drafter.injector,
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Draft logits `[..., V']` of drafted states `[..., D]`, before any token information."""
+        return self.head(self.norm(hidden))

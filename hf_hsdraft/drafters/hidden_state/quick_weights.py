@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.norms import RMSNorm
-from ...core.tensors import is_unhooked
+from ...core.tensors import RMSNorm, is_unhooked
 from ...cpu.products import Product, are_rounded, are_weights, joined
 from .injectors import INJECTORS, Injector
-from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep
-from .working_weights import WorkingWeights
+from .network import HSDraftAttention, HSDraftLayer, HSDraftNetwork, HSDraftStep, WorkingWeights
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from ...core.tensors import on_device
+from ...core.tuning import TUNING
 from ..base.packed_texts import DraftContext, PackedTexts
 from .configuration_hsdraft import HSDraftConfig
-from .contexts import GrowingText
-from .trunk import Context, Rope, Trunk, read, roll
+from .trunk import Context, GrowingText, Rope, Trunk, read, roll
 
 
 class RollOut:
@@ -23,7 +23,8 @@ class RollOut:
     def __init__(self, trunk: Trunk, config: HSDraftConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._trunk, window = trunk, config.sliding_window
         room = torch.empty(config.num_key_value_heads, 0, config.head_dim, device=device, dtype=dtype)
-        self._text = GrowingText([room] * len(trunk.layers), [room] * len(trunk.layers), window)
+        sizes = {"spare": TUNING.spare_tokens, "mask_rows": TUNING.mask_rows}
+        self._text = GrowingText.empty(len(trunk.layers), room, window, **sizes)
         self._batch, self._window = DraftContext(), window
         # Positions that decide on the output at the last one, and on what is drafted after it.
         self._reach = None if window is None else len(trunk.layers) * (window - 1) + 1
@@ -61,7 +62,7 @@ class RollOut:
         """Reads accepted positions, then rolls on from the last of each row: `[B, K, D]`, g_0 .. g_{K-1}.
 
         Args:
-            taps, embeds, position_ids: `[T, ...]`, as [`HSDraftNetwork.forward`] takes them, of each text in order.
+            taps, embeds, position_ids: `[T, ...]`, as [`HSDrafter.forward`] takes them, of each text in order.
             num_draft_steps: K, at least 1.
             rows: of a batch, for each row that is read how many of the pairs are its own; they come row by row.
         """

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.package_tuning import TUNING
 from ...core.tensors import on_device
+from ...core.tuning import TUNING
 from ...gpu.compiled_calls import compiled
 from ...gpu.static_text import StaticText, keep_in_place
 from ..base.packed_texts import DraftContext

@@ -20,8 +20,8 @@ import torch
 from transformers.utils import logging
 
 from ...core.checks import printable
-from ...core.package_tuning import TUNING
 from ...core.tensors import device_of
+from ...core.tuning import TUNING
 from ...runtime.target_limits import furthest_position, rotary_limits, text_config
 from .network import HSDraftNetwork
 

@@ -14,15 +14,17 @@ from transformers import GenerationConfig
 from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
-from ...hub.care import care, push_saved
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import HUB_ARGUMENTS
+from ...hub.drafter_files import taken_for_hub
+from ...hub.fetching import loading
+from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
+from ..base.plain_config import PlainConfig
 from ..base.protocol import DraftCall, Drafter
-from ..base.special_tokens import ANY, AnySpecialTokens
+from ..base.travelling_config import ANY
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
@@ -30,15 +32,11 @@ from .lm_vocabulary import shared_tokens, what_differs
 
 
 @dataclass(frozen=True)
-class CausalLMDrafterConfig:
+class CausalLMDrafterConfig(PlainConfig):
     """What transformers asks an assistant's configuration for."""
 
     vocab_size: Any = ANY  # only ids that both vocabularies have are drafted, so it fits that of any target
     is_encoder_decoder: bool = False
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 class CausalLMDrafter(nn.Module, Drafter):
@@ -89,9 +87,8 @@ class CausalLMDrafter(nn.Module, Drafter):
             OSError: There is no such folder or repository, or it holds no model.
             ValueError: It is no causal language model of transformers, or an option is wrong.
         """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
-        with care().loading(name, bool(hub.get("local_files_only"))):
+        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
+        with loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
             reason = why_no_causal_lm(checkpoint)
             if reason:

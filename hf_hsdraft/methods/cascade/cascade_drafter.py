@@ -13,25 +13,25 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ...core.checks import is_integer
+from ...core.checks import FORMAT_VERSION, is_integer
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...drafters.base.auto_drafter import AutoDrafter
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
+from ...drafters.base.plain_config import PlainConfig
 from ...drafters.base.protocol import DraftCall, Drafter, Session
-from ...drafters.base.special_tokens import ANY, AnySpecialTokens
-from ...hub.care import push_saved
+from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import (
     CONFIG,
-    FORMAT_VERSION,
-    HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
     find_folder,
     read_json,
+    taken_for_hub,
 )
 from ...hub.publication import complete_folder
+from ...hub.pushing import push_saved
 from ...runtime.capture_hooks import no_hooks_left
 from ...runtime.target_limits import text_config
 from ...trees.builder_registry import TREE_BUILDERS
@@ -44,17 +44,13 @@ _MOST = 64  # tokens that a level may pass up
 
 
 @dataclass(frozen=True)
-class CascadeConfig:
+class CascadeConfig(PlainConfig):
     """What transformers asks an assistant's configuration for."""
 
     model_type: ClassVar[str] = CASCADE
 
     vocab_size: Any = ANY  # only ids that all levels have are drafted
     is_encoder_decoder: bool = False
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 class CascadeDrafter(nn.Module, Drafter):
@@ -106,8 +102,7 @@ class CascadeDrafter(nn.Module, Drafter):
             OSError: There is no such folder or repository, or a level is missing.
             ValueError: It holds something else, or its levels do not go together.
         """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
         given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
         loading = {name: value for name, value in given.items() if value is not None}

@@ -18,9 +18,9 @@ import torch
 from ...bench.calls import ArrivalStreamer
 from ...bench.machine import synchronise
 from ...bench.run import Inputs
-from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.draft_tree import DraftTree
 from ...drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .hierarchy_fits import Fits, fitting

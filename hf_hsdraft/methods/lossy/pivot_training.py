@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ...bench.measure import encode_prompt, end_tokens
-from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import DraftOptions
-from ...hub.care import care
+from ...drafters.base.wrapped_drafter import WrappedDrafter
+from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import PretrainedDrafter
+from ...runtime.answer_limits import end_tokens
+from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import text_config
 from ...verify.verdict import Nodes, Verdict, Verifier
 from .checked_tasks import Item
@@ -275,4 +276,4 @@ def save_beside(drafter: Any, classifier: PivotClassifier, folder: Path, target:
     if drafter.loaded_from is None or folder.resolve() != drafter.loaded_from.resolve():
         drafter.save_pretrained(folder)
     classifier.save(folder / FILE)
-    care().write_card(folder, folder.resolve().name)
+    write_card(folder, folder.resolve().name)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...core.norms import RMSNorm
+from ...core.tensors import RMSNorm
 
 _EPS = 1e-6
 

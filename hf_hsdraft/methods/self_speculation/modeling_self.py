@@ -13,6 +13,7 @@ from ...drafters.base.draft_options import default_options
 from ...drafters.base.draft_reads import Read, weights_of
 from ...drafters.base.protocol import DraftCall, Drafter
 from ...drafters.base.target_sizes import check_sizes
+from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_self import SelfDraftConfig
 from .imitation_network import ImitationNetwork
 from .layer_split import why_not_split
@@ -27,7 +28,7 @@ LAYER_REUSE = Option(
 )
 
 
-class SelfDrafter(ImitationNetwork, Drafter):
+class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
     """Drafting by the target's own first layers, an imitation network and the target's head (FastVLM; LayerSkip).
 
     The layers read each drafted token in the target's own cache, so whatever the prompt held, images included, is

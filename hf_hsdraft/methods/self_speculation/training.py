@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Session
+from ...drafters.base.protocol import Ask
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
 from ...training.families.identity import record_name
-from ...training.families.noting import NotingSession
+from ...training.families.noting import Noting
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
@@ -87,20 +87,21 @@ class SelfFamily(TravellingFamily):
         config = drafter.config
         return f"the target's first {config.draft_layers} of {config.target_num_hidden_layers} layers"
 
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
+    @property
+    def noting_mixin(self) -> type[Noting]:
+        return _Noting
 
 
-class _NotingSession(NotingSession, SelfSession):
-    """Notes expansions that read in a copy of the cache: the target's own goes on."""
+class _Noting(Noting, SelfSession):
+    """Reads in a copy of the cache, as the target's own goes on."""
 
-    def expansion(self, depth: int, options: DraftOptions) -> Expansion:
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         first = self._first
         assert first is not None
         self._first = first.apart()
-        self.note(super().expansion(depth, options))
+        made = self.expansion(asks, expansion.depth, options)
         self._first = first
-        return super().expansion(depth, options)
+        return made
 
 
 TRAINABLE[SelfFamily.name] = SelfFamily()

@@ -12,12 +12,13 @@ from ...drafters.base.draft_reads import Read, weights_of
 from ...drafters.base.protocol import DraftCall, Drafter
 from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
 from ...drafters.base.target_sizes import check_sizes
+from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_specformer import SpecFormerConfig
 from .specformer_network import SpecFormerNetwork
 from .specformer_session import SpecFormerSession
 
 
-class SpecFormerDrafter(SpecFormerNetwork, Drafter):
+class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
     """A drafter whose slots are drafted at once, after attention over the accepted positions ("SpecFormer").
 
     A draft takes one forward of two attentions and a feed-forward block, however deep it is and however many texts a

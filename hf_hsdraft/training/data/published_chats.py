@@ -13,11 +13,10 @@ from typing import Any
 from huggingface_hub import DatasetCardData, HfApi
 
 from ...core.checks import printable, public_name
-from ...hub.care import prepare_repository
 from ...hub.drafter_files import CARD
 from ...hub.markdown import cell, code, table
-from ...hub.package_care import leave_foreign_card, told
-from ...hub.publication import MARK
+from ...hub.model_card import MARK
+from ...hub.pushing import leave_foreign_card, prepare_repository, told
 from ..files import write_json
 from .dataset import RECIPE, RowFolder, differences
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.draft_tree import DraftTree
 from ...cpu.products import in_full_precision
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.protocol import DraftCall, Session
+from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...engine.loop import Observer, Round
 from ...trees.tree_builders import Expansion
 from ...verify.verdict import Nodes, Verdict, Verifier

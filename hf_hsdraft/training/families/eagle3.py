@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...drafters.base.protocol import Session
+from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.protocol import Ask
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration_eagle import EagleConfig
 from ...drafters.eagle.eagle_session import EagleSession
@@ -19,7 +19,7 @@ from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
 from .family import Choose
-from .noting import NotingSession
+from .noting import Noting
 from .published import PublishedFamily
 
 
@@ -100,17 +100,17 @@ class EagleFamily(PublishedFamily):
         parallel = "" if config.mask_token_id is None else ", all depths at once"
         return f"{config.num_hidden_layers} layers{parallel}"
 
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
+    @property
+    def noting_mixin(self) -> type[Noting]:
+        return _Noting
 
 
-class _NotingSession(NotingSession, EagleSession):
-    """Notes expansions of a copy of what was read: what is drafted is written over by later rounds."""
+class _Noting(Noting, EagleSession):
+    """Drafts from a copy of what was read, as what is drafted is written over by later rounds."""
 
-    def expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
-        read = self.texts
-        self.texts = copy.copy(read)
-        self.texts.context, self.texts.texts = read.context.copy_of(0), list(read.texts)
-        self.note(super().expansion(rows, depth, temperature))
-        self.texts = read
-        return super().expansion(rows, depth, temperature)
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        read = self._context
+        self._context = read.copy_of(0)
+        made = self.expansion(asks, expansion.depth, options)
+        self._context = read
+        return made

@@ -15,6 +15,7 @@ from ...drafters.base.target_weights import TargetWeights
 from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions
+from .noting import Noting, noting
 
 Choose = Callable[[int], list[int]]
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
@@ -41,6 +42,7 @@ class TrainableFamily:
         takes_adapters: whether its drafters load adapters (LoRA).
         follows_drafts: whether its chains can follow other tokens than the text's, as most data policies want.
         starts_afresh: whether a drafter can be trained from nothing.
+        noting_mixin: what makes the expansions of its sessions repeatable, see `noting`.
     """
 
     name: str
@@ -51,6 +53,7 @@ class TrainableFamily:
     takes_adapters = False
     follows_drafts = True
     starts_afresh = True
+    noting_mixin: Any = Noting
 
     @property
     def fields(self) -> set[str]:
@@ -239,5 +242,6 @@ class TrainableFamily:
         raise NotImplementedError
 
     def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        """Returns a session that notes what it drafts from, see `NotingSession`; itself if it has `on_expansion`."""
-        return session
+        """Returns a session that drafts as `session` does and notes what it drafts from, see `noting`."""
+        made: Session = noting(session, drafts, self.noting_mixin)
+        return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import nn
 
 from ...core.checks import public_name
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Session
+from ...drafters.base.protocol import Ask
 from ...drafters.base.refiners import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_expansion import LMExpansion
-from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_texts import LMTexts
 from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.misreading import same_but_rounding
@@ -26,7 +25,7 @@ from ...runtime.target_limits import decoder_layers, text_config
 from ...trees.tree_builders import Expansion
 from ..loss.branches import Branches
 from .family import Choose, TrainableFamily
-from .noting import NotingSession
+from .noting import Noting
 from .trained_lm import LMPredictions, LMTrainingConfig, TrainedLM
 
 _OPTIONS = ("tree_size", "beam_width")  # drafting options, which decide no weights
@@ -166,8 +165,9 @@ class LMFamily(TrainableFamily):
             f"a language model ({config.model_type}) of {decoder_layers(config)} layers of width {config.hidden_size}"
         )
 
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
+    @property
+    def noting_mixin(self) -> type[Noting]:
+        return _Noting
 
 
 @torch.no_grad()
@@ -210,15 +210,9 @@ class Repeatable(Expansion):
         return self.expansion(level, tokens, states)
 
 
-class NotingLM(NotingSession):
-    """Notes expansions of a copy of what was read: what is drafted is dropped after each round."""
+class _Noting(Noting):
+    """Reads in a copy of the texts, as what is drafted is dropped after each round."""
 
-    def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        own = texts.copied()
-        self.note(Repeatable(super()._expansion(own, first, depth, options), own))  # type: ignore[misc]
-        expansion: LMExpansion = super()._expansion(texts, first, depth, options)  # type: ignore[misc]
-        return expansion
-
-
-class _NotingSession(NotingLM, CausalLMSession):
-    pass
+    def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
+        own = expansion.texts.copied()
+        return Repeatable(replace(expansion, texts=own), own)

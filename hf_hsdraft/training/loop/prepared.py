@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...hub.care import care
 from ...hub.drafter_files import CONFIG, find_folder
+from ...hub.fetching import loading
 from ..data.gather import check_not_empty, most_in_sources
 from ..data.kinds import chosen_kinds
 from ..data.plan import TrainingPlan
@@ -40,7 +40,7 @@ def prepared(
         plan = replace(plan, drafter={**plan.drafter, **WHOLE_LOSSES[args.objective].fields})
         family_for(plan)  # raises where such a drafter has no such fields
     if plan.init_from is not None:
-        with care().loading(plan.init_from):
+        with loading(plan.init_from):
             find_folder(plan.init_from, (CONFIG,))
     for path in plan.prompts:
         check_not_empty(path)

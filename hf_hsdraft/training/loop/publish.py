@@ -9,9 +9,9 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ...drafters.base.auto_drafter import AutoDrafter
-from ...hub.care import care
 from ...hub.drafter_files import DOCUMENTS, RECIPE, read_json
 from ...hub.model_card import read_recipe, write_card
+from ...hub.pushing import push
 from ..files import write_json
 
 
@@ -24,7 +24,7 @@ def publish(folder: Path, repo_id: str, token: str | None) -> None:
     """Uploads the drafter (or adapter), card, figures and pictures of a finished run, but no data and checkpoints."""
     commit = {"token": token, "commit_message": "Drafter trained by hsdraft"}
     if (folder / "adapter_config.json").is_file():
-        care().push(folder, repo_id, **commit)
+        push(folder, repo_id, **commit)
         return
     with tempfile.TemporaryDirectory() as place:
         staged = Path(place)
@@ -32,7 +32,7 @@ def publish(folder: Path, repo_id: str, token: str | None) -> None:
         for name in DOCUMENTS:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, staged / name)
-        care().push(staged, repo_id, **commit)
+        push(staged, repo_id, **commit)
 
 
 def name_data_set(folder: Path, name: str) -> None:

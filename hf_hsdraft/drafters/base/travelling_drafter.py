@@ -1,0 +1,308 @@
+"""A drafter as it runs by the code that its repository brings, where `hf_hsdraft` is not installed.
+
+It drafts chains in transformers' own assisted decoding. Calls that this loop could decode differently are decoded
+plainly, with one warning. The text is that of plain decoding in any case, also sampled with a seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.utils import GenerationMixin
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+_CACHES = ("cache", "past_key_values")  # names of the cache, since transformers 5.24 and before
+_INPUTS = {*_CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
+_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # of caches that take back what was rejected
+_STATEFUL = {"SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"}
+_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+
+
+class TravellingDrafter(PreTrainedModel):
+    """What such drafters share.
+
+    Attributes:
+        loaded_from: name and commit of the repository that it was loaded from; `None` if it was not loaded.
+        has_network: whether its network has travelled with it.
+    """
+
+    loaded_from: tuple[str, str | None] | None = None
+    has_network: ClassVar[bool] = True
+    adjust_generation_fn = GenerationMixin.adjust_generation_fn  # which loads the drafting options
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True, so that the drafting options in `generation_config` are loaded and saved."""
+        return True
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Registers nothing: the code of a drafter is copied whole when it is saved."""
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads a drafter as every model of transformers, from safetensors only."""
+        loaded = super().from_pretrained(name, *args, **{**kwargs, "use_safetensors": True})
+        drafter = loaded[0] if isinstance(loaded, tuple) else loaded
+        drafter.loaded_from = os.fspath(name), getattr(drafter.config, "_commit_hash", None)
+        return loaded
+
+    def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Writes the whole repository again: weights, configuration, and the files that it was loaded with."""
+        hub = {key: kwargs.pop(key) for key in ("repo_id", "revision", "private", "token") if key in kwargs}
+        folder, config, names = Path(save_directory), self.config, self.config.architectures
+        if getattr(self, "_hf_peft_config_loaded", False) or self.loaded_from is None:
+            super().save_pretrained(folder, *args, **kwargs)  # an adapter alone
+        else:
+            with tempfile.TemporaryDirectory() as place:
+                if self.has_network:
+                    super().save_pretrained(place, *args, **kwargs)
+                    config.architectures = names
+                self._add_files(Path(place))
+                shutil.copytree(place, folder, dirs_exist_ok=True)
+        if push_to_hub:
+            self._send(folder, hub.pop("repo_id", folder.name), **hub)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Sends what `save_pretrained` writes to the Hub, in one commit; `hf_hsdraft` also checks what is there."""
+        with tempfile.TemporaryDirectory() as place:
+            self.save_pretrained(place)
+            return self._send(Path(place), repo_id, **kwargs)
+
+    def _send(self, folder: Path, repo_id: str, private: Any = None, token: Any = None, **options: Any) -> Any:
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if options.get("revision") and not options.get("create_pr"):
+            api.create_branch(repo_id, branch=options["revision"], exist_ok=True)
+        options.setdefault("commit_message", "Upload drafter")
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
+
+    def _add_files(self, folder: Path) -> None:
+        """Copies the other files of the repository; documents stay behind if they are about other weights."""
+        assert self.loaded_from is not None
+        (name, commit), config = self.loaded_from, self.config
+        weights = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+        same = not self.has_network or weights == config.weights_digest
+        if not os.path.isdir(name):
+            name = snapshot_download(name, revision=commit)
+        for path in (path for path in Path(name).rglob("*") if path.is_file()):
+            place = path.relative_to(name)
+            if place.parts[0].startswith(".") or (folder / place).exists() or "__pycache__" in place.parts:
+                continue
+            if same or path.suffix == ".py" or len(place.parts) > 1:
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, folder / place)
+        # Of a repository that was loaded from the Hub, the entry would be named with the repository.
+        config.auto_map = {auto: entry.split("--")[-1] for auto, entry in getattr(config, "auto_map", {}).items()}
+        if self.has_network:
+            config.weights_digest = weights
+            config.save_pretrained(folder)
+
+    def candidates(self, target: Any, generation_config: Any) -> Any:
+        """Returns the `CandidateGenerator` of one call; `None` if it is decoded plainly."""
+        return None
+
+    def check_target(self, target: Any) -> None:
+        """Raises a ValueError if this drafter was made for a target of other sizes."""
+        has, wanted = target.config.get_text_config(decoder=True), self.config
+        layers = getattr(has, "num_decoder_layers", None) or has.num_hidden_layers
+        for name, found, expected in (
+            ("vocab_size", has.vocab_size, wanted.vocab_size),
+            ("hidden_size", has.hidden_size, wanted.target_hidden_size),
+            ("num_hidden_layers", layers, wanted.target_num_hidden_layers),
+        ):
+            if found != expected:
+                made_for = wanted.target_name or "another target"
+                raise ValueError(
+                    f"the target has {name}={found}, the drafter expects {expected}: it was trained for {made_for}"
+                )
+
+
+class PlainDraws(LogitsProcessor):
+    """Draws tokens as plain decoding does, for transformers' loop, which draws for all candidates at once.
+
+    As the last processor of a call it draws the token of one position after another, until one is not the candidate or
+    ends the text. It leaves the drawn token alone possible, so that the loop draws it too. What the loop takes from
+    the random numbers beyond that is given back.
+
+    Args:
+        device: of the scores.
+        ends: token ids that end a text.
+    """
+
+    def __init__(self, device: torch.device, ends: Any) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
+        self._next, self._candidates = -1, torch.empty(1, 0)
+        self._state: torch.Tensor | None = None
+
+    def begin(self, candidates: torch.Tensor, length: int) -> None:
+        """Before the tokens after a text of so many are drawn; `candidates` `[1, n]` is the text and its draft."""
+        self.end()
+        self._next, self._candidates = length, candidates
+
+    def end(self) -> None:
+        """Gives back what was drawn in vain."""
+        if self._state is not None:
+            if self._cuda is None:
+                torch.set_rng_state(self._state)
+            else:
+                torch.cuda.set_rng_state(self._state, self._cuda)
+        self._state = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = input_ids.shape[1]
+        if place != self._next:  # after a token that was rejected, or the last one
+            return scores
+        token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+        drawn, drafted = int(token), self._candidates[0, place:].tolist()
+        self._next = place + 1 if drafted[:1] == [drawn] and drawn not in self._ends else -1
+        if self._next < 0:
+            self._state = torch.get_rng_state() if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
+        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
+
+
+def why_plain(target: Any, rows: int, config: Any, processors: Any, criteria: Any, given: dict[str, Any]) -> str:
+    """Returns why a call is decoded plainly; empty if transformers' assisted decoding gives the text of plain decoding.
+
+    Args:
+        rows: number of texts.
+        config: generation configuration of the call.
+        processors, criteria: of the call.
+        given: inputs of the target.
+    """
+    cache: Any = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+    own = {type(each).__name__ for each in processors if type(each).__module__ != logits_process.__name__}
+    stateful = own | ({type(each).__name__ for each in processors} & _STATEFUL)
+    others = sorted({type(each).__name__ for each in criteria if type(each) not in _CRITERIA})
+    unknown = sorted(name for name, value in given.items() if value is not None and name not in _INPUTS)
+    reasons = {
+        "it has several texts": rows > 1,
+        "the target is an encoder-decoder": target.config.is_encoder_decoder,
+        "the target is in training mode": target.training,
+        "it has no cache that grows and can be cropped": type(cache) is not DynamicCache
+        or getattr(target, "_is_stateful", False)
+        or not {type(layer).__name__ for layer in cache.layers} <= _LAYERS,
+        f"it has logits processors that may keep a state ({', '.join(sorted(stateful))})": bool(stateful),
+        f"it has stopping criteria beside lengths and ends ({', '.join(others)})": bool(others),
+        f"the target has inputs beside the text ({', '.join(unknown)})": bool(unknown),
+        "hidden states or attentions are returned": config.output_hidden_states or config.output_attentions,
+        "scores are returned, and tokens are sampled": config.output_scores and config.do_sample,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def decode(original: Any, drafter: TravellingDrafter, target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+    """Decodes a call with a drafter, by `original`, which is transformers' assisted decoding, or plainly."""
+    names = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+    call = {name: kwargs.pop(name) for name in names if name in kwargs}
+    for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+        kwargs.pop(name, None)
+    config, processors = call["generation_config"], call["logits_processor"]
+    reason = why_plain(target, len(input_ids), config, processors, call["stopping_criteria"], kwargs)
+    if call.get("synced_gpus"):
+        reason = "its forwards are synced with those of other processes"
+    candidates = None if reason else drafter.candidates(target, config)
+    if candidates is None:
+        _warn(reason or "drafters of this family draft by the package only")
+        return type(target)._sample(target, input_ids, **call, **kwargs)
+    if config.do_sample:
+        candidates.draws = PlainDraws(input_ids.device, getattr(config, "_eos_token_tensor", None))
+        call["logits_processor"] = LogitsProcessorList([*processors, candidates.draws])
+    try:
+        return original(target, input_ids, assistant_model=candidates, **call, **kwargs)
+    finally:
+        if candidates.draws is not None:
+            candidates.draws.end()
+
+
+def _warn(reason: str) -> None:
+    logger.warning_once(
+        f"a call of generate() is decoded without its drafter: {reason}. With hf_hsdraft installed (pip install "
+        "hf-hsdraft) drafters also draft trees, batches and other targets"
+    )
+
+
+def install() -> None:
+    """Makes `generate(assistant_model=drafter)` work. Idempotent; other assistants pass straight through.
+
+    Each copy of this module wraps what it finds and answers for its own drafters only, so that copies of any versions
+    get along in one process.
+    """
+    if TravellingDrafter in getattr(GenerationMixin._assisted_decoding, "_hsdraft_travelling", ()):
+        return
+    for name, wrap in (
+        ("_assisted_decoding", _decoding),
+        ("_get_candidate_generator", _generator),
+        ("_validate_generation_mode", _validation),
+        ("_prepare_generation_config", _preparation),
+    ):
+        original = getattr(GenerationMixin, name)
+        method: Any = functools.wraps(original)(wrap(original))
+        method._hsdraft_travelling = (*getattr(original, "_hsdraft_travelling", ()), TravellingDrafter)
+        setattr(GenerationMixin, name, method)
+
+
+def _decoding(original: Any) -> Any:
+    def _assisted_decoding(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = kwargs.get("assistant_model")
+        if not isinstance(drafter, TravellingDrafter):
+            return original(self, input_ids, *args, **kwargs)
+        del kwargs["assistant_model"]
+        return decode(original, drafter, self, input_ids, **kwargs)
+
+    return _assisted_decoding
+
+
+def _generator(original: Any) -> Any:
+    def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assistant = kwargs.get("assistant_model")
+        return assistant if isinstance(assistant, CandidateGenerator) else original(self, *args, **kwargs)
+
+    return _get_candidate_generator
+
+
+def _validation(original: Any) -> Any:
+    """Checks the target first. Several texts and stateful models are no matter of the mode: `decode` looks at them."""
+
+    def _validate_generation_mode(self: Any, mode: Any, config: Any, kwargs: Any) -> Any:
+        drafter = kwargs.get("assistant_model")
+        if isinstance(drafter, TravellingDrafter):
+            if mode == GenerationMode.ASSISTED_GENERATION:
+                drafter.check_target(self)
+                mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+                kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
+            else:
+                del kwargs["assistant_model"]
+                _warn(f"it decodes by {mode.value.replace('_', ' ')}")
+        return original(self, mode, config, kwargs)
+
+    return _validate_generation_mode
+
+
+def _preparation(original: Any) -> Any:
+    """Takes the drafter away from a target with a `generate` of its own (Whisper), which hands it to this method."""
+
+    def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, others = original(self, *args, **kwargs)
+        if isinstance(others.get("assistant_model"), TravellingDrafter):
+            del others["assistant_model"]
+            _warn(f"{type(self).__name__} decodes in a way of its own")
+        return config, others
+
+    return _prepare_generation_config

@@ -1,0 +1,154 @@
+"""Sending drafters, adapters and data sets to the Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+from ..core.checks import is_code_file, public_name
+from .code_files import former_code
+from .drafter_files import CARD, CONFIG, DOCUMENTS, check_is_drafter, read_json, type_in
+from .model_card import is_generated, write_card
+from .publication import is_ours
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def push(folder: Path, repo_id: str, **options: Any) -> CommitInfo:
+    """Sends the folder of a drafter or an adapter to the Hub, in one commit.
+
+    Of what is there, files of a former version of the drafter are deleted and a card that somebody wrote is kept;
+    other files are not touched. An adapter deletes nothing. The card in a drafter's folder is written again.
+
+    Args:
+        repo_id: Name of the repository, created if there is none.
+        options: `private`, `revision` (a branch, created if there is none), `token`, `create_pr`, `commit_message`,
+            `commit_description`.
+
+    Raises:
+        OSError: The Hub refuses or cannot be reached. The same call may be repeated.
+        ValueError: A private repository was asked for, and there is a public one; or it holds another model.
+    """
+    with told(repo_id), tempfile.TemporaryDirectory() as place:
+        adapter = (folder / ADAPTER_CONFIG).is_file()
+        staged = stage_adapter(folder, Path(place)) if adapter else folder
+        api, repo_id, there = prepare_repository(repo_id, options)
+        revision = options.pop("revision", None)
+        stale = [] if adapter else _stale(api, repo_id, revision, there, staged)
+        write_card(staged, repo_id)
+        leave_foreign_card(api, repo_id, revision, there, staged)
+        options.setdefault("commit_message", "Upload adapter" if adapter else "Upload drafter")
+        return api.upload_folder(
+            repo_id=repo_id, folder_path=staged, revision=revision, delete_patterns=stale or None, **options
+        )
+
+
+def _stale(api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path) -> list[str]:
+    """Files of a former version that a folder does not replace."""
+    if CONFIG not in there:
+        return []
+    with tempfile.TemporaryDirectory() as place:
+        api.hf_hub_download(repo_id, CONFIG, revision=revision, local_dir=place)
+        try:
+            check_is_drafter(Path(place), type_in(read_json(folder / CONFIG)))
+        except ValueError as error:
+            message = f"{repo_id} holds something else than a drafter, nothing was sent ({error})"
+            raise ValueError(message.replace(place, repo_id)) from None
+        if read_json(Path(place) / CONFIG).get("code_files") is None:
+            for name in filter(is_code_file, there):
+                api.hf_hub_download(repo_id, name, revision=revision, local_dir=place)
+        code = former_code(Path(place))
+    return sorted(name for name in there if is_ours(name, code) and name != CARD and not (folder / name).is_file())
+
+
+def push_saved(drafter: Any, repo_id: str, **options: Any) -> CommitInfo:
+    """Sends what a drafter's `save_pretrained` writes to the Hub as it is, in one commit.
+
+    Args:
+        drafter: the drafter.
+        repo_id: `"user/name"`, created if there is none.
+        options: `private`, `revision`, `token`, `create_pr`, `commit_message`, `commit_description`.
+
+    Raises:
+        OSError: The Hub refuses or cannot be reached.
+        ValueError: A private repository was asked for, and there is a public one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        drafter.save_pretrained(folder)
+        api, repo_id, _ = prepare_repository(repo_id, options)
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
+
+
+def stage_adapter(folder: Path, staged: Path) -> Path:
+    """Copies an adapter and its documents into a folder, without paths of this machine; returns that folder."""
+    for name in (ADAPTER_CONFIG, "adapter_model.safetensors", *DOCUMENTS):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, staged / name)
+    adapter = read_json(staged / ADAPTER_CONFIG)
+    adapter["base_model_name_or_path"] = public_name(str(adapter.get("base_model_name_or_path") or ""))
+    (staged / ADAPTER_CONFIG).write_text(json.dumps(adapter, indent=2) + "\n", encoding="utf-8")
+    return staged
+
+
+def prepare_repository(
+    repo_id: str, options: dict[str, Any], repo_type: str | None = None
+) -> tuple[HfApi, str, set[str]]:
+    """Makes sure that a repository of the Hub and the branch to write to exist.
+
+    Args:
+        repo_id: Name of the repository.
+        options: Of a push. `token` and `private` are taken out of them.
+        repo_type: `"dataset"` for a data set; `None` for a model.
+
+    Returns:
+        The client to send with, the full name of the repository, and the names of the files that are there.
+
+    Raises:
+        ValueError: `private` was asked for, and the repository is public.
+    """
+    api, private = HfApi(token=options.pop("token", None)), options.pop("private", None)
+    revision = options.get("revision")
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type).repo_id
+    if private and not api.repo_info(repo_id, repo_type=repo_type).private:
+        raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
+    if revision is not None and not options.get("create_pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api, repo_id, set(api.list_repo_files(repo_id, revision=revision, repo_type=repo_type))
+
+
+def leave_foreign_card(
+    api: HfApi, repo_id: str, revision: str | None, there: set[str], folder: Path, repo_type: str | None = None
+) -> None:
+    """Takes a generated card out of what is sent, where the repository has one that somebody wrote."""
+    if CARD not in there or not is_generated(folder / CARD):
+        return
+    with tempfile.TemporaryDirectory() as place:
+        card = Path(api.hf_hub_download(repo_id, CARD, revision=revision, repo_type=repo_type, local_dir=place))
+        if card.read_text(encoding="utf-8", errors="replace").strip() and not is_generated(card):
+            (folder / CARD).unlink()
+
+
+@contextmanager
+def told(repo_id: str) -> Iterator[None]:
+    """Says what to do about what the Hub or the way to it refuses."""
+    try:
+        yield
+    except RuntimeError as error:  # the client wraps what went wrong with one of the files
+        raise OSError(f"{error} ({error.__cause__}); nothing was committed, repeat the call") from error
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in (401, 403):
+            raise OSError(
+                f"the Hub does not let this token write to {repo_id} ({error.response.status_code}): log in "
+                "(`hf auth login`, or HF_TOKEN) with a token that may write there"
+            ) from error
+        raise
+    except HTTPError as error:  # a connection that broke
+        raise OSError(f"{repo_id}: {type(error).__name__}: {error}; repeat the call") from error
