@@ -46,7 +46,8 @@ class Drafting:
     def __init__(self, drafter: Drafter, call: Call) -> None:
         self._call, self._drafter = call, drafter
         self.session = session = drafter.session(call)
-        if call.observers:
+        self._listeners = [each.on_expansion for each in call.observers if each.on_expansion is not None]
+        if self._listeners:
             session.on_expansion = self._tell
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
         self.pace: Pace = FixedPace()
@@ -124,8 +125,8 @@ class Drafting:
         return self._pruned(longer[0], ask)
 
     def _tell(self, rows: Sequence[int], expansion: Expansion) -> None:
-        for each in self._call.observers:
-            each.on_expansion(rows, expansion)
+        for each in self._listeners:
+            each(rows, expansion)
 
     def rest(self) -> None:
         """Nothing is drafted any more; nothing is kept for it."""

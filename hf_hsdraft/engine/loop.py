@@ -16,7 +16,7 @@ process (`local_target`) or at a server (`remote`). Clocks, statistics and the p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,16 +140,17 @@ class Round:
 
 
 class Observer:
-    """Told of each round as it goes. A streamer of `generate()` may be one too, for its own call."""
+    """Told of each round as it goes. A streamer of `generate()` may be one too, for its own call.
+
+    Attributes:
+        on_expansion: takes the rows and the [`Expansion`] that their trees grow from, in a form that can be asked after
+            the call too. `None` where nobody listens, as making that form may copy what was read.
+    """
+
+    on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
 
     def began(self) -> None:
         """A round begins."""
-
-    def on_expansion(self, rows: Sequence[int], expansion: Expansion) -> None:
-        """The drafter's session has made what the trees of some texts grow from.
-
-        Of a session whose expansions read on in its own buffers it is a copy, which can be asked later too.
-        """
 
     def drafted(self) -> None:
         """Its drafts are made."""

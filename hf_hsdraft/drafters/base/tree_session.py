@@ -69,12 +69,19 @@ class TreeSession(Session):
         """Returns the children of the nodes of some trees; the arguments are those of `trees`."""
         raise NotImplementedError
 
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        """Returns an expansion that can be asked again after the call; it need not be another one."""
+        made: Expansion = expansion
+        return made
+
     def race(self, rows: Sequence[int], depth: int) -> Race | None:
         """Returns the race that decides the draws to come, where these are foreseen."""
         return None if self._foresight is None else self._foresight.race(rows, depth, self._vocab_ids)
 
     def grown(self, asks: Sequence[Ask], expansion: Expansion, options: DraftOptions) -> list[DraftTree]:
         """Returns the trees of some texts. Where no node knows its path, the best tree is found exactly."""
+        if self.on_expansion is not None:
+            self.on_expansion([ask.row for ask in asks], self.repeatable(asks, expansion, options))
         ids = self._vocab_ids
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -105,3 +106,11 @@ class SelfSession(TreeSession):
         assert self._first is not None
         race = self.race([ask.row for ask in asks], depth)
         return ImitationExpansion(self._drafter, self._weights, self._first, depth, options.draw_temperature, race)
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        first = self._first
+        assert first is not None
+        self._first = first.apart()  # the target's own cache goes on
+        made = self.expansion(asks, expansion.depth, options)
+        self._first = first
+        return made

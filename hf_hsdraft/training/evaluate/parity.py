@@ -16,7 +16,6 @@ import torch
 from ...core.draft_tree import DraftTree
 from ...cpu.products import in_full_precision
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import DraftCall, Session
 from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...engine.loop import Observer, Round
 from ...trees.tree_builders import Expansion
@@ -261,16 +260,12 @@ class _ObservedDrafter(WrappedDrafter):
 
     def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)
-        self._family = family_of(drafter)
-        for name, value in self._family.plain_options.items():
+        for name, value in family_of(drafter).plain_options.items():
             setattr(self.generation_config, name, value)
         self.recorder = ExpansionRecorder(length)
         self.drafts = self.recorder.drafts
         self.verified: dict[int, torch.Tensor] = {}
         self._length = length
-
-    def session(self, call: DraftCall) -> Session:
-        return self._family.noting(self._drafter.session(call), self.drafts)
 
     def verifier(self, options: DraftOptions) -> Verifier:
         return _NotingVerifier(super().verifier(options), self.verified, self._length - 1)
