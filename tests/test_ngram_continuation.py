@@ -11,7 +11,7 @@ from conftest import each_with_its_seed, make_drafter, make_target
 
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
 from hf_hsdraft.methods.lossy.fly import FLy
@@ -25,7 +25,7 @@ def session_of(target, text: list[int], **options) -> NgramSession:
     drafter = make_drafter(target)
     for name, value in options.items():
         setattr(drafter.generation_config, name, value)
-    session = NgramSession(DraftCall(target, 1, DraftOptions.of(drafter)))
+    session = NgramSession(Call(target, 1, DraftOptions.of(drafter)))
     nothing = torch.zeros(0)
     session.observe([Accepted(0, text, nothing, nothing.long(), nothing.long())])
     return session

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall, Session
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.runtime.target_limits import text_config
 
@@ -72,7 +72,7 @@ class ScriptedDrafter(WrappedDrafter):
         self._texts, self._rng = texts, random.Random(seed)
         self.last: ScriptedSession | None = None
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         self.last = ScriptedSession(call, self._texts, self._rng)
         return self.last
 
@@ -85,7 +85,7 @@ class ScriptedSession(Session):
         chains: whether chains were asked for.
     """
 
-    def __init__(self, call: DraftCall, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
+    def __init__(self, call: Call, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng
         self._vocab_size = text_config(call.target).vocab_size
         self._emitted = [0] * call.rows

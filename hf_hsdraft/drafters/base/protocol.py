@@ -139,9 +139,6 @@ class Call:
         return None if self.runtime is None else self.runtime.read_ahead(made)
 
 
-DraftCall = Call  # its name in families
-
-
 class Session:
     """What one call's drafting remembers; it ends with the call.
 
@@ -249,7 +246,7 @@ class Drafter:
             all_processes: whether all processes have to run the same forwards.
         """
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         """What drafts in one call."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from ...core.tensors import device_of
 from ...trees.tree_builders import Expansion
 from ...trees.tree_masks import AttentionKind
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, DraftCall
+from ..base.protocol import Accepted, Ask, Call
 from ..base.tree_session import TreeSession
 from .lm_expansion import LMExpansion, Repeatable
 from .lm_limits import kind_of
@@ -72,7 +72,7 @@ class CausalLMSession(TreeSession):
         kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
     """
 
-    def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
+    def __init__(self, model: Any, call: Call, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
         super().__init__(call.options, torch.arange(vocab_size, device=device_of(model)), call.foresight)
         self._model, self._vocab_size = model, vocab_size
         self.kind = kind_of(model)

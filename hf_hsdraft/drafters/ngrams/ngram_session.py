@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ..base.protocol import Accepted, Ask, DraftCall, Session
+from ..base.protocol import Accepted, Ask, Call, Session
 from .ngram_cache import FollowerTable, NgramCache
 
 
@@ -24,7 +24,7 @@ class NgramSession(Session):
     free = True
     takes_ngrams = False
 
-    def __init__(self, call: DraftCall, frozen: Sequence[FollowerTable] = ()) -> None:
+    def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
         vocab_size = call.target.get_input_embeddings().weight.shape[0]
         length = call.options.ngram_length
         self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}

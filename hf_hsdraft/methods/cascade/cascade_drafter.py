@@ -20,7 +20,7 @@ from ...drafters.base.auto_drafter import AutoDrafter
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
 from ...drafters.base.plain_config import PlainConfig
-from ...drafters.base.protocol import DraftCall, Drafter, Session
+from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import (
     CONFIG,
@@ -219,7 +219,7 @@ class CascadeDrafter(nn.Module, Drafter):
         for level, model in self._pairs(target):
             level.warn_of_misfit(model, tokenizer, all_processes)
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         first, *others = self.levels
         models = [model_of(level) for level in others]
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Ask, DraftCall
+from ...drafters.base.protocol import Ask, Call
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import TreeSession
 from ...trees.tree_builders import Expansion
@@ -72,7 +72,7 @@ class SelfSession(TreeSession):
         call: that it drafts for.
     """
 
-    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: DraftCall) -> None:
+    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
         super().__init__(call.options, weights.vocab_ids.to(device_of(call.target)), call.foresight)
         self._drafter, self._weights = drafter, weights
