@@ -328,7 +328,7 @@ def test_trees_follow_the_products_of_the_slots(target):
         reverse=True,
     )
     assert sorted(tree.scores[1:], reverse=True) == pytest.approx(scores[:16], abs=1e-4)
-    [chain] = session.draft([Ask(0, text[-1], depth=3, size=24, chain=True)])
+    [chain] = session.draft([Ask(0, text[-1], depth=3, size=24, width=1)])
     assert chain.depths == (0, 1, 2, 3)
     [none] = session.draft([Ask(0, text[-1], depth=0, size=24)])
     assert len(none) == 1
