@@ -124,7 +124,7 @@ def test_the_recipe_of_a_repository_stays_exact(target, folder, plain):
 
 
 def test_code_that_travelled_stays_exact(target, folder, plain, tmp_path):
-    """Methods do not travel, so without the package a saved lossy rule is ignored, and one that is set is refused."""
+    """No lossy rule travels: without the package one that is saved or set changes nothing."""
     import shutil
     import subprocess
     import sys
@@ -134,25 +134,21 @@ def test_code_that_travelled_stays_exact(target, folder, plain, tmp_path):
     shutil.copytree(folder, alone)
     code = f"""
 import sys, torch
+sys.modules["hf_hsdraft"] = None  # as where it is not installed
 from transformers import AutoModel, AutoModelForCausalLM
 target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
 drafter = AutoModel.from_pretrained({str(alone)!r}, trust_remote_code=True)
 ids = torch.arange(5, 16)[None]
 def answer():
-    try:
-        return target.generate(ids, do_sample=False, max_new_tokens=24, assistant_model=drafter).tolist()
-    except ValueError as error:
-        return str(error)
+    return target.generate(ids, do_sample=False, max_new_tokens=24, assistant_model=drafter).tolist()
 texts = [answer()]
 drafter.generation_config.verification = "fly"
 texts.append(answer())
-assert "hf_hsdraft" not in sys.modules
 print(*texts, sep="|")
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     text, second = run.stdout.strip().splitlines()[-1].split("|")
-    assert json.loads(text) == plain[1]
-    assert second == text or "verification='fly' is invalid: expected one of walk, rejection" in second
+    assert json.loads(text) == json.loads(second) == plain[1]
 
 
 @pytest.mark.parametrize("attached", [False, True])
