@@ -179,17 +179,17 @@ def train(
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET
-    mixed: dict[str, Any] = {"temperatures": temperature} if temperature else {}
+    as_given: dict[str, Any] = {name: context.params[name] for name in _OF_PLAN}
+    as_given |= {"temperatures": temperature} if temperature else {}
     plan = TrainingPlan(
         out=str(out),
         prompts=[str(path) for path in prompts or ()],
         kinds=_shares(kinds),
         openings=opening or [],
-        **mixed,
         exclude_near=[str(path) for path in exclude_near or ()],
         family=family.value,
         drafter=overrides,
-        **{name: context.params[name] for name in _OF_PLAN},
+        **as_given,
     )
     place = device or _own_device()
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes begin together, when they load the target
