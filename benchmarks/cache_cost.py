@@ -33,7 +33,7 @@ def measure(target: Any, context: int, nodes: int, repeats: int) -> dict[str, tu
     """Returns for each way the median milliseconds of a forward over one token and over `nodes` tokens."""
     from hf_hsdraft.cpu.grouped_attention import grouped_attention
     from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
-    from hf_hsdraft.runtime.growing_cache import make_room
+    from hf_hsdraft.runtime.cache_slots import make_room
 
     cache = _filled(target, context)
     growing = copy.deepcopy(cache)

@@ -128,7 +128,7 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
     import torch
 
     from hf_hsdraft.drafters.base.draft_options import DraftOptions
-    from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+    from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 
     width = target.config.hidden_size * len(drafter.taps)
 
@@ -137,12 +137,13 @@ def _draft_times(drafter: Drafter, target: Any, nodes: int) -> list[float]:
         following = torch.randint(target.config.vocab_size, (count,))
         return Accepted(0, following[-3:].tolist(), taps, places, following)
 
-    session = drafter.session(DraftCall(target, 1, DraftOptions.of(drafter)))
+    session = drafter.session(Call(target, 1, DraftOptions.of(drafter)))
     accepted, times, position = news(0, _PROMPT), [], _PROMPT
     for _ in range(_REPEATS + 1):
         session.observe([accepted])
         begin = time.perf_counter()
-        session.draft([Ask(0, accepted.tokens[-1], drafter.num_draft_steps, nodes)])
+        width = drafter.generation_config.beam_width
+        session.draft([Ask(0, accepted.tokens[-1], drafter.num_draft_steps, nodes, width)])
         times.append(time.perf_counter() - begin)
         accepted, position = news(position, 3), position + 3
     return times[1:]  # the first one reads the prompt

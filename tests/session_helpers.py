@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from conftest import VOCAB
 
-from hf_hsdraft.drafters.base.protocol import Accepted
+from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 
 
 def padded(rows: int) -> dict[str, torch.Tensor]:
@@ -29,3 +31,10 @@ def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -
         positions=torch.arange(start, end),
         following=tokens[start + 1 : end + 1],
     )
+
+
+def drafted_by(session: HSDraftSession) -> list[DraftTree]:
+    """The trees after the last tokens that a session has read, as deep as its options say."""
+    rows, options = len(session._rows), session._options.shared_by(len(session._rows))
+    asks = [Ask(row, each.root, options.depth, options.tree_size, rows) for row, each in enumerate(session._rows)]
+    return session.draft(asks)

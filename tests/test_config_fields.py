@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from hf_hsdraft import BlockConfig, EagleConfig, HSDraftConfig, SelfDraftConfig, SpecFormerConfig
-from hf_hsdraft.drafters.base.config_fields import settings
+from hf_hsdraft.core.checks import settings
 from hf_hsdraft.drafters.base.decoder_layer import LayerSizes
 
 OF_TRANSFORMERS = [HSDraftConfig, SelfDraftConfig, SpecFormerConfig]

@@ -14,7 +14,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.eagle import eagle_session
 from hf_hsdraft.drafters.eagle.eagle_network import initialise
@@ -150,12 +150,12 @@ def news_of(row: int, count: int, begin: int = 0, seed: int = 0) -> Accepted:
 
 def session_of(drafter, target, rows=1):
     options = DraftOptions.of(drafter)
-    return drafter.session(DraftCall(target, rows, options)), options
+    return drafter.session(Call(target, rows, options)), options
 
 
 def drafts(session, options, rows=(0,), root=11):
     with torch.no_grad():
-        return session.draft([Ask(row, root, options.depth, options.tree_size) for row in rows])
+        return session.draft([Ask(row, root, options.depth, options.tree_size, options.beam_width) for row in rows])
 
 
 def assert_same(tree, other):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from session_helpers import drafted_by
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -22,6 +23,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import HSCandidateGenerator, HSDrafter
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 
 NEW = 48
 
@@ -304,14 +306,14 @@ def test_leftover_states_go_on_predicting_their_positions(target, injector, acce
     ids = torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(9))
     states = target(ids[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer][0] for layer in drafter.config.target_tap_layers], dim=-1)
-    generator = HSCandidateGenerator(drafter, weights)
+    generator = HSDraftSession(drafter, weights)
     generator.read(taps[:10], ids[1:11], torch.arange(10))
-    generator.draft()
+    drafted_by(generator)
     states_before = generator._rows[0].drafted
     generator.settle(ids[11 : 11 + accepted].tolist())
     root = 11 + accepted  # the bonus token after the accepted ones
     generator.read(taps[10:root], ids[11 : root + 1], torch.arange(10, root))
-    [tree] = generator.draft()
+    [tree] = drafted_by(generator)
     path = None
     for token in ids[10 : root + 1]:
         path = drafter.injector.advance(weights.embed(token[None]), path)

@@ -53,7 +53,7 @@ def interrupted_at(line: int):
 
     def entered(frame, event, argument):
         code = frame.f_code
-        of_cache = code.co_name in PLACES and code.co_filename.endswith(("cache_utils.py", "growing_cache.py"))
+        of_cache = code.co_name in PLACES and code.co_filename.endswith(("cache_utils.py", "cache_slots.py"))
         return inside if of_cache else None
 
     def traced(self, *args):

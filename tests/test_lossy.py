@@ -21,9 +21,8 @@ from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.methods.lossy.pivot import FILE, LEAST_PROBABILITY, Pivot, PivotClassifier, tap_of
 from hf_hsdraft.methods.lossy.relaxed import normalised_entropy
-from hf_hsdraft.verify.own_choice import OwnChoice
 from hf_hsdraft.verify.registry import VERIFIERS, is_lossy
-from hf_hsdraft.verify.verdict import Nodes, Verdict
+from hf_hsdraft.verify.verdict import Nodes, OwnChoice, Verdict
 
 SIZE = 7  # of the vocabulary of the tables
 WIDTH = 5  # of their hidden states

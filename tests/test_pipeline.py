@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from hf_hsdraft import HSDrafter
 from hf_hsdraft.cli import train as train_command
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.hub import care
+from hf_hsdraft.hub import pushing
 from hf_hsdraft.training.data.conversations import Conversation
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -309,7 +309,7 @@ def test_only_the_gpu_of_this_process_is_trained_on(monkeypatch):
 def test_a_finished_drafter_is_pushed_and_nothing_else(chatty, tokenizer, tmp_path, monkeypatch):
     with HubServer(tokens={"hf_secret": "user"}) as hub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in (care, publish):
+        for module in (pushing, publish):
             monkeypatch.setattr(module, "HfApi", functools.partial(HfApi, endpoint=hub.url))
         run(chatty, tokenizer, plan(tmp_path, cache_taps=True), push_to_hub=True, hub_token="hf_secret")
         files = hub.files("user/out")
@@ -329,7 +329,7 @@ def test_chats_are_published_as_a_data_set_that_the_card_names(chatty, tokenizer
     hub_options = {"hub_token": "hf_secret", "hub_private_repo": True}
     with HubServer(tokens={"hf_secret": "user"}) as hub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(care, "HfApi", functools.partial(HfApi, endpoint=hub.url))
+        monkeypatch.setattr(pushing, "HfApi", functools.partial(HfApi, endpoint=hub.url))
         said: list[str] = []
         run(chatty, tokenizer, plan(tmp_path), **hub_options)
         assert "datasets" not in (tmp_path / "out" / "README.md").read_text()

@@ -23,7 +23,6 @@ from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
 from hf_hsdraft.drafters.block.block_session import BlockSession
-from hf_hsdraft.drafters.hidden_state.candidate_generator import HSCandidateGenerator
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.hub.drafter_files import DamagedFile
 from hf_hsdraft.methods.growth.growing import grown
@@ -240,26 +239,6 @@ def test_a_chat_that_goes_on_keeps_its_last_tokens(kind, target, tmp_path, monke
     whole = decoded(more, max_new_tokens=7)
     assert continued.sequences.tolist() == whole.sequences.tolist()
     assert noted[1] == noted[2] and noted[1][0] == continued.sequences[0, : more.shape[1] + 1][-4:].tolist()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("start", [0, 6])
-def test_assisted_decoding_of_transformers_refines_too(start, target, tmp_path):
-    """Each draft knows the last tokens of the padded text, also where the prompt's first `start` tokens were cached."""
-    drafter = refined(make_drafter(target), tmp_path)
-    weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
-    generator = HSCandidateGenerator(drafter, weights, DraftOptions.of(drafter))
-    ids, mask = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 10]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-    generator.get_candidates(ids, is_first_iteration=True)
-    read = start
-    for accepted in ([11], [12, 13, 14], [15]):  # the last of each is the bonus token
-        ids = torch.cat([ids, torch.tensor([accepted])], dim=1)
-        mask = torch.cat([mask, torch.ones(1, len(accepted), dtype=torch.long)], dim=1)
-        outputs = target(ids[:, :-1], attention_mask=mask[:, :-1], output_hidden_states=True)
-        outputs.hidden_states = tuple(states[:, read:] for states in outputs.hidden_states)
-        read = ids.shape[1] - 1
-        generator.get_candidates(ids, {"attention_mask": mask}, outputs, False, len(accepted) - 1)
-        assert generator._refiner._last[0] == ids[0, -4:].tolist()
 
 
 # --- exact texts -----------------------------------------------------------------------------------------------------

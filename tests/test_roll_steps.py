@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, make_drafter, make_target
+from session_helpers import drafted_by
 from test_pipeline import decodes_as_plain, plan, run
 from test_static_cache import Graphs, decode
 
-from hf_hsdraft import AutoDrafter, HSCandidateGenerator, HSDraftConfig, HSDrafter
+from hf_hsdraft import AutoDrafter, HSDraftConfig, HSDrafter
 from hf_hsdraft.cli._describe import describe
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.methods.growth.growing import grown
 from hf_hsdraft.training.evaluate.parity import parity
 from hf_hsdraft.training.loop.trainer import _recompute_layers
@@ -119,7 +121,7 @@ def test_rounds_of_one_text_and_of_a_batch_draft_what_training_computes(target, 
     weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
     texts = [torch.randint(2, VOCAB, (20,), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     taps = [inputs_of(drafter, 20, seed)[0] for seed in range(2)]
-    alone, batch = HSCandidateGenerator(drafter, weights), HSCandidateGenerator(drafter, weights, batch_size=2)
+    alone, batch = HSDraftSession(drafter, weights), HSDraftSession(drafter, weights, batch_size=2)
     for begins, ends in itertools.pairwise([(0, 0), (8, 5), (9, 9), (14, 11)]):
         for row in range(2):
             part = slice(begins[row], ends[row])
@@ -127,8 +129,8 @@ def test_rounds_of_one_text_and_of_a_batch_draft_what_training_computes(target, 
             batch.read(*news, row=row)
             if row == 0:
                 alone.read(*news)
-        alone.draft()
-        batch.draft()
+        drafted_by(alone)
+        drafted_by(batch)
         for row in range(2):
             end = ends[row]
             embeds = weights.embed(texts[row][1 : end + 1])
@@ -242,9 +244,9 @@ def test_a_drafter_that_names_neither_is_as_before(target, tmp_path):
     ("fields", "message"),
     [
         ({"num_roll_layers": 2}, "num_roll_layers=2 is invalid: the trunk has only num_hidden_layers=1"),
-        ({"num_roll_layers": 0}, "num_roll_layers=0 is invalid: expected an integer of 1 or more"),
+        ({"num_roll_layers": 0}, "num_roll_layers=0 is invalid: expected an integer from 1 to 64"),
         ({"num_step_modules": 5}, "num_step_modules=5 is invalid: there are only num_draft_steps=4"),
-        ({"num_step_modules": 0}, "num_step_modules=0 is invalid: expected an integer of 1 or more"),
+        ({"num_step_modules": 0}, "num_step_modules=0 is invalid: expected an integer from 1 to 64"),
         ({"num_step_modules": True}, "num_step_modules=True is invalid"),
     ],
 )

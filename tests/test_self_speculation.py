@@ -539,7 +539,7 @@ def test_wrong_fields_are_named():
     for fields, message in (
         ({"draft_layers": 4}, "draft_layers=4 is invalid: it must be below target_num_hidden_layers=4"),
         ({"draft_layers": 9}, "draft_layers=9 is invalid: it must be below target_num_hidden_layers=4"),
-        ({"draft_layers": 0}, "draft_layers=0 is invalid: expected an integer of 1 or more"),
+        ({"draft_layers": 0}, "draft_layers=0 is invalid: expected an integer from 1 to 4,096"),
         ({"num_attention_heads": 4}, "has no num_attention_heads"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -328,7 +328,7 @@ def test_trees_follow_the_products_of_the_slots(target):
         reverse=True,
     )
     assert sorted(tree.scores[1:], reverse=True) == pytest.approx(scores[:16], abs=1e-4)
-    [chain] = session.draft([Ask(0, text[-1], depth=3, size=24, chain=True)])
+    [chain] = session.draft([Ask(0, text[-1], depth=3, size=24, width=1)])
     assert chain.depths == (0, 1, 2, 3)
     [none] = session.draft([Ask(0, text[-1], depth=0, size=24)])
     assert len(none) == 1
@@ -367,7 +367,7 @@ def test_a_fresh_drafter_follows_its_target(target):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_draft_steps": 65}, "num_draft_steps=65 is invalid: expected an integer of at most 64"),
+        ({"num_draft_steps": 65}, "num_draft_steps=65 is invalid: expected an integer from 1 to 64"),
         ({"ctc": "yes"}, "ctc='yes' is invalid: expected true or false"),
         ({"reads_tokens": 1}, "reads_tokens=1 is invalid: expected true or false"),
         ({"target_tap_layers": [2, 1]}, r"target_tap_layers=\[2, 1\] is invalid: expected ascending"),

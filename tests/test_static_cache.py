@@ -319,13 +319,13 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
         for path in ([2, 3], [], [1], [2, 3, 4]):
             paths = [path, None, [1]][:rows]
             with host_reads() as seen:
-                mark = runtime.mark()
+                mark = runtime.slots.mark()
                 runtime.verify([tree] * rows, ids)
                 runtime.commit(paths)
             assert not seen
             assert runtime.length >= mark.slots + 1 + len(path)
         with host_reads() as seen:
-            runtime.roll_back(mark)
+            runtime.slots.roll_back(mark)
         assert not seen
     assert int(runtime.cache.get_seq_length()) == runtime.length
 

@@ -20,9 +20,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_hsdraft import CachebackDrafter, HSCandidateGenerator
+from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.core.cache_name import given_cache
 from hf_hsdraft.core.tuning import TUNING
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.engine import draft_limits
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.runtime import target_ability, target_limits, target_probe
@@ -751,7 +752,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
     assert "nothing is drafted beyond" in drafted.statistics.reason
 
     inputs, reads, told = batch_of(3), [], []
-    forward, rest, observe = type(target.model).forward, Drafting.rest, HSCandidateGenerator.observe
+    forward, rest, observe = type(target.model).forward, Drafting.rest, HSDraftSession.observe
 
     def counting(self, input_ids=None, *args, **kwargs):
         reads.append(input_ids.shape[1])
@@ -767,7 +768,7 @@ def test_rows_that_can_be_drafted_for_no_more_cost_what_plain_decoding_costs(mon
         observe(self, news)
 
     monkeypatch.setattr(type(target.model), "forward", counting)
-    monkeypatch.setattr(HSCandidateGenerator, "observe", noting)
+    monkeypatch.setattr(HSDraftSession, "observe", noting)
     monkeypatch.setattr(Drafting, "rest", resting)
     for drafter in (CachebackDrafter(plain.sequences.tolist()), make_drafter(target)):
         kwargs = {**inputs, "max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}

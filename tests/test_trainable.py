@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
 from hf_hsdraft.cli.main import app
-from hf_hsdraft.hub import care
+from hf_hsdraft.hub import pushing
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -320,7 +320,7 @@ def test_a_killed_run_resumes_where_it_was(chatty, tokenizer, tmp_path, family, 
 def test_a_trained_drafter_is_pushed_with_its_documents(chatty, tokenizer, tmp_path, family, monkeypatch):
     with HubServer(tokens={"hf_secret": "user"}) as hub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in (care, publish):
+        for module in (pushing, publish):
             monkeypatch.setattr(module, "HfApi", functools.partial(HfApi, endpoint=hub.url))
         for _ in range(2):  # the second time the repository holds a drafter already
             run(chatty, tokenizer, plan(tmp_path, family), push_to_hub=True, hub_token="hf_secret")

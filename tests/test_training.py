@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from session_helpers import drafted_by
 
-from hf_hsdraft import HSCandidateGenerator
+from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import Features, cache_features
 from hf_hsdraft.training.evaluate import parity as parity_module
@@ -85,11 +86,11 @@ def test_training_logits_are_those_of_decoding(target, features, layers, injecto
         starts=torch.tensor([offset + start, 5]),
         document_ids=pack.document_ids,
     )
-    generator = HSCandidateGenerator(drafter, weights)
+    generator = HSDraftSession(drafter, weights)
     # As in decoding: the prompt in one piece, then what two rounds accepted.
     for begin, end in ((0, 7), (7, 8), (8, start + 1)):
         generator.read(taps[begin:end], ids[begin + 1 : end + 1], torch.arange(begin, end))
-        generator.draft()
+        drafted_by(generator)
     for depth, states in enumerate(trained.hidden_states):
         torch.testing.assert_close(states[0], generator._rows[0].drafted[depth], atol=1e-3, rtol=1e-3)
 

@@ -13,7 +13,7 @@ from conftest import VOCAB, make_drafter, make_target
 from session_helpers import padded
 from test_self_speculation import make_self
 from test_specformer import make_specformer
-from transformers import AutoModel, LogitsProcessor, StoppingCriteria
+from transformers import AutoModel, LogitsProcessor, MistralConfig, MistralForCausalLM, StoppingCriteria
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.utils import GenerationMixin
 
@@ -24,7 +24,6 @@ from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession
 
 NEW = 24
 WRAPPED = ("_assisted_decoding", "_get_candidate_generator", "_validate_generation_mode", "_prepare_generation_config")
-SLIDING = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}
 
 
 @pytest.fixture
@@ -38,9 +37,16 @@ def alone(monkeypatch):
         with monkeypatch.context() as context:
             context.setitem(sys.modules, "hf_hsdraft", None)
             get_class_from_dynamic_module(entry["AutoConfig"], folder)
-            return get_class_from_dynamic_module(entry["AutoModel"], folder).from_pretrained(folder).eval()
+            drafter = get_class_from_dynamic_module(entry["AutoModel"], folder).from_pretrained(folder).eval()
+        code_of(drafter).install()  # again, if an earlier test has loaded the same code
+        return drafter
 
     return load
+
+
+def code_of(drafter):
+    """The module that all drafters bring."""
+    return sys.modules[next(kind.__module__ for kind in type(drafter).__mro__ if kind.__name__ == "TravellingDrafter")]
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +93,18 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [{}, SLIDING], ids=["all", "sliding"])
+def sliding():
+    """A target whose layers see 8 positions."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=8, initializer_range=0.3, **sizes)
+    return MistralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [lambda: make_target(seed=3), sliding], ids=["all", "sliding"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_texts_and_random_numbers_are_those_of_plain_decoding(call, sizes, folder, alone, monkeypatch):
-    target = make_target(seed=3, **sizes)
+def test_texts_and_random_numbers_are_those_of_plain_decoding(call, make, folder, alone, monkeypatch):
+    target = make()
     drafter, plain = alone(folder), decoded(target, **call)
     assert decoded(target, **call, assistant_model=drafter) == plain
     drafted = knowing(drafter, plain[0][0], monkeypatch)
@@ -134,9 +148,8 @@ PLAIN = {
 @pytest.mark.parametrize("call", PLAIN.values(), ids=PLAIN)
 def test_other_calls_are_decoded_plainly_with_one_warning(call, target, folder, alone, caplog, monkeypatch):
     drafter, call = alone(folder), {"do_sample": False, **call}
-    logger = sys.modules[type(drafter).__module__.rpartition(".")[0] + ".travelling_drafter"].logger
     told = []
-    monkeypatch.setattr(logger, "warning_once", told.append)
+    monkeypatch.setattr(code_of(drafter).logger, "warning_once", told.append)
     plain = decoded(target, **call)
     assert decoded(target, **call, assistant_model=drafter) == plain
     assert len(told) == 1 and "pip install hf-hsdraft" in told[0]
@@ -144,8 +157,8 @@ def test_other_calls_are_decoded_plainly_with_one_warning(call, target, folder, 
 
 def test_another_target_is_told_and_other_generates_never_see_the_drafter(target, folder, alone):
     drafter = alone(folder)
-    with pytest.raises(ValueError, match="hidden_size=32, the drafter expects"):
-        decoded(make_target(seed=3, hidden_size=32, head_dim=8), assistant_model=drafter)
+    with pytest.raises(ValueError, match="hidden_size=48, the drafter expects 32"):
+        decoded(make_target(seed=3, hidden_size=48, head_dim=12), assistant_model=drafter)
     _, others = target._prepare_generation_config(None, assistant_model=drafter)  # as Whisper does
     assert others == {}
 
@@ -181,7 +194,7 @@ def test_chains_are_those_that_the_package_drafts(reuse, injector, target):
         theirs.settle(accepted)
         theirs.read(*pairs)
         depth = drafter.config.num_draft_steps
-        [tree] = theirs.draft([Ask(0, int(ids[end]), depth, depth, 1)])
+        [tree] = theirs.draft([Ask(0, int(ids[end]), depth, depth, 1, chain=True)])
         assert ours._draft(*pairs, accepted, end + 1) == list(tree.tokens[1:])
         begin = end
 

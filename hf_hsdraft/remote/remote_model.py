@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ..core.checks import is_integer, short
 from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import DraftOptions, option_names
-from ..drafters.base.protocol import DraftCall, Drafter
+from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.observers import StatisticsKeeper
@@ -127,7 +127,7 @@ class RemoteModel:
         return sequences
 
     def _decode(
-        self, target: RemoteTarget, drafter: Drafter | None, draft: DraftCall | None, ids: list[int], streamer: Any
+        self, target: RemoteTarget, drafter: Drafter | None, draft: Call | None, ids: list[int], streamer: Any
     ) -> DraftStatistics:
         """Decodes the text of a target to its end, and gives its connection back."""
         statistics = DraftStatistics()
@@ -147,7 +147,7 @@ class RemoteModel:
             streamer.end()
         return statistics
 
-    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[DraftCall | None, Sequence[int]]:
+    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, Sequence[int]]:
         """What a drafter is called with, and the hidden states that it reads."""
         if drafter is None:
             return None, ()
@@ -157,7 +157,7 @@ class RemoteModel:
         taps = tuple(sorted(drafter.taps_of(self._shell)))
         # Drafters that read hidden states borrow the target's rows.
         shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
-        return DraftCall(shell, 1, draft), taps
+        return Call(shell, 1, draft), taps
 
     def _shell_on(self, device: torch.device) -> TargetShell:
         """The target with the rows that drafters on a device borrow."""

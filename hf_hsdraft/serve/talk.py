@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from ..engine.observers import Observer, Round
+from ..engine.loop import Observer, Round
 from .conversation import Answer, Conversation
 from .streamers import PieceStreamer
 

@@ -33,7 +33,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Ask, DraftCall
+from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.block.block_session import BlockSession
 from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.format_parity import (
@@ -84,7 +84,7 @@ class NotingSession(BlockSession):
 def noting(drafter: Any) -> NotingDrafter:
     """Returns a block drafter whose drafts are noted."""
 
-    def session(drafter: Any, call: DraftCall) -> NotingSession:
+    def session(drafter: Any, call: Call) -> NotingSession:
         weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
         return NotingSession(drafter, weights, call.options, batch_size=call.rows)
 

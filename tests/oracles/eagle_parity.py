@@ -18,10 +18,10 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Ask, DraftCall
+from hf_hsdraft.drafters.base.protocol import Ask, Call
 from hf_hsdraft.drafters.eagle.eagle_expansion import EagleExpansion
 from hf_hsdraft.drafters.eagle.eagle_session import EagleSession
-from hf_hsdraft.runtime.last_state import before_norm
+from hf_hsdraft.runtime.target_outputs import before_norm
 from hf_hsdraft.trees.tree_builders import Expansion
 from oracles.block_parity import write
 from oracles.format_parity import (
@@ -90,7 +90,7 @@ class NotingSession(EagleSession):
 def noting(drafter: Any) -> NotingDrafter:
     """Returns an EAGLE-3 drafter whose drafts are noted."""
 
-    def session(drafter: Any, call: DraftCall) -> NotingSession:
+    def session(drafter: Any, call: Call) -> NotingSession:
         return NotingSession(drafter, drafter.borrow(call.target.get_input_embeddings()), call.options, call.rows)
 
     noted = NotingDrafter(drafter, session)

@@ -43,7 +43,7 @@ PROCESSORS: dict[str, Callable[[], list[object]]] = {
     "typical": lambda: [TypicalLogitsWarper(0.8)],
     "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.5)],
 }
-_SIZES = {"gumbel": (9, 1), "stochastic_beam": (8, 4)}  # tree size and beam width of builders that differ from others
+_SIZES = {"gumbel": (9, 3), "stochastic_beam": (8, 4)}  # tree size and beam width of builders that differ from others
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall, Session
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
-from hf_hsdraft.verify.own_choice import OwnChoice, own_choice
-from hf_hsdraft.verify.verdict import Nodes, Verdict, Verifier, walk
+from hf_hsdraft.verify.verdict import Nodes, OwnChoice, Verdict, Verifier, own_choice, walk
 
 
 class ForcedDrafter(WrappedDrafter):
@@ -35,7 +34,7 @@ class ForcedDrafter(WrappedDrafter):
         self.path: list[int] = []
         self._accepted = accepted
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         return _ForcedSession(super().session(call), self)
 
     def verifier(self, options: DraftOptions) -> Verifier:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
-from hf_hsdraft.drafters.base.protocol import DraftCall, Session
+from hf_hsdraft.drafters.base.protocol import Call, Session
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 
 VOCABULARY, HIDDEN, LAYERS = 97, 32, 6
@@ -111,12 +111,12 @@ class NotingDrafter(WrappedDrafter):
         rounds: the drafts of its calls.
     """
 
-    def __init__(self, drafter: Any, session: Callable[[Any, DraftCall], Any]) -> None:
+    def __init__(self, drafter: Any, session: Callable[[Any, Call], Any]) -> None:
         super().__init__(drafter)
         self.rounds: list[Round] = []
         self._session = session
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         session = self._session(self._drafter, call)
         session.rounds = self.rounds
         return session

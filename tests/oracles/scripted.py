@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_hsdraft.core.draft_tree import DraftTree
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall, Session
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call, Session
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.runtime.target_limits import text_config
 
@@ -72,7 +72,7 @@ class ScriptedDrafter(WrappedDrafter):
         self._texts, self._rng = texts, random.Random(seed)
         self.last: ScriptedSession | None = None
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         self.last = ScriptedSession(call, self._texts, self._rng)
         return self.last
 
@@ -85,8 +85,8 @@ class ScriptedSession(Session):
         chains: whether chains were asked for.
     """
 
-    def __init__(self, call: DraftCall, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
-        self._options, self._texts, self._rng = call.options, texts, rng
+    def __init__(self, call: Call, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
+        self._texts, self._rng = texts, rng
         self._vocab_size = text_config(call.target).vocab_size
         self._emitted = [0] * call.rows
         self.forwards, self.chains = 0, False
@@ -105,9 +105,8 @@ class ScriptedSession(Session):
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         trees = []
         for ask in asks:
-            most = self._options.shared_by(ask.sharing).depth
             truth = list(self._texts[ask.row][self._emitted[ask.row] :])
-            tree = random_tree(ask.root, truth, min(ask.depth, most), self._vocab_size, self._rng)
+            tree = random_tree(ask.root, truth, ask.depth, self._vocab_size, self._rng)
             tree = tree.first(ask.size)
             self.chains = self.chains or ask.chain
             trees.append(chain_of(tree, truth) if ask.chain else tree)

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...core.checks import is_integer
+from ...core.checks import check_fields, demand, integer, is_integer, setting
 from ...core.tensors import RMSNorm
-from .config_fields import check_fields, demand, described, integer, setting
+from .plain_config import described
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from ...core.checks import is_number
-from .config_fields import Limit, settings
+from ...core.checks import Limit, is_number, settings
 from .travelling_config import any_special_tokens
 
 FLAG = Limit(lambda value: isinstance(value, bool), "true or false")
@@ -37,3 +38,20 @@ def most_of(kind: Any, name: str) -> int:
     """Returns the greatest value of a field of a configuration class."""
     [most] = [each.metadata["limit"].most for each in settings(kind) if each.name == name]
     return int(most)
+
+
+def described(kind: Any) -> Any:
+    """Adds the docs of its fields to the docstring of a class, and says what its constructor takes."""
+    if "\n    Attributes:\n" in (kind.__doc__ or ""):
+        return kind
+    lines = ["", "Attributes:"]
+    for each in settings(kind):
+        text = f"{each.name}: {each.metadata['doc']}."
+        lines += textwrap.wrap(text, 116, initial_indent="    ", subsequent_indent="        ")
+    kind.__doc__ = (kind.__doc__ or "").rstrip() + "\n    " + "\n    ".join(lines) + "\n    "
+    if not hasattr(kind.__init__, "__wrapped__") and "kwargs" in inspect.signature(kind.__init__).parameters:
+        named = inspect.Parameter.KEYWORD_ONLY
+        fields = [inspect.Parameter(each.name, named, default=each.default) for each in settings(kind)]
+        rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+        kind.__init__.__signature__ = inspect.Signature([*fields, rest])
+    return kind

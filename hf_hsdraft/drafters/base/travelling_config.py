@@ -12,26 +12,28 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ...core.checks import FORMAT_VERSION, LONGEST_NAME, MOST_NODES, is_code_file, is_integer, public_name, short
-from .config_fields import (
+from ...core.checks import (
+    FORMAT_VERSION,
+    LONGEST_NAME,
+    MOST_NODES,
     POSITIVE,
     Limit,
     check_field,
     check_fields,
     choice,
     demand,
-    described,
     integer,
+    is_code_file,
+    is_integer,
+    public_name,
     setting,
     settings,
+    short,
 )
 
 logger = logging.get_logger(__name__)
 
-HEADS = ("target", "trained")
-
 _MOST_TAPS, _MOST_CODE_FILES = 64, 1024
-
 # What transformers may hand over; all else in a file is left out.
 _OF_TRANSFORMERS = {
     "architectures", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id",
@@ -63,11 +65,8 @@ def default_tap_layers(num_hidden_layers: int) -> list[int]:
 
 
 def _are_digests(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and all(isinstance(name, str) and re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in value)
-        and all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in value.values())
-    )
+    digest = r"model[\w.-]*\.safetensors=[0-9a-f]{64}"
+    return isinstance(value, dict) and all(re.fullmatch(digest, f"{name}={each}") for name, each in value.items())
 
 
 _LINE = Limit(
@@ -81,30 +80,14 @@ _CODE = Limit(
 )
 
 
-def _init_of(kind: type[PreTrainedConfig]) -> Any:
-    """The constructor of a configuration by its fields."""
-
-    def __init__(self: Any, **kwargs: Any) -> None:
-        self._set(**kwargs)
-
-    named, rest = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
-    fields = [inspect.Parameter(each.name, named, default=each.default) for each in settings(kind)]
-    __init__.__signature__ = inspect.Signature([*fields, rest])  # type: ignore[attr-defined]
-    return __init__
-
-
 class TravellingConfig(PreTrainedConfig):
     """What configurations of transformers share that describe drafters. Each field is declared once, by `setting`.
 
-    Every field is checked when a configuration is built, so a drafter that loads is one that fits together.
-
-    Raises:
-        ValueError: A field is out of range or contradicts another; the message names field, value and remedy.
+    Every field is checked when a configuration is built, so a drafter that loads is one that fits together. A
+    ValueError names field, value and remedy.
     """
 
-    vocab_size: int = setting(
-        "Size of the target's vocabulary. `generate()` compares it with the target's own", 32000, integer(2**22)
-    )
+    vocab_size: int = setting("Size of the target's vocabulary, which `generate()` compares", 32000, integer(2**22))
     target_hidden_size: int = setting("Width of the target's hidden states", 2048, integer(2**17))
     target_num_hidden_layers: int = setting("Number of decoder layers of the target", 24, integer(4096))
     target_name: str = setting("Name of the target, for messages and cards", "", _LINE)
@@ -115,18 +98,14 @@ class TravellingConfig(PreTrainedConfig):
         None, _DIGESTS, optional=True, convert=as_dict
     )  # fmt: skip
     code_files: Sequence[str] | None = setting(
-        "Names of the `*.py` files that were saved too, so that a later version can replace them. `save_pretrained` "
-        "writes them",
+        "Names of the `*.py` files that were saved too, for a later version to replace. `save_pretrained` writes them",
         None, _CODE, optional=True, convert=as_list
     )  # fmt: skip
-    format_version: int = setting(
-        "Version of the files. Newer ones than this version's are refused, older ones load",
-        FORMAT_VERSION, integer(10**6)
-    )  # fmt: skip
+    format_version: int = setting("Version of the files: older ones load, newer do not", FORMAT_VERSION, integer(10**6))
     rms_norm_eps: float = setting("Epsilon of all RMS norms", 1e-5, POSITIVE)
     head: str = setting(
         '`"target"` uses the target\'s own output rows and stores none, `"trained"` has its own',
-        "target", choice(*HEADS)
+        "target", choice("target", "trained")
     )  # fmt: skip
     draft_vocab_size: int = setting(
         "V', the number of tokens the drafter can propose. `None` means all of them",
@@ -136,17 +115,14 @@ class TravellingConfig(PreTrainedConfig):
         "Token ids behind the V' rows, ascending. `None` means the first V'", None, convert=as_list
     )
     tree_size: int = setting("Number of nodes of the draft tree, the root not counted", 24, integer(MOST_NODES))
-    beam_width: int = setting(
-        "Number of nodes of one depth that are expanded to the next. 1 drafts a chain", 8, integer(MOST_NODES)
-    )
+    beam_width: int = setting("Nodes of a depth that are expanded to the next; 1 is a chain", 8, integer(MOST_NODES))
     initializer_range: float = setting("Standard deviation of the weight initialisation", 0.02, POSITIVE)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         own = vars(cls).get("__init__")
         super().__init_subclass__(**kwargs)  # makes a dataclass of it
         if own is None:
-            cls.__init__ = _init_of(cls)  # type: ignore[method-assign]
-            described(cls)
+            cls.__init__ = lambda self, **kwargs: self._set(**kwargs)  # type: ignore[method-assign]
 
     def _set(self, **kwargs: Any) -> None:
         self.format_version = kwargs.get("format_version", FORMAT_VERSION)
@@ -154,7 +130,7 @@ class TravellingConfig(PreTrainedConfig):
         for each in settings(self):
             value, derived = kwargs.pop(each.name, each.default), each.metadata["derived"]
             value = derived(self) if value is None and derived is not None else value
-            value = each.metadata["convert"](value)
+            value = value if each.metadata["convert"] is None else each.metadata["convert"](value)
             check_field(each, value)  # others are derived from it
             setattr(self, each.name, value)
         self.check()
@@ -162,14 +138,9 @@ class TravellingConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> Any:
-        """Derives the configuration of a drafter from a loaded target.
+        """Derives the configuration of a drafter from a loaded target; of an encoder-decoder, the decoder is meant.
 
-        Args:
-            target: A model of transformers that generates text; of an encoder-decoder, the decoder is meant.
-            overrides: Fields to set otherwise, by the names of the constructor.
-
-        Raises:
-            ValueError: An override is invalid.
+        `overrides` are fields to set otherwise. An invalid one raises a ValueError.
         """
         name = public_name(getattr(target, "name_or_path", ""))
         return cls.for_target_config(target.config, **{"target_name": name, **overrides})
@@ -195,7 +166,7 @@ class TravellingConfig(PreTrainedConfig):
             # A pipeline takes an assistant without tokenizers of its own only if these are the target's.
             **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
         }
-        own = set(inspect.signature(cls.__init__).parameters) | _OF_TRANSFORMERS
+        own = {each.name for each in settings(cls)} | set(inspect.signature(cls.__init__).parameters) | _OF_TRANSFORMERS
         unknown = sorted(overrides.keys() - own)
         if unknown:
             raise ValueError(f"a drafter's configuration has no {', '.join(unknown)}")

@@ -7,7 +7,7 @@ positions, and keep keys and values of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,16 +47,13 @@ class TreeSession(Session):
         wanted = [ask for ask in asks if ask.depth > 0]
         if wanted:
             options = self.options_for(wanted[0])
-            depth = min(max(ask.depth for ask in wanted), options.depth)
+            depth = max(ask.depth for ask in wanted)
             trees.update(zip((ask.row for ask in wanted), self.trees(wanted, depth, options), strict=True))
         return list(trees.values())
 
     def options_for(self, ask: Ask, trees: bool = True) -> DraftOptions:
-        """Returns the options of a draft: of a chain where no tree can be drafted or read, and shared by the texts."""
-        options = self._options
-        if options.beam_width > 1 and (ask.chain or not trees):
-            options = options.as_chain()
-        return options.shared_by(ask.sharing)
+        """Returns the options of a draft, with the sizes of an ask; of a chain where no tree can be drafted."""
+        return replace(self._options, tree_size=ask.size, beam_width=ask.width if trees else 1)
 
     def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
         """Returns a tree for each ask.
@@ -72,12 +69,19 @@ class TreeSession(Session):
         """Returns the children of the nodes of some trees; the arguments are those of `trees`."""
         raise NotImplementedError
 
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        """Returns an expansion that can be asked again after the call; it need not be another one."""
+        made: Expansion = expansion
+        return made
+
     def race(self, rows: Sequence[int], depth: int) -> Race | None:
         """Returns the race that decides the draws to come, where these are foreseen."""
         return None if self._foresight is None else self._foresight.race(rows, depth, self._vocab_ids)
 
     def grown(self, asks: Sequence[Ask], expansion: Expansion, options: DraftOptions) -> list[DraftTree]:
         """Returns the trees of some texts. Where no node knows its path, the best tree is found exactly."""
+        if self.on_expansion is not None:
+            self.on_expansion([ask.row for ask in asks], self.repeatable(asks, expansion, options))
         ids = self._vocab_ids
         roots = torch.tensor([ask.root for ask in asks], device=ids.device)
         depths = [min(ask.depth, expansion.depth) for ask in asks]

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from ...verify.verdict import Verifier
 from .draft_options import DraftOptions
-from .protocol import DraftCall, Drafter, Session
+from .protocol import Call, Drafter, Session
 
 
 class WrappedDrafter(Drafter):
@@ -47,7 +47,7 @@ class WrappedDrafter(Drafter):
     def check(self, target: Any) -> None:
         self._drafter.check(target)
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         return self._drafter.session(call)
 
     def verifier(self, options: DraftOptions) -> Verifier:

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.checks import is_integer, public_name
+from ...core.checks import POSITIVE, check_fields, choice, demand, integer, is_integer, public_name, setting
 from ...runtime.target_limits import decoder_layers
-from ..base.config_fields import POSITIVE, check_fields, choice, demand, described, integer, setting
 from ..base.decoder_layer import LayerSizes, own_integer
 from ..base.layer_fields import MOST_LAYERS
-from ..base.plain_config import PlainConfig, most_of, number
+from ..base.plain_config import PlainConfig, described, most_of, number
 from ..base.travelling_config import any_special_tokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from ...core.checks import is_integer, public_name
+from ...core.checks import check_fields, demand, integer, is_integer, public_name, setting
 from ...runtime.target_limits import decoder_layers, text_config
-from ..base.config_fields import check_fields, demand, described, integer, setting
 from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
-from ..base.plain_config import PlainConfig
+from ..base.plain_config import PlainConfig, described
 
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
 DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the depth of the authors' trees

@@ -99,6 +99,13 @@ class EagleSession(ReadingSession):
 
         return attend
 
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        read = self._context
+        self._context = read.copy_of(0)  # what is drafted is written over by later rounds
+        made = self.expansion(asks, expansion.depth, options)
+        self._context = read
+        return made
+
     def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         network, weights, mask = self.drafter, self.weights, self.drafter.config.mask_token_id
         rows = [ask.row for ask in asks]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.checks import is_integer
-from ..base.config_fields import choice, demand, integer, setting
+from ...core.checks import choice, demand, integer, is_integer, setting
 from ..base.travelling_config import AttendingConfig, as_dict
 
 INJECTORS = ("low_rank", "path", "selector")
@@ -16,10 +15,8 @@ _LONGEST_REFERENCE = 512
 class HSDraftConfig(AttendingConfig):
     """Configuration of an [`HSDrafter`]. [`HSDraftConfig.for_target`] derives it from a loaded target.
 
-    Every field is checked when the configuration is built, so a drafter that loads is one that fits together.
-
-    Raises:
-        ValueError: A field is out of range or contradicts another; the message names field, value and remedy.
+    Every field is checked when the configuration is built, so a drafter that loads is one that fits together. A
+    ValueError names field, value and remedy.
     """
 
     model_type = "hsdraft"

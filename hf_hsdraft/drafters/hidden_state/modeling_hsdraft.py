@@ -14,7 +14,7 @@ from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.protocol import DraftCall, Drafter
+from ..base.protocol import Call, Drafter
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.target_sizes import check_sizes
 from .candidate_generator import ChainDrafter
@@ -138,7 +138,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         if all_processes or has_other_tokens(self, tokenizer):
             warn_of_mismatch(target, self, tokenizer)  # that reads a text: all processes do so, or none
 
-    def session(self, call: DraftCall) -> HSDraftSession:
+    def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
         working = quick_weights(self, *modules)
         return HSDraftSession(
@@ -152,7 +152,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
             target=call.target,
         )
 
-    def _compiled_roll_out(self, call: DraftCall, working: QuickWeights) -> RollOut | None:
+    def _compiled_roll_out(self, call: Call, working: QuickWeights) -> RollOut | None:
         """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
         if working.spare is None or call.compile_config is None or call.slots is None:
             return None

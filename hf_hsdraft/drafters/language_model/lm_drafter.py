@@ -23,7 +23,7 @@ from ..base.draft_options import default_options, is_misspelt, nearest_option, o
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
 from ..base.plain_config import PlainConfig
-from ..base.protocol import DraftCall, Drafter
+from ..base.protocol import Call, Drafter
 from ..base.travelling_config import ANY
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_session import CausalLMSession
@@ -182,7 +182,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * decoder_layers(config) * heads * head_dim * length)
 
-    def session(self, call: DraftCall) -> CausalLMSession:
+    def session(self, call: Call) -> CausalLMSession:
         return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
 
     @property

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
+from ...trees.tree_builders import Expansion
 from ...trees.tree_masks import AttentionKind
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, DraftCall
+from ..base.protocol import Accepted, Ask, Call
 from ..base.tree_session import TreeSession
-from .lm_expansion import LMExpansion
+from .lm_expansion import LMExpansion, Repeatable
 from .lm_limits import kind_of
 from .lm_texts import LMTexts, groups_of_rows, shared_length
 
@@ -71,7 +72,7 @@ class CausalLMSession(TreeSession):
         kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
     """
 
-    def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
+    def __init__(self, model: Any, call: Call, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
         super().__init__(call.options, torch.arange(vocab_size, device=device_of(model)), call.foresight)
         self._model, self._vocab_size = model, vocab_size
         self.kind = kind_of(model)
@@ -157,7 +158,7 @@ class CausalLMSession(TreeSession):
         for place, row in enumerate(texts.rows):
             if row in wanted:
                 unread = len(self._texts[row].known) - texts.kept[place]
-                depth = min(wanted[row].depth, self._options.depth, texts.room(place) - unread + 1)
+                depth = min(wanted[row].depth, texts.room(place) - unread + 1)
                 if depth > 0:
                     depths[row] = depth
         return depths
@@ -185,3 +186,7 @@ class CausalLMSession(TreeSession):
         """Returns the children of the nodes of all texts of a group; `first` `[B, 1, V]`: logits after the roots."""
         race = self.race(texts.rows, depth)
         return LMExpansion(texts, first, depth, self._vocab_size, options.draw_temperature, race)
+
+    def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
+        own = expansion.texts.copied()  # what is drafted is dropped after each round
+        return Repeatable(replace(expansion, texts=own), own)

@@ -15,7 +15,7 @@ from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ..base.draft_options import MOST_LEADING, default_options
 from ..base.plain_config import PlainConfig
-from ..base.protocol import DraftCall
+from ..base.protocol import Call
 from ..base.saved_drafter import WeightlessDrafter
 from ..base.travelling_config import ANY
 from .ngram_cache import FollowerTable, NgramCache
@@ -114,7 +114,7 @@ class CachebackDrafter(WeightlessDrafter):
                 f"{vocab_size}: they have to be encoded by the target's tokenizer"
             )
 
-    def session(self, call: DraftCall) -> NgramSession:
+    def session(self, call: Call) -> NgramSession:
         return NgramSession(call, self.frozen)
 
 

@@ -20,7 +20,7 @@ from ...drafters.base.auto_drafter import AutoDrafter
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
 from ...drafters.base.plain_config import PlainConfig
-from ...drafters.base.protocol import DraftCall, Drafter, Session
+from ...drafters.base.protocol import Call, Drafter, Session
 from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import (
     CONFIG,
@@ -219,13 +219,13 @@ class CascadeDrafter(nn.Module, Drafter):
         for level, model in self._pairs(target):
             level.warn_of_misfit(model, tokenizer, all_processes)
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         first, *others = self.levels
         models = [model_of(level) for level in others]
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
         temperature, pending = call.options.draw_temperature if call.options.drawn else None, sum(self.reach) + 1
         options = self._of_first(call.options, pending)
-        session: Session = first.session(replace(call, target=models[0], options=options, foresight=None, slots=None))
+        session: Session = first.session(replace(call, target=models[0], options=options, texts=None, runtime=None))
         taps = first.taps_of(models[0])
         if taps:
             call.stack.enter_context(no_hooks_left(models[0]))

@@ -15,7 +15,7 @@ from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.loading_arguments import give_options
 from ...drafters.base.plain_config import PlainConfig
-from ...drafters.base.protocol import DraftCall
+from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
 from ...drafters.base.saved_drafter import WeightlessDrafter
 from ...drafters.base.travelling_config import ANY
@@ -145,7 +145,7 @@ class LayerSkipDrafter(WeightlessDrafter):
         if all_processes:
             raise DraftingRefused.of_sharded("some of the layers")
 
-    def session(self, call: DraftCall) -> CausalLMSession:
+    def session(self, call: Call) -> CausalLMSession:
         part = drafting_part(call.target, self.config)
         return CausalLMSession(part, call, shared_tokens(part, call.target), ability_of(part).kinds)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.checks import MOST_NODES
-from ...drafters.base.config_fields import check_fields, demand, integer, setting
+from ...core.checks import MOST_NODES, check_fields, demand, integer, setting
 from ...drafters.base.travelling_config import TravellingConfig
 from .layer_split import weights_of_a_layer
 

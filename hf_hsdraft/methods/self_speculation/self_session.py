@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -12,7 +13,7 @@ from transformers.utils import logging
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Ask, DraftCall
+from ...drafters.base.protocol import Ask, Call
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.base.tree_session import TreeSession
 from ...trees.tree_builders import Expansion
@@ -71,7 +72,7 @@ class SelfSession(TreeSession):
         call: that it drafts for.
     """
 
-    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: DraftCall) -> None:
+    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
         super().__init__(call.options, weights.vocab_ids.to(device_of(call.target)), call.foresight)
         self._drafter, self._weights = drafter, weights
@@ -105,3 +106,11 @@ class SelfSession(TreeSession):
         assert self._first is not None
         race = self.race([ask.row for ask in asks], depth)
         return ImitationExpansion(self._drafter, self._weights, self._first, depth, options.draw_temperature, race)
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        first = self._first
+        assert first is not None
+        self._first = first.apart()  # the target's own cache goes on
+        made = self.expansion(asks, expansion.depth, options)
+        self._first = first
+        return made

@@ -13,19 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Ask
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
 from ...training.families.identity import record_name
-from ...training.families.noting import Noting
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
-from ...trees.tree_builders import Expansion
 from .modeling_self import SelfDrafter
-from .self_session import SelfSession
 
 
 @dataclass(frozen=True)
@@ -86,22 +81,6 @@ class SelfFamily(TravellingFamily):
     def describe(self, drafter: SelfDrafter) -> str:
         config = drafter.config
         return f"the target's first {config.draft_layers} of {config.target_num_hidden_layers} layers"
-
-    @property
-    def noting_mixin(self) -> type[Noting]:
-        return _Noting
-
-
-class _Noting(Noting, SelfSession):
-    """Reads in a copy of the cache, as the target's own goes on."""
-
-    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
-        first = self._first
-        assert first is not None
-        self._first = first.apart()
-        made = self.expansion(asks, expansion.depth, options)
-        self._first = first
-        return made
 
 
 TRAINABLE[SelfFamily.name] = SelfFamily()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...drafters.base.config_fields import integer, setting
+from ...core.checks import integer, setting
 from ...drafters.base.decoder_layer import LayerSizes
 from ...drafters.base.plain_config import FLAG
 from ...drafters.base.travelling_config import AttendingConfig, as_list

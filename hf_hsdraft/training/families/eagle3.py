@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Ask
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration_eagle import EagleConfig
-from ...drafters.eagle.eagle_session import EagleSession
 from ...drafters.eagle.modeling_eagle import EagleDrafter
-from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
 from .family import Choose
-from .noting import Noting
 from .published import PublishedFamily
 
 
@@ -99,18 +94,3 @@ class EagleFamily(PublishedFamily):
         config = drafter.config
         parallel = "" if config.mask_token_id is None else ", all depths at once"
         return f"{config.num_hidden_layers} layers{parallel}"
-
-    @property
-    def noting_mixin(self) -> type[Noting]:
-        return _Noting
-
-
-class _Noting(Noting, EagleSession):
-    """Drafts from a copy of what was read, as what is drafted is written over by later rounds."""
-
-    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
-        read = self._context
-        self._context = read.copy_of(0)
-        made = self.expansion(asks, expansion.depth, options)
-        self._context = read
-        return made

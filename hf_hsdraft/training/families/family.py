@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +9,10 @@ import torch
 from torch import nn
 
 from ...core.methods import Registry
-from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
+from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
-from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions
-from .noting import Noting, noting
 
 Choose = Callable[[int], list[int]]
 GROWTHS: Registry[Callable[[Any, Mapping[str, Any]], Any]] = Registry("growth")  # see `grown`, by the family's name
@@ -42,7 +39,6 @@ class TrainableFamily:
         takes_adapters: whether its drafters load adapters (LoRA).
         follows_drafts: whether its chains can follow other tokens than the text's, as most data policies want.
         starts_afresh: whether a drafter can be trained from nothing.
-        noting_mixin: what makes the expansions of its sessions repeatable, see `noting`.
     """
 
     name: str
@@ -53,12 +49,11 @@ class TrainableFamily:
     takes_adapters = False
     follows_drafts = True
     starts_afresh = True
-    noting_mixin: Any = Noting
 
     @property
     def fields(self) -> set[str]:
         """The fields that a training plan may set for a drafter."""
-        return set(inspect.signature(self.drafter.config_class.__init__).parameters) - {"self", "kwargs"}
+        return fields_of(self.drafter.config_class)
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns the configuration of a fresh drafter, but for the tokens of its draft vocabulary.
@@ -240,8 +235,3 @@ class TrainableFamily:
     def describe(self, drafter: Any) -> str:
         """Returns what is special about a drafter of this family, for its recipe."""
         raise NotImplementedError
-
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        """Returns a session that drafts as `session` does and notes what it drafts from, see `noting`."""
-        made: Session = noting(session, drafts, self.noting_mixin)
-        return made
