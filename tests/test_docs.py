@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracles.round_trace import needed, traced_round
 from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
@@ -88,12 +89,9 @@ def test_files_of_the_package_that_how_it_works_names_exist():
 
 
 def test_one_round_names_the_files_that_a_round_passes_through():
-    spec = importlib.util.spec_from_file_location("round_files", ROOT / "benchmarks" / "round_files.py")
-    round_files = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(round_files)
     text = (ROOT / "docs" / "one-round.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text) if name.split("/")[0] not in ("cpu", "gpu")}
-    assert sorted(named) == round_files.needed(round_files.traced_round())
+    assert sorted(named) == needed(traced_round())
 
 
 @pytest.mark.parametrize(
