@@ -1,4 +1,4 @@
-"""The files that one greedy round of one text passes through, with their lines.
+"""Prints the files of the package that one greedy round of one text passes through, with their lines.
 
     python benchmarks/round_files.py [--functions]
 
@@ -8,55 +8,28 @@ files. Costs are given, so every run drafts the same; all other options are the 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from runner import options
 
-import hf_hsdraft
-from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.engine.loop import Observer
-
-PACKAGE = Path(hf_hsdraft.__file__).parent
+PACKAGE = Path(__file__).resolve().parents[1] / "hf_hsdraft"
 TOKENS = 24
 
 Functions = dict[str, set[str]]  # names of the functions that ran, by file of the package
 
 
-class Tracer(Observer):
-    """Notes which functions of the package run, round by round. It takes the place of a streamer.
-
-    Attributes:
-        rounds: the functions from the beginning of each round to that of the next one.
-    """
-
-    def __init__(self) -> None:
-        self.rounds: list[Functions] = []
-
-    def began(self) -> None:
-        self.rounds.append(defaultdict(set))
-        sys.setprofile(self._note)
-
-    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            self.rounds[-1][str(path.relative_to(PACKAGE))].add(frame.f_code.co_qualname)
-
-    def put(self, tokens: torch.Tensor) -> None:
-        """Of a streamer: takes tokens."""
-
-    def end(self) -> None:
-        sys.setprofile(None)
-
-
 def traced_round() -> Functions:
     """Returns the functions of a greedy round of one text, by file."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from hf_hsdraft import HSDraftConfig, HSDrafter
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -67,12 +40,37 @@ def traced_round() -> Functions:
     drafter.generation_config.node_cost = drafter.generation_config.depth_cost = 0.0
     call = {"assistant_model": drafter, "do_sample": False, "max_new_tokens": TOKENS}
     prompt = torch.randint(2, 97, (1, 11))
-    for tracer in (Tracer(), Tracer()):  # the first call finds out what the target can do
+    rounds: list[Functions] = []
+    for _ in range(2):  # the first call finds out what the target can do
+        rounds.clear()
         try:
-            target.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=tracer, **call)
+            target.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=_tracer(rounds), **call)
         finally:
             sys.setprofile(None)
-    return max(tracer.rounds[1:-1], key=len)  # the last one holds the end of the call
+    return max(rounds[1:-1], key=len)  # the last one holds the end of the call
+
+
+def _tracer(rounds: list[Functions]) -> Any:
+    """Returns an observer, in the place of a streamer, that notes what runs from each round's beginning to the next."""
+    from hf_hsdraft.engine.loop import Observer
+
+    class Tracer(Observer):
+        def began(self) -> None:
+            rounds.append(defaultdict(set))
+            sys.setprofile(self._note)
+
+        def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and PACKAGE in path.parents:
+                rounds[-1][str(path.relative_to(PACKAGE))].add(frame.f_code.co_qualname)
+
+        def put(self, tokens: Any) -> None:
+            """Of a streamer: takes tokens."""
+
+        def end(self) -> None:
+            sys.setprofile(None)
+
+    return Tracer()
 
 
 def needed(files: Functions) -> list[str]:
@@ -85,16 +83,14 @@ def _counted(files: Iterable[str]) -> str:
     return f"{len(lines)} files, {sum(lines):,} lines"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[1:]).strip()
-    )
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options(__doc__)
     parser.add_argument("--functions", action="store_true", help="print the functions of each file too")
-    options = parser.parse_args()
+    given = parser.parse_args(arguments)
     found = traced_round()
     for file in sorted(found):
         print(file, _counted([file]).split(", ")[1], sep=": ")
-        if options.functions:
+        if given.functions:
             print(*(f"    {name}" for name in sorted(found[file])), sep="\n")
     print(_counted(found), f"{_counted(needed(found))} without cpu/ and gpu/", sep="; ")
 
