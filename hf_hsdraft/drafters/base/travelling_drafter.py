@@ -233,8 +233,8 @@ def decode(original: Any, drafter: TravellingDrafter, target: Any, input_ids: to
 
 def _warn(reason: str) -> None:
     logger.warning_once(
-        f"a call of generate() is decoded without its drafter: {reason}. With hf_hsdraft installed (pip install "
-        "hf-hsdraft) drafters also draft trees, batches and other targets"
+        f"a call of generate() is decoded without its drafter: {reason}. Where the package hf_hsdraft is "
+        "installed, drafters also draft trees, batches and for other targets"
     )
 
 
