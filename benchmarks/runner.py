@@ -75,8 +75,11 @@ def dtype_of(given: argparse.Namespace) -> Any:
 
 def loaded_target(given: argparse.Namespace) -> tuple[Any, Any]:
     """Returns the target that `--target` names, and its tokenizer."""
+    from transformers.utils.logging import disable_progress_bar
+
     from hf_hsdraft.runtime.target_loading import load_target
 
+    disable_progress_bar()
     return load_target(given.target, dtype_of(given), getattr(given, "device", "cpu"))
 
 

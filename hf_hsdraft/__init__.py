@@ -81,8 +81,6 @@ def _install() -> None:
     if needs_newer() is not None:
         return
     from .drafters.hidden_state import hidden_state_family  # noqa: F401  # `AutoModel` knows it from here on
-    from .engine.grammar_processor import GrammarProcessor
-    from .engine.row_processors import register_form
     from .generate.attachment import allow_attachments
     from .generate.by_name import allow_names
     from .generate.generate_hook import install
@@ -93,7 +91,6 @@ def _install() -> None:
     install()
     allow_attachments()
     allow_hints()
-    register_form(GrammarProcessor)
 
 
 def __getattr__(name: str) -> Any:

@@ -137,25 +137,6 @@ def test_fewer_nodes_are_verified_and_as_many_tokens_accepted(target, grammars, 
     assert accepted == accepted_whole and sum(pruned) < sum(whole) / 2
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_code_that_travels_alone_writes_single_texts_and_refuses_batches(target, grammars, sampled, monkeypatch):
-    """xgrammar's own processor follows one text, and is asked about each token once."""
-    monkeypatch.setattr("hf_hsdraft.engine.row_processors._forms", [])
-    prompt = ids_of("give me: ")
-
-    def decode(ids, **more):
-        torch.manual_seed(7)
-        call = {"max_new_tokens": 40, "do_sample": sampled, "attention_mask": torch.ones_like(ids)}
-        return target.generate(ids, **call, logits_processor=processor(grammars["schema"]), **more)
-
-    plain = decode(prompt)
-    with scripted(new_tokens(plain, prompt), seed=3) as follow:
-        assert torch.equal(decode(prompt, assistant_model=follow(make_drafter(target))), plain)
-    assert torch.equal(decode(prompt, assistant_model=make_drafter(target)), plain)
-    with pytest.raises(ValueError, match="LogitsProcessor is not known to treat each row of a batch alone"):
-        decode(prompt.repeat(2, 1), assistant_model=make_drafter(target))
-
-
 @pytest.mark.parametrize("names", [("schema",), ("json", "digits", "tool")])
 def test_each_text_of_a_batch_has_its_grammar(target, grammars, names, monkeypatch):
     prompts = ["give me: ", "a: ", "what is it, please: "]

@@ -1,6 +1,7 @@
 """The rooms of the package: a module imports from its own room and from lower ones only, and never in a circle."""
 
 import ast
+import importlib
 import sys
 import tomllib
 from pathlib import Path
@@ -151,3 +152,11 @@ def test_a_benchmark_says_what_it_does_and_loads_nothing(script: Path) -> None:
     names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"runner"}
     assert any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_benchmark_has_help(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(script.stem)
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    assert not ended.value.code and module.__doc__.partition("\n")[0] in capsys.readouterr().out

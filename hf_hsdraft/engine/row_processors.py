@@ -11,7 +11,7 @@ they are not verified in vain. What is emitted is decided by the scores alone.
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
@@ -19,6 +19,7 @@ from transformers.generation import logits_process
 
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
+from .grammar_processor import GrammarProcessor
 
 
 def _of_library(*names: str) -> tuple[type, ...]:
@@ -65,34 +66,9 @@ _READS_THE_START = _of_library("WhisperNoSpeechDetection")
 _NOT_IN_BATCHES = _of_library("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
-class RowForm(Protocol):
-    """What takes the place of another library's processor for one row: a class that is made of both.
-
-    A drafter that runs by the code it brought has none. There such a processor serves single texts as it is: it is
-    asked about each emitted token once and in order, as in plain decoding.
-    """
-
-    def __call__(self, processor: Any, row: int) -> Any: ...
-
-    def takes(self, processor: Any) -> bool:
-        """Returns whether this is a form of that processor."""
-        ...
-
-    def check(self, processor: Any, rows: int) -> None:
-        """Raises a ValueError if the processor is not for so many rows."""
-        ...
-
-
-_forms: list[RowForm] = []
-
-
-def register_form(form: RowForm) -> None:
-    """Adds a form."""
-    _forms.append(form)
-
-
-def _form_of(processor: Any) -> RowForm | None:
-    return next((form for form in _forms if form.takes(processor)), None)
+def _form_of(processor: Any) -> type[GrammarProcessor] | None:
+    """What takes the place of another library's processor for one row: a class that is made of both."""
+    return GrammarProcessor if GrammarProcessor.takes(processor) else None
 
 
 def check_processors(processors: LogitsProcessorList, rows: int) -> None:

@@ -1,1 +1,1 @@
-"""A drafter as files: `package_care`, `model_card` and `code_files` stay with the package, the rest travels."""
+"""A drafter as files: loading, saving, pushing, the card, and the code that travels with it."""

@@ -177,10 +177,10 @@ def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2)
     torch.manual_seed(1)
     drafter = HSDrafter(
         HSDraftConfig(
-            config.vocab_size,
-            config.hidden_size,
-            decoder_layers(config),
-            [1, 2],
+            vocab_size=config.vocab_size,
+            target_hidden_size=config.hidden_size,
+            target_num_hidden_layers=decoder_layers(config),
+            target_tap_layers=[1, 2],
             num_attention_heads=1,
             head_dim=8,
             intermediate_size=16,
