@@ -391,7 +391,7 @@ def test_the_target_of_a_run_cannot_change(chatty, tokenizer, tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(chatty, tokenizer, tmp_path, monkeypatch):
-    from hf_hsdraft.training.loss.loss import objectives
+    from hf_hsdraft.training.loss import objectives
 
     def diverges(logits, teacher):
         scale = math.nan if torch.is_grad_enabled() and len(calls) > 4 else 1.0
