@@ -1,28 +1,22 @@
 """What self-speculation brings: tau, the share of the target's work that is reused, and the speed-up.
 
-    python benchmarks/layer_reuse.py --drafters self4 self8 self15 --prompts heldout_prompts.jsonl --count 24
+    python benchmarks/layer_reuse.py --drafter self4 --drafter self8 --prompts heldout_prompts.jsonl
 
 Plain decoding, drafts whose layers are reused, and drafts whose layers are computed anew decode each prompt in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
+from runner import dtype_of, in_turns, loaded_target, options, print_table, prompt_texts
 
-from hf_hsdraft.bench.measure import encode_prompt, pooled_tau
-from hf_hsdraft.bench.run import spread, turn_order
-from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
-from hf_hsdraft.engine.call_output import DraftStatistics
-from hf_hsdraft.runtime.target_loading import load_target
-from hf_hsdraft.training.data.conversations import read_prompts
+if TYPE_CHECKING:
+    from hf_hsdraft.engine.call_output import DraftStatistics
 
 _WAYS = ("plain", "reuse", "anew")
 
@@ -59,17 +53,22 @@ class Compared:
         rates = [self.tokens[each] / max(self.seconds[each], 1e-9) for each in (way, "plain")]
         return rates[0] / rates[1]
 
-    def line(self, name: str) -> str:
-        tau = pooled_tau(self.calls["reuse"])
-        return (
-            f"| {name} | {tau:.2f} | {self.reused:.0%} | {self.speed_up('reuse'):.2f} | {self.speed_up('anew'):.2f} | "
-            f"{self.same('reuse')} and {self.same('anew')} of {len(self.texts['plain'])} |"
-        )
+    def cells(self) -> list[Any]:
+        """Returns a row of the table, without the drafter's name."""
+        from hf_hsdraft.engine.call_output import pooled_tau
+
+        texts = f"{self.same('reuse')} and {self.same('anew')} of {len(self.texts['plain'])}"
+        speeds = self.speed_up("reuse"), self.speed_up("anew")
+        return [pooled_tau(self.calls["reuse"]), f"{self.reused:.0%}", *speeds, texts]
 
 
-HEADER = (
-    "| drafter | tau | target's work reused | speed-up | speed-up, computed anew | texts as plain, both |\n"
-    "|---|---|---|---|---|---|"
+COLUMNS = (
+    "drafter",
+    "tau",
+    "target's work reused",
+    "speed-up",
+    "speed-up, computed anew",
+    "texts as plain, both",
 )
 
 
@@ -85,21 +84,20 @@ def compare(
         max_new_tokens: greatest number of new tokens of a text.
         options: drafting options that differ from the drafter's own.
     """
-    ways = {way: _with_options(drafter, **options, layer_reuse=way == "reuse") for way in _WAYS[1:]}
+    from hf_hsdraft.bench.machine import timed
+
+    drafters = {way: _with_options(drafter, **options, layer_reuse=way == "reuse") for way in _WAYS[1:]}
+    call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     found = Compared()
     for index, each in enumerate([inputs[0], *inputs]):
-        for way in turn_order(_WAYS, index):
-            begin = time.perf_counter()
-            output = target.generate(
-                **each,
-                assistant_model=ways.get(way),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                return_dict_in_generate=True,
-            )
-            seconds = time.perf_counter() - begin
-            if index == 0:
-                continue
+        decode = {
+            way: partial(timed, target.device, target.generate, **each, **call, assistant_model=drafters.get(way))
+            for way in _WAYS
+        }
+        done = in_turns(decode, 1, warm_up=0, begin=index)
+        if index == 0:
+            continue
+        for way, [(output, seconds)] in done.items():
             text = output.sequences[0, each["input_ids"].shape[1] :].tolist()
             found.seconds[way] += seconds
             found.tokens[way] += len(text)
@@ -119,30 +117,34 @@ def _with_options(drafter: Any, **options: Any) -> Any:
     return other
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafters", nargs="+", required=True, help="folders or Hub names")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with `turns`")
-    parser.add_argument("--target", help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--count", type=int, default=24, help="prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+_OPTIONS = ("num_assistant_tokens", "tree_size", "beam_width", "ngram_length", "tree_sizing")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = options(
+        __doc__, target=None, drafter=..., prompts=..., limit=24, max_new_tokens=128, dtype="bfloat16", device="cpu"
+    )
     parser.add_argument("--num-assistant-tokens", type=int, help="depth; default: the drafter's")
-    parser.add_argument("--tree-size", type=int)
-    parser.add_argument("--beam-width", type=int, help="1 drafts chains")
-    parser.add_argument("--ngram-length", type=int, default=0)
-    parser.add_argument("--tree-sizing", choices=("cost", "fixed"), default="fixed")
-    given = parser.parse_args()
-    dtype = getattr(torch, given.dtype)
-    target, tokenizer = load_target(given.target, dtype, "cpu")
-    prompts = spread(read_prompts(given.prompts), given.count)
-    inputs = [encode_prompt(tokenizer, prompt.turns[0]) for prompt in prompts]
-    names = ("num_assistant_tokens", "tree_size", "beam_width", "ngram_length", "tree_sizing")
-    options = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    print(f"{given.dtype}, {torch.get_num_threads()} threads, {len(inputs)} prompts, {options}", HEADER, sep="\n")
-    for name in given.drafters:
-        drafter = AutoDrafter.from_pretrained(name, dtype=dtype).eval()
-        print(compare(target, drafter, inputs, given.max_new_tokens, **options).line(name), flush=True)
+    parser.add_argument("--tree-size", type=int, help="default: the drafter's")
+    parser.add_argument("--beam-width", type=int, help="1 drafts chains; default: the drafter's")
+    parser.add_argument("--ngram-length", type=int, default=0, help="default: 0, which leaves n-grams out")
+    parser.add_argument("--tree-sizing", choices=("cost", "fixed"), default="fixed", help="default: fixed")
+    given = parser.parse_args(arguments)
+    import torch
+
+    from hf_hsdraft.generate.by_name import load_drafter
+    from hf_hsdraft.runtime.prompt_inputs import encode_prompts
+
+    target, tokenizer = loaded_target(given)
+    inputs = encode_prompts(target, tokenizer, prompt_texts(given))
+    chosen = {name: getattr(given, name) for name in _OPTIONS if getattr(given, name) is not None}
+    print(f"{given.dtype}, {torch.get_num_threads()} threads, {len(inputs)} prompts, {chosen}\n")
+
+    def row(name: str) -> list[Any]:
+        drafter = load_drafter(name, dtype_of(given), given.device)
+        return [name, *compare(target, drafter, inputs, given.max_new_tokens, **chosen).cells()]
+
+    print_table(COLUMNS, map(row, given.drafter))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One row of a table: what drafting does with the installed transformers, in float32 with drafts of a fixed size.
 
-    python benchmarks/transformers_versions.py [--tokens 64]
+    python benchmarks/transformers_versions.py [--max-new-tokens 64]
 
 The target is SmolLM2-135M-Instruct, with the drafter of `model_cards/` and the prompts of `hsdraft bench`. Each cell
 is tau and the number of texts that equal plain `generate()`. tau is tokens emitted per target forward and row, bonus
@@ -9,25 +9,26 @@ included. Run it once for each version; every figure is a count, so the machine 
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
+from runner import options, print_table, prompt_texts
 
-from hf_hsdraft import AutoDrafter, load_target
-from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
-from hf_hsdraft.bench.measure import encode_batch, encode_prompt
-from hf_hsdraft.runtime.target_loading import default_drafter
+if TYPE_CHECKING:
+    import torch
 
 
 def kept_rows(output: Any, plain: torch.Tensor) -> int:
     """Number of rows that equal plain decoding's."""
+    import torch
+
     return sum(map(torch.equal, output.sequences, plain)) if output.sequences.shape == plain.shape else 0
 
 
 def cell(target: Any, drafter: Any, calls: list[dict[str, Any]], tokens: int, seed: int | None) -> str:
     """Tau and equal texts of some calls, each with and without the drafter."""
+    import torch
+
     tokens_made = forwards = same = texts = 0
     for inputs in calls:
         call = {**inputs, "max_new_tokens": tokens, "do_sample": seed is not None, "return_dict_in_generate": True}
@@ -40,28 +41,34 @@ def cell(target: Any, drafter: Any, calls: list[dict[str, Any]], tokens: int, se
     return f"{tokens_made / forwards:.2f}, {same} of {texts}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
-    tokens = parser.parse_args().tokens
+    given = options(__doc__, prompts=None, limit=None, max_new_tokens=64).parse_args(arguments)
+    import torch
+    import transformers
+
+    from hf_hsdraft import AutoDrafter, load_target
+    from hf_hsdraft.runtime.prompt_inputs import encode_batch, encode_prompt
+    from hf_hsdraft.runtime.target_loading import default_drafter
+
     target, tokenizer = load_target(None, dtype=torch.float32)
     drafter = AutoDrafter.from_pretrained(default_drafter(None), dtype=torch.float32)
     drafter.generation_config.tree_sizing = "fixed"
-    prompts = [prompt.turns[0] for prompt in DEFAULT_PROMPTS]
+    prompts = prompt_texts(given)
     singly = [dict(encode_prompt(tokenizer, prompt)) for prompt in prompts]
     batch = [dict(encode_batch(tokenizer, prompts, "cpu"))]
-    static = [{**inputs, "cache_implementation": "static"} for inputs in singly]
-    batch_static = [{**inputs, "cache_implementation": "static"} for inputs in batch]
-    cells = {
-        "dynamic cache": cell(target, drafter, singly, tokens, None),
-        "sampled, seed 1": cell(target, drafter, singly, tokens, 1),
-        "static cache": cell(target, drafter, static, tokens, None),
-        f"batch of {len(prompts)}": cell(target, drafter, batch, tokens, None),
-        f"batch of {len(prompts)}, static": cell(target, drafter, batch_static, tokens, None),
+    static, batch_static = (
+        [{**inputs, "cache_implementation": "static"} for inputs in calls] for calls in (singly, batch)
+    )
+    asked = {
+        "dynamic cache": (singly, None),
+        "sampled, seed 1": (singly, 1),
+        "static cache": (static, None),
+        f"batch of {len(prompts)}": (batch, None),
+        f"batch of {len(prompts)}, static": (batch_static, None),
     }
-    print(f"| transformers | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}")
-    print(f"| {transformers.__version__} | {' | '.join(cells.values())} |")
+    cells = [cell(target, drafter, calls, given.max_new_tokens, seed) for calls, seed in asked.values()]
+    print_table(["transformers", *asked], [[transformers.__version__, *cells]])
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ from hf_hsdraft.training.families.trainable import TRAINABLE, trainable
 from hf_hsdraft.training.loop.arguments import training_arguments
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from layer_reuse import HEADER, Compared, compare
-
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 NEW_TOKENS = 24
 # Drafters that are language models read tokens of their own: they would not see the picture.
 FAMILIES = sorted(name for name, family in TRAINABLE.items() if not isinstance(family, LMFamily))
@@ -113,22 +111,25 @@ def tiny_budget(minutes: float) -> Any:
     return TimeBudget.resumed(minutes, {})
 
 
-def measure(folder: Path, names: list[str], pictures: int, options: dict[str, Any]) -> list[Compared]:
+def measure(folder: Path, names: list[str], pictures: int, options: dict[str, Any]) -> list[Any]:
     """Prints whether answers are those of plain decoding, tau, speed-up, and how many answers are right.
 
     Returns what was measured of each drafter.
     """
+    from layer_reuse import COLUMNS, compare
+    from runner import table_head, table_row
+
     model, tokenizer = tiny_vlm.load(folder)
     model.generation_config.pad_token_id = tokenizer.eos_token_id
     asked = tiny_vlm.examination(pictures)
     inputs = [tiny_vlm.inputs_of(tokenizer, ask, pixels, model.dtype) for _, ask, pixels, _ in asked]
-    print(HEADER)
+    print(table_head(COLUMNS))
     measured = []
     for name in names:
         drafter = AutoDrafter.from_pretrained(name, dtype=model.dtype).eval()
         found = compare(model, drafter, inputs, NEW_TOKENS, **options)
         measured.append(found)
-        print(found.line(name), flush=True)
+        print(table_row([name, *found.cells()]), flush=True)
         for way in ("plain", "reuse"):
             right: Counter[str] = Counter()
             for (kind, _, _, words), text in zip(asked, found.texts[way], strict=True):

@@ -14,7 +14,7 @@ import argparse
 import torch
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.bench.measure import encode_prompt
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import DEFAULT_TARGET, load_target
 from hf_hsdraft.training.data.plan import TrainingPlan
 from hf_hsdraft.training.evaluate.parity import PROMPTS, parity

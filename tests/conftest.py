@@ -16,13 +16,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # there is one worker for each core
 import peft
 import pytest
 import torch
+from oracles.scripted import ScriptedDrafter
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_hsdraft import HSDraftConfig, HSDrafter
-from hf_hsdraft.bench.scripted import ScriptedDrafter
 from hf_hsdraft.core.tuning import Tuning
 
 VOCAB = 97

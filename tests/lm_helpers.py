@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from conftest import VOCAB, make_target
+from oracles.tiny import tiny_config, tiny_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_hsdraft import SteeredLMDrafter
-from hf_hsdraft.bench.tiny import tiny_config, tiny_model
 from hf_hsdraft.drafters.language_model.layer_subset import with_layers
 from hf_hsdraft.methods.steering.steering import Steering, SteeringSizes
 

@@ -144,7 +144,7 @@ def test_statistics_are_what_can_be_counted_from_outside(target, batch, rows):
 
 
 def test_a_lossy_rule_is_told(target, prompt, monkeypatch):
-    from hf_hsdraft.verify.own_choice import OwnChoice
+    from hf_hsdraft.verify.verdict import OwnChoice
 
     attachment = attach(target, CachebackDrafter(**FREE))
     target.generate(prompt, **GREEDY)

@@ -12,29 +12,29 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
+from documents import main as write_documents
 from typer.testing import CliRunner
 
 from hf_hsdraft import CausalLMDrafter, HSDrafter
 from hf_hsdraft.bench import economize, run
 from hf_hsdraft.bench.calls import Run, Settings, time_call
-from hf_hsdraft.bench.concurrent import measure_calls, run_concurrent
-from hf_hsdraft.bench.documents import main as write_documents
-from hf_hsdraft.bench.first_calls import FirstCalls, run_first_calls
 from hf_hsdraft.bench.machine import PeakMemory
-from hf_hsdraft.bench.measure import Divergence, encode_prompt
 from hf_hsdraft.bench.plan import BenchPlan, run_plan
 from hf_hsdraft.bench.plots import draw_bench
+from hf_hsdraft.bench.processes import FirstCalls, Pair, measure_calls, run_concurrent, run_first_calls
 from hf_hsdraft.bench.profile import PARTS, PYTHON, TARGET, profile
 from hf_hsdraft.bench.report import as_document
 from hf_hsdraft.bench.run import measure, turn_order
 from hf_hsdraft.bench.summary import quantile, summarise
 from hf_hsdraft.bench.sweeps import BATCH, CONTEXT, NEW, check_points, padded_batches, padded_prompt
 from hf_hsdraft.bench.systems import PLAIN, System, Variant, make_systems, parse_variants
-from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.cli._measured import enter_benchmarks
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.cpu.packed_weights import linears_to_pack
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.hidden_state.network import WorkingWeights
+from hf_hsdraft.engine.divergence import Divergence
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.training.data.conversations import read_jsonl
 
 CONSOLE_WIDTH = {"COLUMNS": "200"}
@@ -427,7 +427,7 @@ def test_calls_at_once_are_measured_together(target, inputs):
     assert result.calls == 2 and result.packed == (2 if linears_to_pack(target, True) else 0)
     assert result.added >= 0 and result.before > 0
     with pytest.raises(ValueError, match="calls=0 is invalid"):
-        run_concurrent(None, "none", torch.float32, ["a prompt"], [2, 0], 8, None)
+        run_concurrent(Pair(None, "none", torch.float32), ["a prompt"], [2, 0], 8)
     outcome = CliRunner().invoke(app, ["concurrent", "--calls", "one", "--drafter", "none"])
     assert outcome.exit_code == 2 and "1,2,4" in outcome.output
 
@@ -440,7 +440,7 @@ def test_first_calls_are_made_in_processes_of_their_own(saved):
     assert "drafted s" in outcome.output and "the first generate() of a process" in outcome.output
     assert FirstCalls(8, [1.0, 5.0, 2.0], [3.0, 1.0, 9.0]).time_ratio == 1.5
     with pytest.raises(ValueError, match=r"lengths=\[8, 0\] is invalid"):
-        run_first_calls(None, "none", torch.float32, "cpu", "a prompt", [8, 0], 1)
+        run_first_calls(Pair(None, "none", torch.float32), "a prompt", [8, 0], 1)
     outcome = CliRunner().invoke(app, ["first-calls", "--lengths", "one", "--drafter", "none"])
     assert outcome.exit_code == 2 and "1,2,4" in outcome.output
 
@@ -459,7 +459,7 @@ def test_variants_fit_drafters_of_any_depth(target, drafter):
 
 def test_prompts_about_documents_can_be_measured_with(tmp_path):
     """Those of retrieval hold what they ask about, at changing places."""
-    write_documents(tmp_path / "documents.jsonl")
+    write_documents([str(tmp_path / "documents.jsonl")])
     _, prompts = read_jsonl(tmp_path / "documents.jsonl")
     assert [prompt.category for prompt in prompts[::6]] == ["summary", "question", "extraction", "retrieval"]
     assert len({prompt.key for prompt in prompts}) == len(prompts) == 24

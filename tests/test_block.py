@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from oracles.exactness import FullExpansion, chi_square
+from oracles.format_parity import randomise
 from session_helpers import news, padded
 
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.bench.exactness import FullExpansion, chi_square
-from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
 from hf_hsdraft.drafters.base.protocol import Ask
@@ -23,9 +23,8 @@ from hf_hsdraft.drafters.block.configuration import BlockConfig, Sight
 from hf_hsdraft.drafters.block.convolution import BlockConvolution
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
 from hf_hsdraft.drafters.block.heads import CandidateSelector, GatedMarkovHead, MarkovHead, RecurrentMarkovHead
-from hf_hsdraft.trees.beam_trees import beam_trees
 from hf_hsdraft.trees.best_first import best_first_trees
-from hf_hsdraft.trees.tree_builders import TreeLimits
+from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 STEPS = 4
 KINDS = {
@@ -321,7 +320,7 @@ def test_a_chat_that_continues_a_cache_keeps_its_context(target, monkeypatch):
 
     def noting(self, rows, roots):
         found = slots(self, rows, roots)
-        noted[-1].append((int(self._anchor(0)), found))
+        noted[-1].append((int(self.anchors([0])), found))
         return found
 
     monkeypatch.setattr(BlockSession, "slots", noting)
@@ -377,7 +376,7 @@ def test_a_chain_is_drafted_where_one_is_asked_for(target):
     drafter, text = make_block_drafter(target, "plain"), list(range(5, 15))
     session = session_of(drafter, target)
     session.observe([news(drafter, target, text, 0, 9)])
-    [tree] = session.draft([Ask(0, text[-1], depth=3, size=24, chain=True)])
+    [tree] = session.draft([Ask(0, text[-1], depth=3, size=24, width=1)])
     assert tree.depths == (0, 1, 2, 3)
     [none] = session.draft([Ask(0, text[-1], depth=0, size=24)])
     assert len(none) == 1
@@ -424,7 +423,7 @@ def test_the_teacher_forced_bias_is_that_of_a_tree(kind, target):
     session = session_of(drafter, target)
     session.observe([news(drafter, target, text, 0, 8)])
     hidden = session.slots([0], [text[8]])
-    expansion = session.expansion([Ask(0, text[8], depth=STEPS, size=9)], hidden, 3, DraftOptions.of(drafter))
+    expansion = session.expansion_of([Ask(0, text[8], depth=STEPS, size=9)], hidden, 3, DraftOptions.of(drafter))
     states, nodes, before = None, None, None
     weights = session.weights
     for depth in range(3):

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from format_parity import main as print_formats
+from oracles import block_parity
+from oracles.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
+from oracles.format_parity import Case, texts_of, tiny_target
 from safetensors.torch import load_file, save_file
 
 from hf_hsdraft import AutoDrafter
-from hf_hsdraft.bench import block_parity, parity_formats
-from hf_hsdraft.bench.block_parity import CASES, DFLASH2, DRAFTED, MASK, SLIDING, TAPS, BlockReference, parity
-from hf_hsdraft.bench.format_parity import Case, texts_of, tiny_target
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.block.configuration import Sight, default_tap_layers
 from hf_hsdraft.drafters.block.drafter import BlockDrafter
@@ -50,9 +51,10 @@ def test_drafts_are_those_of_the_reference(case):
     assert found.rounds > 20 and found.rejected > 0 and found.accepted > 0
 
 
-def test_the_command_prints_a_line_for_a_format():
-    header, line = parity_formats.table(["z-lab DFlash"]).splitlines()
-    assert header.startswith("format") and line.startswith("z-lab DFlash ") and "MuseGlimmerAssistantModel" in line
+def test_the_command_prints_a_line_for_a_format(capsys):
+    print_formats(["z-lab DFlash"])
+    header, _, line = capsys.readouterr().out.splitlines()
+    assert header.startswith("| format |") and line.startswith("| z-lab DFlash | MuseGlimmerAssistantModel |")
 
 
 def changed(case: Case, change) -> Case:
@@ -394,7 +396,7 @@ def test_the_last_layer_is_read_before_the_norm(saved, target, monkeypatch):
     heads, hooks = target.model.norm._forward_pre_hooks, len(target.model.norm._forward_pre_hooks)
     texts_of(target, drafter)  # checks the texts
     assert len(heads) == hooks
-    monkeypatch.setattr("hf_hsdraft.runtime.last_state._NAMES", ())
+    monkeypatch.setattr("hf_hsdraft.runtime.target_outputs._NAMES", ())
     with pytest.raises(DraftingRefused, match="before the target's final norm"):
         drafter.check(target)
     AutoDrafter.from_pretrained(saved("z-lab DFlash", in_dflash(target_layer_ids=[0, 2, 5]))).check(target)

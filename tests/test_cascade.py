@@ -10,14 +10,14 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from oracles.exactness import chi_square
 from session_helpers import news
 from small_target import SMALL, exact_distribution, small_target
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CascadeDrafter, CausalLMDrafter, SteeredLMDrafter
-from hf_hsdraft.bench.exactness import chi_square
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.methods.cascade.cascade_session import CascadeSession
 from hf_hsdraft.methods.cascade.held_chain import HeldChain
@@ -110,7 +110,7 @@ class Rounds:
     def __init__(self, target, cascade, rows: int = 1, do_sample: bool = False) -> None:
         self.texts = {row: [5 + row, 9, 7, 9, 7 + row] for row in range(rows)}
         options = DraftOptions.of(cascade, sampling(target) if do_sample else None)
-        self.session = cascade.session(DraftCall(target, rows, options))
+        self.session = cascade.session(Call(target, rows, options))
         for row, text in self.texts.items():
             self.tell(row, text)
 
@@ -118,7 +118,7 @@ class Rounds:
         self.session.observe([Accepted.of_tokens(row, tokens)])
 
     def draft(self, depth: int = 20) -> dict[int, list[int]]:
-        asks = [Ask(row, text[-1], depth, depth, chain=True, reach=depth) for row, text in self.texts.items()]
+        asks = [Ask(row, text[-1], depth, depth, width=1) for row, text in self.texts.items()]
         return {
             row: list(tree.tokens[1:])
             for row, tree in zip(self.texts, self.session.draft(asks), strict=True)
@@ -202,9 +202,9 @@ def test_a_hidden_state_drafter_drafts_for_the_middle_model_as_for_a_target(targ
             rounds.texts[row] += new
     assert len(drafts) > 10 * rows
     for text, tree in drafts:
-        fresh = first.session(DraftCall(model, 1, DraftOptions.of(first)))
+        fresh = first.session(Call(model, 1, DraftOptions.of(first)))
         fresh.observe([news(first, model, text, 0, len(text) - 1)])
-        [expected] = fresh.draft([Ask(0, text[-1], 3, 3, chain=True, reach=3)])
+        [expected] = fresh.draft([Ask(0, text[-1], 3, 3, width=1)])
         assert tree.tokens == expected.tokens[: len(tree)]
 
 
@@ -223,7 +223,7 @@ def test_no_more_is_drafted_than_is_asked_for(target, depth):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_small_trees_limit_the_chain_as_depths_do(target, size):
     cascade = cascade_of(target, "n-grams", tree_size=size, num_assistant_tokens=12)
-    asks = [Ask(0, 7, 12, size, chain=True, reach=12)]
+    asks = [Ask(0, 7, 12, size, width=1)]
     [tree] = Rounds(target, cascade).session.draft(asks)
     assert len(tree) - 1 == size
     plain = target.generate(**padded(1), **GREEDY).sequences
@@ -314,9 +314,9 @@ def test_the_chain_that_is_passed_up_is_drawn_from_the_middle_models_own_distrib
     text = [1, 4, 2, 2, 3, 1, 4, 2]
     options = DraftOptions.of(cascade, sampling(small))
     for _ in range(100):
-        session = cascade.session(DraftCall(small, 8, options))
+        session = cascade.session(Call(small, 8, options))
         session.observe([Accepted.of_tokens(row, text) for row in range(8)])
-        trees = session.draft([Ask(row, 2, 3, 3, chain=True, reach=3) for row in range(8)])
+        trees = session.draft([Ask(row, 2, 3, 3, width=1) for row in range(8)])
         for tree in trees:
             counts[tree.tokens[1:]] += 1
             assert all(float(each.exp().sum()) == pytest.approx(1.0, abs=1e-4) for each in tree.log_probs[:-1])
@@ -475,7 +475,7 @@ def test_levels_that_do_not_go_together_are_told(target):
 
 def test_sessions_know_what_their_time_depends_on(target):
     one, other = cascade_of(target, "model"), cascade_of(target, "n-grams")
-    kinds = [each.session(DraftCall(target, 1, DraftOptions.of(each))).kind for each in (one, one, other)]
+    kinds = [each.session(Call(target, 1, DraftOptions.of(each))).kind for each in (one, one, other)]
     assert kinds[0] == kinds[1] != kinds[2] and hash(kinds[0]) == hash(kinds[1])
-    assert isinstance(one.session(DraftCall(target, 1, DraftOptions.of(one))), CascadeSession)
+    assert isinstance(one.session(Call(target, 1, DraftOptions.of(one))), CascadeSession)
     assert make_drafter(target).supposes and not make_drafter(target, sliding_window=128).supposes

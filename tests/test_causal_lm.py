@@ -13,15 +13,15 @@ import weakref
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target
+from oracles.tiny import VOCABULARY, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BartForConditionalGeneration, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_hsdraft import AutoDrafter, CausalLMDrafter, attach
-from hf_hsdraft.bench.tiny import VOCABULARY, tiny_config, tiny_model
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True}
 
@@ -74,7 +74,7 @@ class Texts:
         self.options = DraftOptions.of(drafter)
         self.chance, self.vocab_size = random.Random(seed), target.config.get_text_config().vocab_size
         self.texts = [self.tokens(5 + 4 * row) for row in range(rows)]
-        self.session = drafter.session(DraftCall(target, rows, self.options))
+        self.session = drafter.session(Call(target, rows, self.options))
         self.observe(dict(enumerate(self.texts)), prompts=True)
         self.growing = list(range(rows))
 
@@ -93,9 +93,7 @@ class Texts:
         rows = self.growing if rows is None else rows
         options, sharing = self.options, len(self.texts)
         size = options.shared_by(sharing).tree_size
-        asks = [
-            Ask(row, self.texts[row][-1], depth, size, sharing, options.beam_width == 1, reach=depth) for row in rows
-        ]
+        asks = [Ask(row, self.texts[row][-1], min(depth, options.depth), size, options.beam_width) for row in rows]
         return dict(zip(rows, self.session.draft(asks), strict=True))
 
     def accept(self, trees) -> None:

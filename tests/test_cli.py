@@ -26,11 +26,10 @@ NAMES = [
     "coverage",
     "demo",
     "estimate",
-    "exactness",
     "first-calls",
     "info",
 ]
-NAMES += ["export", "list", "lm-eval", "overlap", "plan", "prune", "pull", "push", "quality", "skip-layers", "support"]
+NAMES += ["export", "list", "lm-eval", "overlap", "plan", "prune", "pull", "push", "quality", "skip-layers"]
 NAMES += ["throughput", "train", "train-refiner", "train-verifier"]
 
 
@@ -48,6 +47,14 @@ def test_the_overview_says_each_command_in_a_line_of_its_own():
     assert not [
         line for line in listed if len(line) > 80 or "..." in line or not line.startswith("  ") or line[2] == " "
     ]
+
+
+@pytest.mark.parametrize("name", ["exactness", "support"])
+def test_a_command_that_left_the_package_says_where_it_is(name):
+    for options in ([], ["--help"], ["--tasks", "causal"]):
+        outcome = CliRunner().invoke(cli.app, [name, *options])
+        assert outcome.exit_code == 1 and f"`python benchmarks/{name}.py`" in str(outcome.exception)
+    assert f"\n  {name} " not in CliRunner().invoke(cli.app, ["--help"]).output
 
 
 def test_the_version_is_printed():

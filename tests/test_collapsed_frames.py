@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hf_hsdraft.methods.specformer.collapsed_frames import CollapsedFrames
-from hf_hsdraft.trees.beam_trees import beam_trees
-from hf_hsdraft.trees.tree_builders import TreeLimits
+from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 IDS = torch.tensor([4, 7, 9])  # the blank is column 3
 

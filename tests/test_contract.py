@@ -37,15 +37,15 @@ from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter, HSDraftConfig, HSDrafter
-from hf_hsdraft.bench.demo import DraftColourStreamer
 from hf_hsdraft.engine import local_target
 from hf_hsdraft.engine.drafting import Drafting
 from hf_hsdraft.pace.pacing import CostPace
 from hf_hsdraft.runtime import target_ability
+from hf_hsdraft.runtime.cache_slots import cache_layers
 from hf_hsdraft.runtime.ended_rows import EndedRows
-from hf_hsdraft.runtime.target_limits import cache_layers
-from hf_hsdraft.verify.own_choice import OwnChoice
+from hf_hsdraft.serve.streamers import DraftColourStreamer
 from hf_hsdraft.verify.rejection import Rejection
+from hf_hsdraft.verify.verdict import OwnChoice
 
 NEW = 24
 OUTPUTS = {

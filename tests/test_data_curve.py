@@ -3,10 +3,7 @@
 import json
 
 import pytest
-from typer import Typer
-from typer.testing import CliRunner
-
-from hf_hsdraft.bench.data_curve import curves_of, main
+from data_curve import curves_of, main
 
 REPORT = {
     "summary": {
@@ -49,14 +46,14 @@ def test_a_name_that_fits_two_drafters_is_refused():
     assert curves_of(both, {"runs/small": 1.0, "others/small": 10.0, "large": 100.0})[0].points[1] == (10.0, 1.1)
 
 
-def test_the_command_prints_the_points_and_draws(tmp_path):
+def test_the_command_prints_the_points_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
-    app = Typer()
-    app.command()(main)
     arguments = [str(tmp_path / "report.json"), str(tmp_path / "curve.png")]
     asked = [part for name, tokens in LEARNED.items() for part in ("--learned", f"{name}={tokens:.0f}")]
-    result = CliRunner().invoke(app, [*arguments, *asked])
-    assert "chain: tau 10,000: 1.20, 100,000: 1.35, 1,000,000: 1.50; +0.15" in result.output
+    main([*arguments, *asked])
+    assert "chain: tau 10,000: 1.20, 100,000: 1.35, 1,000,000: 1.50; +0.15" in capsys.readouterr().out
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
-    assert CliRunner().invoke(app, [*arguments, "--learned", "small=few"]).exit_code == 2
+    with pytest.raises(SystemExit):
+        main([*arguments, "--learned", "small=few"])
+    assert "small=few: expected name=number" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_a_layers_parts_compute_what_transformers_layers_do(rope, qk_norm):
     mixed = batched_attention(ours.queries(x, turned), keys, values, seen)
     torch.testing.assert_close(ours.o_proj(mixed), expected, atol=1e-5, rtol=1e-5)
     mlp = LlamaMLP(LlamaConfig(**SIZES))
-    feed = FeedForward(sizes)
+    feed = FeedForward(sizes.hidden_size, sizes.intermediate_size, sizes.hidden_act)
     feed.load_state_dict(mlp.state_dict())
     torch.testing.assert_close(feed(x), mlp(x))
 

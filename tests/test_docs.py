@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from oracles.round_trace import needed, traced_round
 from transformers import GenerationConfig
 
 from hf_hsdraft import HSDrafter
@@ -85,6 +86,12 @@ def test_files_of_the_package_that_how_it_works_names_exist():
     package = ROOT / "hf_hsdraft"
     missing = [name for name in named if not (package / name).exists() and not list(package.glob(f"drafters/{name}"))]
     assert not missing
+
+
+def test_one_round_names_the_files_that_a_round_passes_through():
+    text = (ROOT / "docs" / "one-round.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text) if name.split("/")[0] not in ("cpu", "gpu")}
+    assert sorted(named) == needed(traced_round())
 
 
 @pytest.mark.parametrize(

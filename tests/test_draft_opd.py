@@ -12,7 +12,7 @@ from conftest import VOCAB, make_target
 from test_acceptance_losses import ALL
 from test_trainable import SIZES, borrow, plan, random_drafter, run
 
-from hf_hsdraft.bench.measure import end_tokens
+from hf_hsdraft.runtime.answer_limits import end_tokens
 from hf_hsdraft.training.data.conversations import TokenizedConversation
 from hf_hsdraft.training.data.features import read_features
 from hf_hsdraft.training.data.plan import TrainingPlan
@@ -68,9 +68,8 @@ def test_rounds_are_those_of_decoding(target, kind):
     learn(drafter, target, pack, 40)
     found = replay(drafter, borrow(drafter, target), pack, rows=7)
     observed = _ObservedDrafter(drafter, 9)
-    output = target.generate(
-        prompt, do_sample=False, max_new_tokens=40, assistant_model=observed, return_dict_in_generate=True
-    )
+    call = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
+    output = target.generate(prompt, assistant_model=observed, streamer=observed.recorder, **call)
     assert output.sequences[0].tolist() == text.tolist()
     starts = sorted(observed.drafts)
     assert starts[0] == 8  # its root, the first token of the answer, is the target's own

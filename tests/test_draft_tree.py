@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.exactness import FullExpansion
 
-from hf_hsdraft.bench.exactness import FullExpansion
 from hf_hsdraft.core.draft_tree import DraftTree, merge_trees
-from hf_hsdraft.trees.beam_trees import beam_trees
 from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
-from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits
+from hf_hsdraft.trees.tree_builders import Expansion, TreeLimits, beam_trees
 
 
 def tables(seed: int, depth: int, vocab: int) -> torch.Tensor:

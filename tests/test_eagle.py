@@ -8,15 +8,15 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from oracles.exactness import chi_square
+from oracles.scripted import ScriptedDrafter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.scripted import ScriptedDrafter
-from hf_hsdraft.bench.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
-from hf_hsdraft.drafters.eagle import eagle_session, eagle_texts
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+from hf_hsdraft.drafters.eagle import eagle_session
 from hf_hsdraft.drafters.eagle.eagle_network import initialise
 
 PADDED = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6], [9, 8, 9, 31, 9, 8, 44, 8], [0, 11, 12, 13, 14, 15, 16, 17]])
@@ -150,12 +150,12 @@ def news_of(row: int, count: int, begin: int = 0, seed: int = 0) -> Accepted:
 
 def session_of(drafter, target, rows=1):
     options = DraftOptions.of(drafter)
-    return drafter.session(DraftCall(target, rows, options)), options
+    return drafter.session(Call(target, rows, options)), options
 
 
 def drafts(session, options, rows=(0,), root=11):
     with torch.no_grad():
-        return session.draft([Ask(row, root, options.depth, options.tree_size) for row in rows])
+        return session.draft([Ask(row, root, options.depth, options.tree_size, options.beam_width) for row in rows])
 
 
 def assert_same(tree, other):
@@ -198,13 +198,13 @@ def test_long_prompts_are_read_in_blocks(target, monkeypatch, tuned):
     whole, options = session_of(drafter, target)
     whole.observe([news_of(0, 150)])
     expected = drafts(whole, options)[0]
-    sizes, attention = [], eagle_texts.batched_attention
+    sizes, attention = [], eagle_session.batched_attention
 
     def noting(queries, keys, values, seen=None):
         sizes.append(queries.shape[1] * keys.shape[2])
         return attention(queries, keys, values, seen)
 
-    monkeypatch.setattr(eagle_texts, "batched_attention", noting)
+    monkeypatch.setattr(eagle_session, "batched_attention", noting)
     tuned(mask_rows=16)
     blocks, _ = session_of(drafter, target)
     blocks.observe([news_of(0, 150)])
@@ -219,7 +219,7 @@ def test_news_that_wait_for_long_are_read(target, tuned):
     with torch.no_grad():
         for begin in range(20):
             session.observe([news_of(0, 1, begin)])
-    assert len(session.texts.texts[0].pending) <= 5
+    assert len(session._rows[0].pending) <= 5
     other, _ = session_of(drafter, target)
     other.observe([news_of(0, 20)])
     assert_same(drafts(session, options)[0], drafts(other, options)[0])
@@ -243,7 +243,7 @@ def test_a_later_call_goes_on_from_the_memory_of_an_earlier_one(target, kind):
         assert_same(tree, drafts(second, options)[0])
     stranger, _ = session_of(make_eagle(target, seed=2, **KINDS[kind]), target)
     stranger.resume(memory, cached=15)
-    assert stranger.texts.context.lengths == [0]
+    assert stranger._context.lengths == [0]
 
 
 def test_a_chat_goes_on_from_its_cache(target):
@@ -329,8 +329,8 @@ def test_the_forward_of_training_drafts_as_a_session_does(target, kind, monkeypa
         session, _ = session_of(drafter, target)
         session.observe([news_of(0, count, seed=document)])
         with torch.no_grad():
-            session.texts.read([0])
-            drafted = eagle_texts.DraftedRows(drafter, session.texts, [0])
+            session.read_pending([0])
+            drafted = session.rows_after([0])
             if drafter.config.mask_token_id is not None:
                 logits = eagle_session.parallel_logits(drafter, weights, drafted, drafter.config.mask_token_id, 4)[0]
             else:

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
-
-from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
-from hf_hsdraft.bench.block_parity import write
-from hf_hsdraft.bench.eagle_parity import (
+from oracles.block_parity import write
+from oracles.eagle_parity import (
     CASES,
     DRAFTED,
     MASK,
@@ -28,12 +24,16 @@ from hf_hsdraft.bench.eagle_parity import (
     speculators_model,
     unrolled,
 )
-from hf_hsdraft.bench.format_parity import HIDDEN, Reference, taps_of
+from oracles.format_parity import HIDDEN, Reference, taps_of
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from hf_hsdraft import AutoDrafter, EagleConfig, EagleDrafter
 from hf_hsdraft.cli._describe import describe
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.decoder_layer import rotary_of
-from hf_hsdraft.drafters.eagle import eagle_texts, feedback_trial
+from hf_hsdraft.drafters.eagle import eagle_expansion, feedback_trial
 from hf_hsdraft.hub.checkpoint import Checkpoint
 
 pytest.importorskip("speculators")
@@ -94,12 +94,12 @@ def test_a_shifted_position_is_found_by_the_comparison(files, monkeypatch, shift
     """Positions of the accepted pairs alone; shifting all of them would change nothing."""
     model, drafter = speculators_model(), AutoDrafter.from_pretrained(files)
     reference = Reference("Eagle3DraftModel", model.save_pretrained, lambda *path: unrolled(model, *path), TAPS)
-    extend = eagle_texts.DraftedRows.extend
+    extend = eagle_expansion.DraftedRows.extend
 
     def shifted(self, states, embeds, parents, depths, causal=False):
         return extend(self, states, embeds, parents, depths + shift, causal)
 
-    monkeypatch.setattr(eagle_texts.DraftedRows, "extend", shifted)
+    monkeypatch.setattr(eagle_expansion.DraftedRows, "extend", shifted)
     assert parity_of("shifted", drafter, eagle_target(), reference).difference > 1e-3
 
 

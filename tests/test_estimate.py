@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import BlockDrafter, CachebackDrafter, EagleConfig, EagleDrafter, HSDraftConfig, HSDrafter
-from hf_hsdraft.bench.decoding_estimate import Device, Drafting, estimate_decoding
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
 from hf_hsdraft.training.evaluate.estimate import estimate, explain
 
 LLAMA_1B = {

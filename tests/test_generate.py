@@ -287,7 +287,7 @@ def test_other_shapes_of_drafter(target, prompt, sizes):
 
 
 def test_a_bfloat16_target_parts_only_at_ties(prompt, trained):
-    from hf_hsdraft.bench.measure import first_divergence
+    from hf_hsdraft.engine.divergence import first_divergence
 
     target = make_target().to(torch.bfloat16)
     plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False)

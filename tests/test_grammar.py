@@ -11,8 +11,8 @@ from conftest import VOCAB, make_drafter, make_target, scripted
 from transformers import BloomConfig, BloomForCausalLM
 
 from hf_hsdraft import HSDrafter
-from hf_hsdraft.bench.measure import encode_prompt
 from hf_hsdraft.core.draft_tree import DraftTree
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_hsdraft.runtime.growing_cache import GrowingLayer, give_room_back, make_room
+from hf_hsdraft.runtime.cache_slots import GrowingLayer, give_room_back, make_room
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["read", "drop", "rows", "beams", "reset"]), st.integers(1, 90)), max_size=12

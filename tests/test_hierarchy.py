@@ -14,7 +14,6 @@ from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, CachebackDrafter, CausalLMDrafter
-from hf_hsdraft.bench.decoding_estimate import Device
 from hf_hsdraft.bench.run import Measured
 from hf_hsdraft.cli import main as cli
 from hf_hsdraft.core.refusals import DraftingRefused
@@ -49,6 +48,7 @@ from hf_hsdraft.methods.cascade.hierarchy_estimate import (
 )
 from hf_hsdraft.methods.cascade.hierarchy_fits import Fits
 from hf_hsdraft.methods.cascade.hierarchy_run import CONDITION, Compared, Plans, cascade_of, compare, judged, system_of
+from hf_hsdraft.training.evaluate.decoding_estimate import Device
 
 
 def made(middle: float, words: float = 0.5, seconds: float = 0.1, rest: float = 0.0, **fields) -> Levels:

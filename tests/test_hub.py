@@ -424,9 +424,10 @@ drafter.push_to_hub("user/refined")
 """
     bench.child(push.format("refined", 0.3), home="author", token=TOKEN)
     pull = """
+sys.modules["hf_hsdraft"] = None  # as where it is not installed: methods need it
 remote = AutoModel.from_pretrained("user/refined", trust_remote_code=True)
-alone = tokens(assistant_model=remote)  # methods need the package
-assert "hf_hsdraft" not in sys.modules
+alone = tokens(assistant_model=remote)
+del sys.modules["hf_hsdraft"]
 from hf_hsdraft import AutoDrafter
 from hf_hsdraft.methods.refinement.refiner_files import has_refiner, refiner_of
 drafter = AutoDrafter.from_pretrained("user/refined")

@@ -27,9 +27,9 @@ from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_memory import DraftMemory
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import DraftCall
+from hf_hsdraft.drafters.base.protocol import Call
 from hf_hsdraft.drafters.base.row_context import RowContext
-from hf_hsdraft.drafters.eagle.eagle_texts import DraftedRows
+from hf_hsdraft.drafters.eagle.eagle_expansion import DraftedRows
 from hf_hsdraft.training.families.trainable import as_trained
 
 
@@ -108,7 +108,7 @@ def test_costs_of_one_kind_are_no_costs_of_another():
     target = make_target()
     parallel = replace(EagleConfig.for_target(target), mask_token_id=3)
     drafters = [eagle(target), EagleDrafter(parallel), block(target), block(target, markov_head_type="gated")]
-    kinds = {each.session(DraftCall(target, 1, DraftOptions.of(each))).kind for each in drafters}
+    kinds = {each.session(Call(target, 1, DraftOptions.of(each))).kind for each in drafters}
     assert len(kinds) == len(drafters)
 
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 from conftest import make_target
+from oracles.tiny import tiny_config, tiny_model
 from test_contract import make_windowed
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.bench.tiny import tiny_config, tiny_model
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 NEW = 8
@@ -53,7 +53,7 @@ def interrupted_at(line: int):
 
     def entered(frame, event, argument):
         code = frame.f_code
-        of_cache = code.co_name in PLACES and code.co_filename.endswith(("cache_utils.py", "growing_cache.py"))
+        of_cache = code.co_name in PLACES and code.co_filename.endswith(("cache_utils.py", "cache_slots.py"))
         return inside if of_cache else None
 
     def traced(self, *args):

@@ -13,8 +13,7 @@ import pytest
 from hf_hsdraft.training.data import inventing
 from hf_hsdraft.training.data.dataset import RowFolder
 from hf_hsdraft.training.data.inventing import invent_prompts
-from hf_hsdraft.training.data.kind_words import WORDS
-from hf_hsdraft.training.data.kinds import KINDS, Kind, chosen_kinds, kind_of_openings, quotas, sketch
+from hf_hsdraft.training.data.kinds import KINDS, WORDS, Kind, chosen_kinds, kind_of_openings, quotas, sketch
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from large_target import TINY, at_full_depth, measure_drafter, random_target
 
-from hf_hsdraft.bench.large_target import TINY, at_full_depth, measure_drafter, random_target
 from hf_hsdraft.training.families.trainable import TRAINABLE
 
 

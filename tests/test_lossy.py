@@ -10,21 +10,19 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import VOCAB, make_drafter
+from exactness import main as run_exactness
+from oracles.exactness import check, settings
 from test_protocol import ListDrafter
 from transformers import LogitsProcessor, LogitsProcessorList
-from typer.testing import CliRunner
 
 from hf_hsdraft import attach
-from hf_hsdraft.bench.exactness import check, settings
-from hf_hsdraft.cli.main import app
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.methods.lossy.pivot import FILE, LEAST_PROBABILITY, Pivot, PivotClassifier, tap_of
 from hf_hsdraft.methods.lossy.relaxed import normalised_entropy
-from hf_hsdraft.verify.own_choice import OwnChoice
 from hf_hsdraft.verify.registry import VERIFIERS, is_lossy
-from hf_hsdraft.verify.verdict import Nodes, Verdict
+from hf_hsdraft.verify.verdict import Nodes, OwnChoice, Verdict
 
 SIZE = 7  # of the vocabulary of the tables
 WIDTH = 5  # of their hidden states
@@ -512,10 +510,11 @@ def test_values_out_of_range_are_told(target, option, value):
 
 def test_the_command_that_tests_exactness_leaves_lossy_rules_out(monkeypatch):
     tried = []
-    monkeypatch.setattr("hf_hsdraft.bench.exactness.check", lambda *s, samples: tried.append(s[0]) or stop())
+    monkeypatch.setattr("oracles.exactness.check", lambda *s, samples: tried.append(s[0]) or stop())
 
     def stop():
         raise ValueError("enough")
 
-    CliRunner().invoke(app, ["exactness", "--samples", "1000", "--processors", "none"])
+    with pytest.raises(ValueError, match="enough"):
+        run_exactness(["--samples", "1000", "--processors", "none"])
     assert tried == ["walk"]

@@ -15,12 +15,16 @@ from test_self_speculation import make_self
 from test_specformer import make_specformer
 
 import hf_hsdraft
-from hf_hsdraft.bench.exactness import DRAWN_DRAFTS
 from hf_hsdraft.core import methods
 from hf_hsdraft.core.methods import Registry
+from hf_hsdraft.drafters.base.formats import formats
+from hf_hsdraft.drafters.base.refiners import REFINERS
 from hf_hsdraft.drafters.base.registry import FAMILIES
+from hf_hsdraft.training.families.family import GROWTHS
 from hf_hsdraft.training.families.trainable import TRAINABLE
 from hf_hsdraft.training.loss.objectives import WHOLE_LOSSES
+from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
+from hf_hsdraft.verify.registry import VERIFIERS, rule_options
 
 
 @pytest.fixture
@@ -92,6 +96,15 @@ with pytest.raises(ValueError, match="no drafter of a known format .model_type=s
     AutoDrafter.from_pretrained(sys.argv[1])
 with pytest.raises(ValueError, match="family='self' is unknown: expected one of block, eagle3, hidden-state"):
     trainable("self", {})
+drafter = make_drafter(target)
+drafter.save_pretrained(sys.argv[1] + "/saved")
+path = Path(sys.argv[1]) / "saved" / "generation_config.json"
+path.write_text(json.dumps({**json.loads(path.read_text()), "verification": "fly", "fly_window": 0}))
+drafter = AutoDrafter.from_pretrained(path.parent)
+assert target.generate(ids, **options, assistant_model=drafter).tolist() == target.generate(ids, **options).tolist()
+drafter.generation_config.verification = "fly"
+with pytest.raises(ValueError, match="verification='fly' is invalid: expected one of walk, rejection$"):
+    target.generate(ids, **options, assistant_model=drafter)
 """
 
 
@@ -111,6 +124,31 @@ assert not loaded, loaded
 for folder in sys.argv[1:]:
     print(type(AutoModel.from_pretrained(folder)).__name__)
 """
+
+
+ASKED = """
+import sys
+from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.trees.builder_registry import TREE_BUILDERS
+
+def loaded():
+    return [name.removeprefix("hf_hsdraft.methods.") for name in sys.modules if name.startswith("hf_hsdraft.methods.")]
+
+drafter = CachebackDrafter()
+assert DraftOptions.of(drafter).own == {} and not loaded()
+drafter.generation_config.fly_window = 2
+assert DraftOptions.of(drafter).own["fly_window"] == 2
+assert sorted(loaded()) == ["lossy", "lossy.fly", "lossy.relaxed"]
+assert TREE_BUILDERS["p_best"].whole
+drafter.generation_config.verification = "typical"
+assert "typical_delta" in DraftOptions.of(drafter).own
+assert sorted(loaded())[2:] == ["lossy.relaxed", "lossy.typical", "refinement", "refinement.p_best_trees"]
+"""
+
+
+def test_a_method_is_loaded_when_an_option_names_it():
+    child(ASKED, Path(methods.__file__).parents[2])
 
 
 def test_a_method_is_loaded_when_transformers_asks_for_it(tmp_path):
@@ -144,8 +182,11 @@ def test_all_that_is_offered_is_there():
             module = methods.load(kind, name)
             if kind == "name":
                 assert getattr(module, name).__name__ == name
-    for registry in (FAMILIES, TRAINABLE, WHOLE_LOSSES, DRAWN_DRAFTS):
+    for registry in (VERIFIERS, TREE_BUILDERS, REFINERS, GROWTHS, FAMILIES, TRAINABLE, WHOLE_LOSSES):
         assert set(methods.offered(registry.kind)) <= registry.loaded.keys()
+    assert set(methods.offered("format")) <= {form.name for form in formats()}
+    assert set(methods.offered("verification_option")) == {option.name for option in rule_options()}
+    assert {rule.file for rule in VERIFIERS.values()} - {""} <= set(methods.offered("file"))
 
 
 def test_public_names_are_those_that_type_checkers_read():

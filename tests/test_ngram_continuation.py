@@ -11,7 +11,7 @@ from conftest import each_with_its_seed, make_drafter, make_target
 
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
-from hf_hsdraft.drafters.base.protocol import Accepted, Ask, DraftCall
+from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.ngrams.ngram_cache import NgramCache
 from hf_hsdraft.drafters.ngrams.ngram_session import NgramSession
 from hf_hsdraft.methods.lossy.fly import FLy
@@ -25,7 +25,7 @@ def session_of(target, text: list[int], **options) -> NgramSession:
     drafter = make_drafter(target)
     for name, value in options.items():
         setattr(drafter.generation_config, name, value)
-    session = NgramSession(DraftCall(target, 1, DraftOptions.of(drafter)))
+    session = NgramSession(Call(target, 1, DraftOptions.of(drafter)))
     nothing = torch.zeros(0)
     session.observe([Accepted(0, text, nothing, nothing.long(), nothing.long())])
     return session
@@ -44,18 +44,18 @@ def test_a_path_goes_on_as_a_chain_of_ngrams_would():
 
 def test_the_most_probable_path_goes_on_and_least_probable_nodes_give_way(target):
     session = session_of(target, [1, 2, 3, 4, 1, 2, 3, 4, 9], ngram_length=2, ngram_continuation=3)
-    longer = session.continued(TREE, Ask(0, 9, depth=9, size=16, reach=9))
+    longer = session.continued(TREE, Ask(0, 9, depth=9, size=16))
     assert longer.fault() == "" and longer.tokens == (*TREE.tokens, 3, 4, 9)
     assert [longer.tokens[node] for node in longer.path(len(longer) - 1)] == [1, 2, 3, 4, 9]
-    full = session.continued(TREE, Ask(0, 9, depth=9, size=6, reach=9))
+    full = session.continued(TREE, Ask(0, 9, depth=9, size=6))
     assert full.fault() == "" and full.tokens == (9, 4, 1, 2, 3, 4, 9)  # without the node of token 5
-    assert session.continued(TREE, Ask(0, 9, depth=9, size=16, reach=3)).depths[-1] == 3
-    one = session.continued(TREE, Ask(0, 9, depth=9, size=4, reach=3))
+    assert session.continued(TREE, Ask(0, 9, depth=3, size=16)).depths[-1] == 3
+    one = session.continued(TREE, Ask(0, 9, depth=3, size=4))
     assert one.tokens == (9, 4, 1, 2, 3), "for one further node one gives way, not as many as could have come"
-    least = session.continued(TREE, Ask(0, 9, depth=9, size=2, reach=9))
+    least = session.continued(TREE, Ask(0, 9, depth=9, size=2))
     assert least.fault() == "" and least.tokens == (9, 1, 2), "the path gives way with its end"
     for tree, root in ((DraftTree.root(9), 9), (TREE, 8)):  # nothing is to be drafted; n-grams of another text
-        assert session.continued(tree, Ask(0, root, depth=9, size=16, reach=9)) is tree
+        assert session.continued(tree, Ask(0, root, depth=9, size=16)) is tree
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -109,7 +109,7 @@ def test_a_window_beyond_the_drafters_depth_is_filled(target):
     """FLy forgives a mismatch only if the whole window after it was drafted."""
     session = session_of(target, [1, 2, 3, 4, 1, 2, 3, 4, 9], ngram_length=2, ngram_continuation=3)
     chain = DraftTree((9, 1, 2), (-1, 0, 1), (0, 1, 2), (0.0, -0.5, -1.0))
-    longer = session.continued(chain, Ask(0, 9, depth=9, size=16, reach=9))
+    longer = session.continued(chain, Ask(0, 9, depth=9, size=16))
     rule = FLy().with_options({"fly_entropy": 0.3, "fly_window": 3, "fly_most_probable": 0})
     lengths = []
     for tree in (chain, longer):

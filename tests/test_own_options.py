@@ -15,8 +15,8 @@ from hf_hsdraft.core.options import Option
 from hf_hsdraft.drafters.base.draft_options import DraftOptions, default_options
 from hf_hsdraft.drafters.base.protocol import Drafter
 from hf_hsdraft.pace import pacing
-from hf_hsdraft.verify.own_choice import OwnChoice
 from hf_hsdraft.verify.registry import VERIFIERS
+from hf_hsdraft.verify.verdict import OwnChoice
 
 CALL = {"max_new_tokens": 16, "do_sample": False}
 BONUS = Option("list_bonus", 0.5, lambda value: isinstance(value, float) and 0 <= value <= 1, "a number from 0 to 1")

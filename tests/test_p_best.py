@@ -6,11 +6,10 @@ import itertools
 
 import pytest
 import torch
+from oracles.exactness import FullExpansion, check
 
-from hf_hsdraft.bench.exactness import FullExpansion, check
 from hf_hsdraft.methods.refinement.p_best_trees import p_best_trees
-from hf_hsdraft.trees.beam_trees import beam_trees
-from hf_hsdraft.trees.tree_builders import TreeLimits
+from hf_hsdraft.trees.tree_builders import TreeLimits, beam_trees
 
 TOKENS, DEPTH = 5, 4
 

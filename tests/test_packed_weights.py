@@ -20,13 +20,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, StoppingCriteria, StoppingCriteriaList
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.bench import demo, profile
+from hf_hsdraft.bench import profile
 from hf_hsdraft.bench.calls import Settings
 from hf_hsdraft.bench.systems import System
 from hf_hsdraft.cpu import packed_weights as module
 from hf_hsdraft.cpu.packed_weights import PackedWeights, linears_to_pack
 from hf_hsdraft.pace import pacing
 from hf_hsdraft.pace.round_costs import MeasuredCosts
+from hf_hsdraft.serve import demo
 
 TYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if module.has_kernel(torch.ones(1, 1, dtype=dtype))]
 pytestmark = pytest.mark.skipif(not TYPES, reason="this processor has no such kernel")
@@ -290,7 +291,7 @@ def test_calls_share_copies(copies):
 def test_what_was_asked_for_serves_the_default(copies, monkeypatch, first, tuned):
     """And what the default has packed is not packed again where more is asked for."""
     tuned(packed_least_numbers=2000, packing_forwards=0.3)  # the default packs in the second round
-    monkeypatch.setattr("hf_hsdraft.engine.rounds.slower_packed", lambda *kind: False)
+    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda *kind: False)
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     drafter, expected = make_drafter(target), texts(target, ids)
     every, some = (len(linears_to_pack(target.model, asked_for)) for asked_for in (True, None))
@@ -597,7 +598,7 @@ def test_the_round_that_packs_is_not_timed(asked_for, monkeypatch):
     monkeypatch.setattr(module._Forward, "__call__", running)
     monkeypatch.setattr(MeasuredCosts, "add", timing)
     monkeypatch.setattr(
-        "hf_hsdraft.engine.rounds.slower_packed", lambda *kind: False
+        "hf_hsdraft.engine.decoding.slower_packed", lambda *kind: False
     )  # so small, a layout may not gain
     for _ in range(10):
         output = texts(target, ids, echo, max_new_tokens=60, return_dict_in_generate=True)
@@ -637,7 +638,7 @@ def test_a_call_does_not_pack_where_that_slowed_others(packings, monkeypatch):
     target, ids = make_target(), torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     drafter = make_drafter(target)
     drafter.generation_config.packed_weights = None
-    monkeypatch.setattr("hf_hsdraft.engine.rounds.slower_packed", lambda *kind: True)
+    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda *kind: True)
     texts(target, ids, drafter, max_new_tokens=200)
     assert not packings
     monkeypatch.undo()

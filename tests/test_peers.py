@@ -19,11 +19,11 @@ from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner
 
 from hf_hsdraft.bench.calls import Settings
-from hf_hsdraft.bench.measure import encode_prompt
 from hf_hsdraft.bench.run import measure
 from hf_hsdraft.bench.summary import summarise
 from hf_hsdraft.bench.systems import PLAIN, make_systems, parse_variants
 from hf_hsdraft.cli.main import app
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ from transformers import GenerationConfig
 from hf_hsdraft import CachebackDrafter
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.drafters.base.draft_options import default_options
-from hf_hsdraft.drafters.base.protocol import Ask, DraftCall, Drafter, Session
+from hf_hsdraft.drafters.base.protocol import Ask, Call, Drafter, Session
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
-from hf_hsdraft.verify.own_choice import OwnChoice
 from hf_hsdraft.verify.registry import VERIFIERS
-from hf_hsdraft.verify.verdict import Verdict, Verifier
+from hf_hsdraft.verify.verdict import OwnChoice, Verdict, Verifier
 
 NEW = 24
 
@@ -35,7 +34,7 @@ class ListDrafter(Drafter):
     def default_generation_config(self) -> GenerationConfig:
         return default_options(self.num_draft_steps, tree_size=24, beam_width=8)
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         return ListSession(self.texts)
 
 
@@ -137,7 +136,7 @@ WRONG = {
     "no number": (each(lambda ask: path(ask, 1, scores=(0.0, float("nan")))), "node 1 has score nan, its parent 0.0"),
     "likelier than certain": (each(lambda ask: path(ask, 1, scores=(0.0, 0.5))), "node 1 has score 0.5"),
     "root's score": (each(lambda ask: path(ask, 1, scores=(-1.0, -1.0))), "depth 0 and score -1.0"),
-    "branches": (each(lambda ask: star(ask, 2)), "ask.chain=True"),
+    "branches": (each(lambda ask: star(ask, 2)), "ask.width=1"),
 }
 
 

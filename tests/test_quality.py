@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from hf_hsdraft import CachebackDrafter, CascadeDrafter, CausalLMDrafter, HSDrafter, LayerSkipDrafter
 from hf_hsdraft.bench.calls import Settings
-from hf_hsdraft.bench.measure import encode_prompt
 from hf_hsdraft.bench.systems import PLAIN
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.lossy import pivot_training as pivots
@@ -36,6 +35,7 @@ from hf_hsdraft.methods.lossy.quality import (
 )
 from hf_hsdraft.methods.lossy.quality_figures import as_document, bootstrap, row_of, tables_of, told_by
 from hf_hsdraft.methods.lossy.quality_log import AnswerLog, digest, model_digest, run_of
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.verify.lossy_rule import Rule
 
 

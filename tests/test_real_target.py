@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hf_hsdraft import HSDrafter, attach
-from hf_hsdraft.bench.measure import encode_prompt, first_divergence
+from hf_hsdraft.engine.divergence import first_divergence
 from hf_hsdraft.runtime import target_ability
+from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
 
 DRAFTER = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, write_prompts
+from oracles.exactness import chi_square
+from oracles.format_parity import randomise
 from session_helpers import news, padded
 from test_specformer import PART, make_specformer
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter, HSDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.parallel_expansion import ParallelExpansion
@@ -151,14 +151,13 @@ def test_scores_are_the_interpolation_of_both_models(kind, target, tuned, tmp_pa
 def expansion_of(session, root: int) -> ParallelExpansion:
     """What a session builds the tree of the next draft by."""
     made = []
-    builder = session._grown if isinstance(session, HSDraftSession) else session.grown
-    name = "_grown" if isinstance(session, HSDraftSession) else "grown"
+    builder = session.grown
 
     def noting(asks, expansion, *args):
         made.append(expansion)
         return builder(asks, expansion, *args)
 
-    setattr(session, name, noting)
+    session.grown = noting
     session.draft([Ask(0, root, depth=3, size=8)])
     return made[0]
 

@@ -13,11 +13,11 @@ from conftest import VOCAB, make_drafter, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.scripted import ScriptedDrafter
+from oracles.tiny import tiny_config, tiny_model
 from transformers import MambaConfig, MambaForCausalLM
 
 from hf_hsdraft import CachebackDrafter, CausalLMDrafter, DraftTree
-from hf_hsdraft.bench.scripted import ScriptedDrafter
-from hf_hsdraft.bench.tiny import tiny_config, tiny_model
 from hf_hsdraft.core.refusals import DraftingRefused
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import ServerRefused

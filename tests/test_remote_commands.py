@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.remote_relay import relay
+from remote_bench.clients import Order, run, soak
 from test_remote import plain, prompts, until
 
-from hf_hsdraft.bench.remote_clients import Order, run, soak
-from hf_hsdraft.bench.remote_relay import relay
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
 from hf_hsdraft.remote.sessions import ServerLimits

@@ -18,11 +18,11 @@ from conftest import make_drafter
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.scripted import ScriptedDrafter
 from test_remote import plain, prompts, until
 from test_remote_faults import address, opened
 
 from hf_hsdraft import CachebackDrafter, DraftTree
-from hf_hsdraft.bench.scripted import ScriptedDrafter
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.desk import Conversation, DeviceGone
 from hf_hsdraft.remote.link import Link, LinkLost, ServerRefused

@@ -13,11 +13,11 @@ from conftest import VOCAB, make_drafter, make_target
 pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
+from oracles.scripted import ScriptedDrafter
 from test_remote import plain, prompts
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.bench.scripted import ScriptedDrafter
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Link, LinkLost
 from hf_hsdraft.remote.sessions import ServerLimits

@@ -14,9 +14,9 @@ pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
 
 import msgpack
+from oracles.remote_fuzz import fuzz, malformed
 
 from hf_hsdraft import DraftTree
-from hf_hsdraft.bench.remote_fuzz import fuzz, malformed
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.fleet import DeviceLoad, ServerCosts, fitted_line, fleet_point, most_sessions, saturates_at
 from hf_hsdraft.remote.link import Address, Link, LinkLost, ServerRefused

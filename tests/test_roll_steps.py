@@ -244,9 +244,9 @@ def test_a_drafter_that_names_neither_is_as_before(target, tmp_path):
     ("fields", "message"),
     [
         ({"num_roll_layers": 2}, "num_roll_layers=2 is invalid: the trunk has only num_hidden_layers=1"),
-        ({"num_roll_layers": 0}, "num_roll_layers=0 is invalid: expected an integer of 1 or more"),
+        ({"num_roll_layers": 0}, "num_roll_layers=0 is invalid: expected an integer from 1 to 64"),
         ({"num_step_modules": 5}, "num_step_modules=5 is invalid: there are only num_draft_steps=4"),
-        ({"num_step_modules": 0}, "num_step_modules=0 is invalid: expected an integer of 1 or more"),
+        ({"num_step_modules": 0}, "num_step_modules=0 is invalid: expected an integer from 1 to 64"),
         ({"num_step_modules": True}, "num_step_modules=True is invalid"),
     ],
 )

@@ -10,12 +10,11 @@ import torch
 from conftest import make_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import exactness
+from oracles.exactness import DRAFTED, Table, cascaded, check, chi_square, grow
+from oracles.exactness import settings as all_settings
 from small_target import exact_distribution, small_target
 
-from hf_hsdraft.bench import exactness
-from hf_hsdraft.bench.exactness import DRAFTED, Table, check, chi_square, grow
-from hf_hsdraft.bench.exactness import settings as all_settings
-from hf_hsdraft.methods.cascade.exactness import cascaded
 from hf_hsdraft.trees.sampled_trees import branching_for
 from hf_hsdraft.verify.rejection import Rejection
 

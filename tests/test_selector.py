@@ -101,7 +101,7 @@ def test_drawn_trees_take_it_too(target, prompt, builder):
 def test_there_are_no_more_candidates_than_tokens(target):
     drafter = selecting(target, 50, draft_vocab_size=20)
     assert drafter.injector.reach(torch.randn(3, 20)).all()
-    with pytest.raises(ValueError, match="injector_top_k=0 is invalid: expected an integer of 1 or more"):
+    with pytest.raises(ValueError, match="injector_top_k=0 is invalid: expected an integer from 1 to 65,536"):
         selecting(target, 0)
 
 

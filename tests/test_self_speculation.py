@@ -12,14 +12,14 @@ import torch
 import training_helpers
 from conftest import VOCAB, each_with_its_seed, make_target, write_prompts
 from lm_helpers import tiny
+from oracles.exactness import chi_square
+from oracles.format_parity import randomise
+from oracles.tiny import VOCABULARY
 from session_helpers import padded
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SelfDraftConfig, SelfDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.format_parity import randomise
-from hf_hsdraft.bench.tiny import VOCABULARY
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.methods.self_speculation.first_layers import FirstLayers
 from hf_hsdraft.runtime.target_runtime import TargetRuntime
@@ -539,7 +539,7 @@ def test_wrong_fields_are_named():
     for fields, message in (
         ({"draft_layers": 4}, "draft_layers=4 is invalid: it must be below target_num_hidden_layers=4"),
         ({"draft_layers": 9}, "draft_layers=9 is invalid: it must be below target_num_hidden_layers=4"),
-        ({"draft_layers": 0}, "draft_layers=0 is invalid: expected an integer of 1 or more"),
+        ({"draft_layers": 0}, "draft_layers=0 is invalid: expected an integer from 1 to 4,096"),
         ({"num_attention_heads": 4}, "has no num_attention_heads"),
     ):
         with pytest.raises(ValueError, match=message):

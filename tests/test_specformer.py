@@ -10,14 +10,14 @@ from collections import Counter
 import pytest
 import torch
 from conftest import VOCAB, each_with_its_seed, make_target
+from oracles.exactness import chi_square
+from oracles.format_parity import randomise
 from session_helpers import news, padded
 from torch.nn.functional import silu
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, SpecFormerConfig, SpecFormerDrafter
-from hf_hsdraft.bench.exactness import chi_square
-from hf_hsdraft.bench.format_parity import randomise
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.drafters.base.protocol import Ask
@@ -253,7 +253,7 @@ def test_a_chat_that_continues_a_cache_keeps_its_context(target, monkeypatch):
     drafted = SpecFormerSession.drafted
 
     def noting(self, asks, depth):
-        noted[-1].append((int(self._anchor(0)), drafted(self, asks, depth)))
+        noted[-1].append((int(self.anchors([0])), drafted(self, asks, depth)))
         return noted[-1][-1][1]
 
     monkeypatch.setattr(SpecFormerSession, "drafted", noting)
@@ -328,7 +328,7 @@ def test_trees_follow_the_products_of_the_slots(target):
         reverse=True,
     )
     assert sorted(tree.scores[1:], reverse=True) == pytest.approx(scores[:16], abs=1e-4)
-    [chain] = session.draft([Ask(0, text[-1], depth=3, size=24, chain=True)])
+    [chain] = session.draft([Ask(0, text[-1], depth=3, size=24, width=1)])
     assert chain.depths == (0, 1, 2, 3)
     [none] = session.draft([Ask(0, text[-1], depth=0, size=24)])
     assert len(none) == 1
@@ -367,7 +367,7 @@ def test_a_fresh_drafter_follows_its_target(target):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_draft_steps": 65}, "num_draft_steps=65 is invalid: expected an integer of at most 64"),
+        ({"num_draft_steps": 65}, "num_draft_steps=65 is invalid: expected an integer from 1 to 64"),
         ({"ctc": "yes"}, "ctc='yes' is invalid: expected true or false"),
         ({"reads_tokens": 1}, "reads_tokens=1 is invalid: expected true or false"),
         ({"target_tap_layers": [2, 1]}, r"target_tap_layers=\[2, 1\] is invalid: expected ascending"),

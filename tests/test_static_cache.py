@@ -10,11 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
+from oracles.forced_drafter import ForcedDrafter
+from round_cost import TINY, Plan, main, random_pair
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen2Config, StaticCache
 
-from hf_hsdraft.bench.round_cost import TINY, ForcedDrafter, Plan, main, random_pair
 from hf_hsdraft.core.cache_name import CACHE
 from hf_hsdraft.core.draft_tree import DraftTree
 from hf_hsdraft.engine.decoded_texts import DecodedTexts
@@ -318,13 +319,13 @@ def test_a_round_of_the_target_reads_nothing_back(target, prompts, rows):
         for path in ([2, 3], [], [1], [2, 3, 4]):
             paths = [path, None, [1]][:rows]
             with host_reads() as seen:
-                mark = runtime.mark()
+                mark = runtime.slots.mark()
                 runtime.verify([tree] * rows, ids)
                 runtime.commit(paths)
             assert not seen
             assert runtime.length >= mark.slots + 1 + len(path)
         with host_reads() as seen:
-            runtime.roll_back(mark)
+            runtime.slots.roll_back(mark)
         assert not seen
     assert int(runtime.cache.get_seq_length()) == runtime.length
 
@@ -374,7 +375,7 @@ def test_a_pattern_of_acceptance_is_forced(drafter, target, prompt):
 def test_the_cost_of_a_round_is_reported(tmp_path):
     out = tmp_path / "cost.json"
     sizes = ["--tiny", "--prompt-length", "16", "--rounds", "8", "--tree-size", "12", "--draft-steps", "3"]
-    main([*sizes, "--accept", "0,2,1,3", "--dtype", "float32", "--device", "cpu", "--backend", "", "--out", str(out)])
+    main([*sizes, "--accept", "0,2,1,3", "--dtype", "float32", "--device", "cpu", "--backend", "", "--json", str(out)])
     report = json.loads(out.read_text())
     cost = report["milliseconds"]
     assert report["device"] == "cpu" and report["target"]["hidden_size"] == TINY.hidden_size

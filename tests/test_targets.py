@@ -8,6 +8,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 from conftest import VOCAB, make_drafter, make_target, scripted
+from oracles.support import check_type, model_types
 from rounded_target import own_distance, rounded_target
 from test_contract import NEW, batch_of, compare, make_windowed
 from transformers import (
@@ -20,7 +21,6 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_hsdraft import CachebackDrafter
-from hf_hsdraft.bench.support import check_type, model_types
 from hf_hsdraft.core.cache_name import given_cache
 from hf_hsdraft.core.tuning import TUNING
 from hf_hsdraft.drafters.hidden_state.draft_session import HSDraftSession

@@ -12,12 +12,12 @@ import torch
 from conftest import VOCAB, make_target, write_prompts
 from hub_server import HubServer
 from huggingface_hub import HfApi, constants
+from oracles.block_parity import SLOTS, speculators_slots
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from hf_hsdraft import AutoDrafter, BlockDrafter
-from hf_hsdraft.bench.block_parity import SLOTS, speculators_slots
 from hf_hsdraft.cli.main import app
 from hf_hsdraft.hub import pushing
 from hf_hsdraft.training.data.conversations import TokenizedConversation

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .measure import end_tokens
+from ..runtime.answer_limits import end_tokens
 
 KINDS = {"economize-lookup": "lookup", "economize-eagle3": "EAGLE-3", "economize-hybrid": "hybrid"}
 CYCLE = 4  # economize's own default: number of tokens of a cycle, one by the target and the others drafted

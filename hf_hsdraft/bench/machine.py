@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+Result = TypeVar("Result")
+_RESET = Path("/proc/self/clear_refs")
 
 
 def processor(device: torch.device) -> str:
@@ -31,6 +35,15 @@ def synchronise(device: torch.device) -> None:
     """Waits until a GPU has done its work, so that a clock counts it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(device: torch.device, call: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result, float]:
+    """Returns what a call returns, and its seconds."""
+    synchronise(device)
+    begin = time.perf_counter()
+    result = call(*args, **kwargs)
+    synchronise(device)
+    return result, time.perf_counter() - begin
 
 
 class PeakMemory:
@@ -63,6 +76,15 @@ class PeakMemory:
             return None
 
 
-def _status(field: str) -> int | None:
-    found = re.search(rf"^{field}:\s*(\d+) kB", _STATUS.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
+def resident_bytes(process: int | str = "self") -> int | None:
+    """Returns the memory that a process holds now, on Linux; `None` where the system does not tell."""
+    try:
+        return _status("VmRSS", process)
+    except OSError:
+        return None
+
+
+def _status(field: str, process: int | str = "self") -> int | None:
+    text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+    found = re.search(rf"^{field}:\s*(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None

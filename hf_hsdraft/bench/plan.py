@@ -15,11 +15,11 @@ from rich.progress import Progress
 
 from ..core.checks import public_name
 from ..drafters.base.protocol import Drafter
+from ..runtime.prompt_inputs import encode_prompts
 from ..training.data.conversations import Prompt, read_prompts
 from .calls import Settings
 from .default_prompts import DEFAULT_PROMPTS
 from .machine import processor
-from .measure import encode_prompts
 from .profile import profile
 from .report import BenchResult, write_report
 from .run import Measured, measure, spread

@@ -26,8 +26,8 @@ from ..drafters.hidden_state.static_roll_out import StaticRollOut
 from ..drafters.ngrams.ngram_session import NgramSession
 from ..engine.decoded_texts import DecodedTexts
 from ..engine.drafting import Drafting
-from ..engine.round_loop import decode
-from ..runtime.growing_cache import give_room_back
+from ..engine.loop import decode
+from ..runtime.cache_slots import give_room_back
 from ..runtime.target_runtime import TargetRuntime
 from ..trees.tree_masks import TreeBatch, as_attention_takes_it, tree_mask
 from .attribution import Attribution

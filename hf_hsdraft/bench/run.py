@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.divergence import Divergence, first_divergence
 from ..training.data.conversations import Prompt
 from .calls import Run, Settings, time_call
-from .measure import Divergence, first_divergence
 from .systems import PLAIN, System
 
 WARM_UP_TOKENS = 96  # enough for the rounds in which a pace learns what forwards cost
@@ -114,19 +114,19 @@ def measure(
                     run.question, run.repeat = question, repeat
                     measured.runs[system.name].append(run)
             for system in going:
-                # Plain decoding draws the tokens of all rows at once, others row by row.
-                alike = system.draws_as_plain and len(texts[PLAIN]) == 1
-                if settings.temperature == 0 or alike:
-                    _compare(target, each, measured.runs[system.name][-1], texts, system.name, settings)
+                _compare(target, each, measured.runs[system.name][-1], texts, system, settings)
             tell(measured)
     return measured
 
 
 def _compare(
-    target: Any, inputs: Inputs, run: Run, texts: dict[str, list[list[int]]], name: str, settings: Settings
+    target: Any, inputs: Inputs, run: Run, texts: dict[str, list[list[int]]], system: System, settings: Settings
 ) -> None:
-    """Notes in a call how its texts differ from plain decoding's of the same prompts."""
-    plain, own = texts[PLAIN], texts[name]
+    """Notes in a call how its texts differ from plain decoding's of the same prompts, if they should be the same."""
+    plain, own = texts[PLAIN], texts[system.name]
+    # Plain decoding draws the tokens of all rows at once, others row by row.
+    if settings.temperature > 0 and not (system.draws_as_plain and len(plain) == 1):
+        return
     run.same_rows = sum(a == b for a, b in zip(plain, own, strict=True))
     if len(plain) > 1 or run.same_rows:
         return

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..runtime.prompt_inputs import encode_batch, encode_prompt
 from ..runtime.target_limits import text_config
 from .calls import Settings
-from .measure import encode_batch, encode_prompt
 from .run import Inputs, Measured, measure
 from .systems import System
 

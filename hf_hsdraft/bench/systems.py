@@ -16,7 +16,7 @@ from ..cpu.packed_weights import linears_to_pack
 from ..drafters.base.draft_options import DraftOptions, option_names
 from ..drafters.base.protocol import Drafter
 from ..drafters.ngrams.cacheback import CachebackDrafter
-from ..verify.registry import is_lossy
+from ..verify.registry import OPTION_NAMES, is_lossy
 from . import economize, peers
 
 PLAIN = "plain"
@@ -190,7 +190,8 @@ class System:
         """Returns the drafting options in force, for the report."""
         if not self.ours:
             return self.options
-        config, names = self.drafter.generation_config, vars(self.drafter.default_generation_config())
+        config = self.drafter.generation_config
+        names = [*vars(self.drafter.default_generation_config()), *sorted(OPTION_NAMES)]
         given = {name: getattr(config, name, None) for name in names if not name.startswith("_")}
         return {name: value for name, value in {**given, **self.options}.items() if value is not None}
 

@@ -158,15 +158,15 @@ def first_calls(
     device: DeviceOption = "cpu",
 ) -> None:
     """Times the first call of a process, plain and with the drafter, each in a process of its own."""
-    from ..bench.first_calls import print_first_calls, run_first_calls
     from ..bench.plan import whole_numbers
+    from ..bench.processes import Pair, print_first_calls, run_first_calls
 
     try:
         counts = whole_numbers(lengths, "--lengths")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    name = drafter_of(target, drafter)
-    print_first_calls(run_first_calls(target, name, dtype.torch, device, prompt, counts, repeats), console)
+    pair = Pair(target, drafter_of(target, drafter), dtype.torch, device)
+    print_first_calls(run_first_calls(pair, prompt, counts, repeats), console)
 
 
 @app.command(short_help="Measure the memory of several calls at once.")
@@ -184,7 +184,7 @@ def concurrent(
     dtype: DtypeOption = Dtype.float32,
 ) -> None:
     """Measures the memory that calls take which run at once, each number of calls in a process of its own."""
-    from ..bench.concurrent import print_concurrent, run_concurrent
+    from ..bench.processes import Pair, print_concurrent, run_concurrent
     from ..training.data.conversations import read_prompts
     from ..training.evaluate.parity import PROMPTS
 
@@ -193,6 +193,5 @@ def concurrent(
     except ValueError:
         raise typer.BadParameter(f"expected numbers such as 1,2,4, found {calls!r}", param_hint="--calls") from None
     texts = list(PROMPTS) if prompts is None else [prompt.turns[0] for prompt in read_prompts(prompts)]
-    name = drafter_of(target, drafter)
-    results = run_concurrent(target, name, dtype.torch, texts, counts, max_new_tokens, packed_weights)
-    print_concurrent(results, console)
+    pair = Pair(target, drafter_of(target, drafter), dtype.torch, packed_weights=packed_weights)
+    print_concurrent(run_concurrent(pair, texts, counts, max_new_tokens), console)

@@ -23,7 +23,7 @@ def demo(
     device: DeviceOption = "cpu",
 ) -> None:
     """Answers a prompt with and without the drafter, drafted tokens coloured."""
-    from ..bench.demo import run_demo
+    from ..serve.demo import run_demo
 
     model, tokenizer, loaded = load_pair(target, drafter, dtype, device)
     run_demo(model, tokenizer, loaded, prompt, max_new_tokens, console)

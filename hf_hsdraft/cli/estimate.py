@@ -141,8 +141,8 @@ def _decoding(
         speeds: bytes and operations per second of the device.
         hierarchy: name of a middle model, and shares of tokens that are accepted; `None` leaves hierarchies out.
     """
-    from ..bench.decoding_estimate import Device, Drafting, estimate_decoding
     from ..runtime.target_loading import load_config
+    from ..training.evaluate.decoding_estimate import Device, Drafting, estimate_decoding
 
     config, device, length = load_config(target), Device(*speeds), drafting["length"]
     made = _drafter(config, *drafter)

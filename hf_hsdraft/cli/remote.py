@@ -116,7 +116,7 @@ def fleet(
         Path | None,
         typer.Option(
             "--from",
-            help="JSON that hf_hsdraft.bench.remote_sessions wrote; its measured values replace --fixed-ms, "
+            help="JSON that benchmarks/remote_sessions.py wrote; its measured values replace --fixed-ms, "
             "--column-ms, --token-bytes and --max-batch.",
         ),
     ] = None,
@@ -139,7 +139,7 @@ def fleet(
 ) -> None:
     """Says how many devices a server serves, by a model of queues; runs nothing.
 
-    The defaults are made up: measure your own by `python -m hf_hsdraft.bench.remote_sessions`, and give them by --from.
+    The defaults are made up: measure your own by `python benchmarks/remote_sessions.py`, and give them by --from.
     """
     from ..remote.fleet import DeviceLoad, ServerCosts
     from ..remote.fleet_report import costs_of, print_fleet

@@ -6,16 +6,25 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ..core.methods import offered
 from ._shared import Dtype, Injector, TargetOption, checked_device, console
 
+if TYPE_CHECKING:
+    from ..training.data.plan import TrainingPlan
+
 app = typer.Typer()
 _FAMILIES = ("hidden-state", "block", "eagle3", "lm", *offered("family"))
 Family: Any = cast(Any, StrEnum)("Family", {name: name for name in _FAMILIES})
+# Options that are fields of the plan as they are given.
+_OF_PLAN = (
+    "dataset", "dataset_config", "dataset_split", "dataset_column", "num_prompts", "invented_turns", "answers_from",
+    "server_model", "max_new_tokens", "max_length", "greedy_only", "answer_batch_size", "skip_bad_lines", "cache_taps",
+    "eval_conversations", "eval_prompts", "init_from", "lora", "publish_data",
+)  # fmt: skip
 _DEFAULT_FAMILY = Family("hidden-state")
 
 
@@ -149,8 +158,6 @@ def train(
     from ..training.loop.arguments import parse_arguments
     from ..training.loop.checks import check_no_other_run
     from ..training.loop.prepared import prepared
-    from ..training.loop.progress import Reporter
-    from ..training.loop.run import train as run
 
     if lora is not None and init_from is None:
         raise typer.BadParameter("LoRA adapts a finished drafter; name it with --init-from", param_hint="--lora")
@@ -172,34 +179,17 @@ def train(
     }
     overrides: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     overrides["target_name"] = target_name or target or DEFAULT_TARGET
+    as_given: dict[str, Any] = {name: context.params[name] for name in _OF_PLAN}
+    as_given |= {"temperatures": temperature} if temperature else {}
     plan = TrainingPlan(
         out=str(out),
         prompts=[str(path) for path in prompts or ()],
-        dataset=dataset,
-        dataset_config=dataset_config,
-        dataset_split=dataset_split,
-        dataset_column=dataset_column,
-        num_prompts=num_prompts,
         kinds=_shares(kinds),
         openings=opening or [],
-        invented_turns=invented_turns,
-        answers_from=answers_from,
-        server_model=server_model,
-        **({} if not temperature else {"temperatures": temperature}),
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        greedy_only=greedy_only,
-        answer_batch_size=answer_batch_size,
         exclude_near=[str(path) for path in exclude_near or ()],
-        skip_bad_lines=skip_bad_lines,
-        cache_taps=cache_taps,
-        eval_conversations=eval_conversations,
-        eval_prompts=eval_prompts,
-        init_from=init_from,
-        lora=lora,
-        publish_data=publish_data,
         family=family.value,
         drafter=overrides,
+        **as_given,
     )
     place = device or _own_device()
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:  # several processes begin together, when they load the target
@@ -209,13 +199,21 @@ def train(
     model, tokenizer = load_target(target, dtype.torch, place)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+    _run(model, tokenizer, plan, arguments)
+
+
+def _run(model: Any, tokenizer: Any, plan: TrainingPlan, arguments: dict[str, Any]) -> None:
+    """Trains; says on Ctrl-C that what is made so far is not lost."""
+    from ..training.loop.progress import Reporter
+    from ..training.loop.run import train as run
+
     try:
         run(model, tokenizer, plan, arguments, Reporter(_say, console=console if console.is_terminal else None))
     except KeyboardInterrupt:
-        console.print(f"stopped; the same command goes on from what is in {out}")
+        console.print(f"stopped; the same command goes on from what is in {plan.out}")
         sys.exit(130)
     if os.environ.get("RANK", "0") == "0":
-        console.print(f"drafter saved in {out}")
+        console.print(f"drafter saved in {plan.out}")
 
 
 def _say(line: str) -> None:

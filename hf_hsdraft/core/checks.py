@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 # 1: what decoding needs. 2: also which target and which weights belong to it. A newer format is refused.
@@ -50,3 +52,59 @@ def public_name(name: str) -> str:
     """A target's name as it may be published: of a path on this machine, the last part only."""
     local = name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1 or os.path.exists(name) or ":" in name
     return re.split(r"[/\\]", name.rstrip("/\\"))[-1] if local else name
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a field may be: a value that is `valid`, as `wanted` says; of integers `most` is the greatest."""
+
+    valid: Callable[[Any], bool]
+    wanted: str
+    most: int = 0
+
+
+def integer(most: int, least: int = 1) -> Limit:
+    """From `least` to the greatest value that makes sense: beyond are typing errors, and files that exhaust memory."""
+    wanted = f"an integer from {least} to {most:,}"
+    return Limit(lambda value: is_integer(value) and least <= value <= most, wanted, most)
+
+
+def choice(*names: str) -> Limit:
+    return Limit(lambda value: isinstance(value, str) and value in names, f"one of {', '.join(names)}")
+
+
+POSITIVE = Limit(lambda value: is_number(value) and 0.0 < value < 1e12, "a positive number")
+
+
+def setting(doc: str, default: Any = dataclasses.MISSING, limit: Limit | None = None, **further: Any) -> Any:
+    """Declares a field of a configuration, once.
+
+    `further` is as `dataclasses.field` takes it, and may hold besides: `optional=True`, for `None` whatever the limit;
+    `derived`, which makes the value of the fields before it where it is `None`; `convert`, which makes it of one type.
+    """
+    known = {name: further.pop(name, None) for name in ("optional", "derived", "convert")}
+    return dataclasses.field(default=default, metadata={"doc": doc, "limit": limit, **known}, **further)
+
+
+def settings(kind: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a configuration or of its class that `setting` declared, in their order."""
+    return [each for each in dataclasses.fields(kind) if "doc" in each.metadata]
+
+
+def check_field(each: dataclasses.Field[Any], value: Any) -> None:
+    """Raises a ValueError that names field, value and limit, unless the value is right."""
+    limit = each.metadata["limit"]
+    if limit is not None and not (value is None and each.metadata["optional"]):
+        demand(limit.valid(value), each.name, value, f"expected {limit.wanted}")
+
+
+def check_fields(config: Any) -> None:
+    """Raises a ValueError for the first field that is beyond its limit."""
+    for each in settings(config):
+        check_field(each, getattr(config, each.name))
+
+
+def demand(valid: bool, name: str, value: Any, wanted: str) -> None:
+    """Raises a ValueError about a field unless it is `valid`."""
+    if not valid:
+        raise ValueError(f"{name}={short(value)} is invalid: {wanted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,12 @@ class DraftStatistics:
     def cpu(self) -> DraftStatistics:
         """These statistics, which are on no device."""
         return self
+
+
+def pooled_tau(statistics: Sequence[DraftStatistics]) -> float:
+    """Returns tau over several calls: all emitted tokens per target forward, each counted for every row."""
+    forwards = sum(call.row_forwards for call in statistics)
+    return sum(call.new_tokens for call in statistics) / max(forwards, 1)
 
 
 @dataclass

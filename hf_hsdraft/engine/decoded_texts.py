@@ -180,7 +180,9 @@ class DecodedTexts:
 
     def prune(self, index: int, tree: DraftTree) -> DraftTree:
         """A row's tree without nodes that are known to be refused. Of drawn nodes the rule has to see all."""
-        return tree if self.verifier.drawn_nodes else self._processed.prune(index, self.rows[index].ids, tree)
+        if self.verifier.drawn_nodes or not self._process:
+            return tree
+        return self._processed.prune(index, self.rows[index].ids, tree)
 
     def judge(self, index: int, tree: DraftTree, logits: torch.Tensor, taps: torch.Tensor | None = None) -> Verdict:
         """What of a row's tree is accepted, by the target's `logits` `[nodes, V]` and hidden states `[nodes, ...]`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,18 +12,23 @@ import torch
 from ..core.draft_tree import DraftTree
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
+from ..core.tuning import TUNING
 from ..drafters.base.draft_options import DraftOptions
-from ..drafters.base.protocol import Drafter
+from ..drafters.base.protocol import Accepted, Call, Drafter, Session
+from ..pace.pacing import slower_packed
 from ..runtime.static_cache import with_draft_room
 from ..runtime.target_outputs import TargetOutput, picked_taps
 from ..runtime.target_runtime import TargetRuntime
 from .call_checks import check_call, check_verifier
 from .call_output import DraftStatistics, HSDraftEncoderDecoderOutput, HSDraftGenerateOutput, as_output
 from .decoded_texts import DecodedTexts
-from .draft_limits import refuse
-from .observers import Observer, StatisticsKeeper
-from .recorder import Recorder
-from .rounds import Rounds, Setting
+from .draft_limits import DraftLimits, TextPositions, refuse
+from .drafting import Drafting
+from .local_target import LocalTarget
+from .loop import Observer, decode
+from .observers import PaceTimer, StatisticsKeeper
+
+_MEMORY = "_hsdraft_memory"  # on a cache that outlives the call: what the drafter has read of the same text
 
 
 def speculative_decoding(
@@ -68,46 +74,24 @@ def speculative_decoding(
     keeper = StatisticsKeeper(statistics, device_of(target), timed=returned)
     with runtime.released_on_error(), contextlib.ExitStack() as stack:
         keeper.began()
-        recorder = Recorder(runtime, generation_config)
-        output = _read_prompts(runtime, texts, input_ids, generation_config, recorder)
+        output = _read_prompts(runtime, texts, input_ids, generation_config)
         keeper.enter("prefill_seconds")
         statistics.target_forwards, statistics.row_forwards = 1, len(input_ids)
         outlives = returned or getattr(runtime.cache, "_is_user_defined", False)
         observers = [streamer] if isinstance(streamer, Observer) else []
-        setting = Setting(
-            target, drafter, options, runtime, texts, recorder, synced_gpus, outlives, refused, stack, observers
-        )
-        rounds = _run_rounds(setting, output, model_kwargs.get("inputs_embeds"), keeper)
+        call = Call(target, len(input_ids), options, texts, runtime, synced_gpus, outlives, observers, stack)
+        session = _grow(call, drafter, output, model_kwargs.get("inputs_embeds"), keeper, refused)
     texts.end_stream()
-    if rounds is not None and not synced_gpus:
-        rounds.drafting.session.end()
+    if session is not None and not synced_gpus:
+        session.end()
     keeper.finish()
     statistics.new_tokens, statistics.exact = texts.all_new_tokens(), verifier.exact
     statistics.packed_weights, statistics.reused_share = runtime.acceleration.packed, runtime.reused_share
     return as_output(texts, runtime, statistics, generation_config, model_kwargs) if returned else texts.sequences()
 
 
-def _run_rounds(
-    call: Setting,
-    output: TargetOutput,
-    inputs_embeds: torch.Tensor | None,
-    keeper: StatisticsKeeper,
-) -> Rounds | None:
-    """Runs all rounds after the prompts' forward; returns `None` if there are none, as each text has ended."""
-    rounds = None
-    if call.texts.active or call.synced_gpus:
-        with call.target._optimize_model_for_decode():  # experts are multiplied as in plain decoding
-            rounds = Rounds(call, output, inputs_embeds, keeper)
-            rounds.run()
-    call.texts.stream()
-    call.runtime.finish(call.texts.sequences())
-    if rounds is not None and call.outlives:
-        rounds.leave_memory()
-    return rounds
-
-
 def _read_prompts(
-    runtime: TargetRuntime, texts: DecodedTexts, input_ids: torch.Tensor, generation_config: Any, recorder: Recorder
+    runtime: TargetRuntime, texts: DecodedTexts, input_ids: torch.Tensor, generation_config: Any
 ) -> TargetOutput:
     """The prompts' forward, and the first token of each text."""
     output = runtime.prefill(input_ids, generation_config)
@@ -117,6 +101,105 @@ def _read_prompts(
     for row in range(len(input_ids)):
         tree = DraftTree.root(-1)
         verdict = texts.judge(row, tree, output.logits[row, -1:], rule_taps[row])
-        texts.emit(row, tree, verdict, recorder.prompt(row))
+        texts.emit(row, tree, verdict, runtime.prompt_outputs(row))
     texts.end_batch()
     return output
+
+
+def _grow(
+    call: Call,
+    drafter: Drafter,
+    output: TargetOutput,
+    inputs_embeds: torch.Tensor | None,
+    keeper: StatisticsKeeper,
+    refused: Callable[[DraftingRefused], None],
+) -> Session | None:
+    """Lets the texts grow to their ends after the prompts' forward, which returned `output`.
+
+    Args:
+        inputs_embeds: `[B, length, D]`, for prompts that were given so.
+
+    Returns:
+        the drafter's session; `None` if each text has ended with its first token.
+
+    Raises:
+        DraftingRefused: the target reads no drafts.
+    """
+    runtime, texts, session = call.runtime, call.texts, None
+    if texts.active or call.synced_gpus:
+        with call.target._optimize_model_for_decode():  # experts are multiplied as in plain decoding
+            session = _run_rounds(call, drafter, output, inputs_embeds, keeper, refused)
+    texts.stream()
+    runtime.finish(texts.sequences())
+    # What the drafter has read of a single text stays with the cache, for a call that continues the text.
+    if session is not None and call.outlives and call.rows == 1:
+        memory = session.memory(runtime.length + 1)
+        if memory is not None:
+            setattr(runtime.cache, _MEMORY, memory)
+    return session
+
+
+def _run_rounds(
+    call: Call,
+    drafter: Drafter,
+    output: TargetOutput,
+    inputs_embeds: torch.Tensor | None,
+    keeper: StatisticsKeeper,
+    refused: Callable[[DraftingRefused], None],
+) -> Session:
+    """Runs all rounds; see `_grow`."""
+    runtime, texts, statistics = call.runtime, call.texts, keeper.statistics
+    limits = DraftLimits(call, output.taps.shape[1], refused)
+    limits.find(output.logits[:, -1])
+    target = LocalTarget(call, limits, drafter.taps_of(call.target))
+    drafting = Drafting(drafter, replace(call, options=limits.options))
+    memory = getattr(runtime.cache, _MEMORY, None)
+    if memory is not None and call.rows == 1:
+        drafting.session.resume(memory, runtime.cached_before)
+    kind = target.kind(drafting.session)
+    room = max(map(texts.room, range(call.rows)))
+    runtime.acceleration.begin(call.options.packed_weights, room, lambda: slower_packed(call.target, kind))
+    target.set_pace(drafting)
+    timer = PaceTimer(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
+    drafting.observe(_news_of_prompts(texts, output, limits.positions, target, inputs_embeds, runtime))
+    if not limits.presumed:
+        texts.stream()
+    try:
+        decode(target, drafting, [keeper, timer, *call.observers])
+    except BaseException:
+        if limits.presumed:  # the cache holds what was emitted, so it is handed on too
+            texts.stream()
+        raise
+    before = runtime.forwards
+    if call.outlives and not call.synced_gpus:
+        target.read_ends()
+    statistics.target_forwards += runtime.forwards - before
+    statistics.draft_kind, statistics.reason = limits.kind, limits.reason
+    return drafting.session
+
+
+def _news_of_prompts(
+    texts: DecodedTexts,
+    output: TargetOutput,
+    positions: TextPositions,
+    target: LocalTarget,
+    inputs_embeds: torch.Tensor | None,
+    runtime: TargetRuntime,
+) -> list[Accepted]:
+    """The news of the prompts: their taps, each with the token that follows."""
+    count, news, attended = output.taps.shape[1], [], runtime.rows.attended
+    for row, text in enumerate(texts.rows):
+        known = text.ids[0, :-1]
+        if attended is not None and 0 < len(known) <= attended.shape[1]:  # what is padding is known
+            known = known[attended[row, -len(known) :].to(known.device)]
+        real = positions.real[row].nonzero().flatten()
+        taps, places = target.own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
+        earlier, tokens = known[-TUNING.most_known :].tolist(), [texts.last_token(row)]
+        if inputs_embeds is not None and text.ids.shape[1] <= count:
+            after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :]
+            embeds = after[real[:-1].to(after.device)]
+            news.append(Accepted(row, tokens, taps, places, text.ids[0, -1:], earlier, embeds=embeds))
+        else:
+            following = text.ids[0, -count:][real.to(text.ids.device)]
+            news.append(Accepted(row, tokens, taps, places, following, earlier))
+    return news

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of
-from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Call
 from ..runtime.target_ability import Ability, known_ability
-from ..runtime.target_limits import slots_read_alike, why_drafts_end, why_in_step
+from ..runtime.target_limits import furthest_read, slots_read_alike, why_drafts_end, why_in_step
 from ..runtime.target_probe import (
     PROBE_COLUMNS,
     PROBE_DEPTH,
@@ -30,8 +30,6 @@ from ..runtime.target_probe import (
     tried_again,
 )
 from ..runtime.target_runtime import TargetRuntime
-from .decoded_texts import DecodedTexts
-from .text_positions import TextPositions
 
 logger = logging.get_logger(__name__)
 
@@ -41,35 +39,69 @@ def refuse(refusal: DraftingRefused) -> None:
     raise refusal
 
 
+@dataclass
+class TextPositions:
+    """Positions of the texts of a batch.
+
+    Attributes:
+        prompt: `[B, n]`, int64, positions of the prompts' taps.
+        real: `[B, n]`, bool, which of them are no padding.
+        roots: position of each text's last token.
+        ahead: by how much the target's own position of that token is greater: a caller's `position_ids` may say so.
+    """
+
+    prompt: torch.Tensor
+    real: torch.Tensor
+    roots: list[int]
+    ahead: list[int]
+
+    @classmethod
+    def of(cls, runtime: TargetRuntime, tapped: int, batch_size: int) -> TextPositions:
+        """After the prompts' forward, which gave taps of the last `tapped` positions."""
+        real = runtime.rows.attended
+        if real is None:
+            real = torch.ones(batch_size, runtime.length, dtype=torch.bool)
+        real = real.clone()
+        real[:, -1] = True  # also of a prompt padded at the right: the first token was chosen there
+        positions, roots = (real.long().cumsum(1) - 1).clamp(min=0), real.sum(dim=1).tolist()
+        own = runtime.rows.next_positions or roots
+        ahead = [position - root for position, root in zip(own, roots, strict=True)]
+        return cls(positions[:, -tapped:], real[:, -tapped:], roots, ahead)
+
+    def of_root(self, row: int) -> set[int]:
+        """Where a text's last token is: by its length and by the target's own positions, which both may have limits."""
+        return {self.roots[row], self.roots[row] + self.ahead[row]}
+
+    def furthest(self) -> int:
+        """The greatest position of a text's last token."""
+        return max(max(self.of_root(row)) for row in range(len(self.roots)))
+
+    def reach(self, target: Any) -> list[int]:
+        """For each text, how far beyond its last token a forward may read."""
+        rows = range(len(self.roots))
+        return [min(furthest_read(target, at) - at for at in self.of_root(row)) for row in rows]
+
+
 class DraftLimits:
     """The limits of a call's drafts.
 
     Args:
-        runtime: of the target, after the prompts' forward.
-        texts: of the call.
-        positions: where the texts are.
-        options: what the user asks for.
-        synced_gpus: whether all processes have to run the same forwards.
+        call: after the prompts' forward.
+        tapped: number of positions of the prompts that have taps.
         refused: told that the target turns out to read no drafts. Where it raises nothing, the texts go on without any.
 
     Attributes:
+        positions: where the texts are.
         options: what is left of the options: chains where the target reads no trees, a depth of 0 for no drafts.
         kind: `"tree"` or `"chain"`.
         reason: why it is not what was asked for; empty if it is.
         presumed: whether the target has not been tried yet: it may turn out that it cannot be drafted for.
     """
 
-    def __init__(
-        self,
-        runtime: TargetRuntime,
-        texts: DecodedTexts,
-        positions: TextPositions,
-        options: DraftOptions,
-        synced_gpus: bool,
-        refused: Callable[[DraftingRefused], None] = refuse,
-    ) -> None:
-        self.options, self.kind, self.reason = options, "tree", ""
-        self._runtime, self._texts, self._positions, self._synced_gpus = runtime, texts, positions, synced_gpus
+    def __init__(self, call: Call, tapped: int, refused: Callable[[DraftingRefused], None] = refuse) -> None:
+        self._runtime, self._texts, self._synced_gpus = call.runtime, call.texts, call.synced_gpus
+        self.positions = TextPositions.of(call.runtime, tapped, call.rows)
+        self.options, self.kind, self.reason = call.options, "tree", ""
         self._refused = refused
         self.presumed = False
         self._known_until = sys.maxsize  # length of text up to which is known what the target can do
@@ -84,7 +116,7 @@ class DraftLimits:
         Raises:
             DraftingRefused: it reads no drafts at all.
         """
-        runtime, rows, doubling = self._runtime, len(self._positions.roots), not self._synced_gpus
+        runtime, rows, doubling = self._runtime, len(self.positions.roots), not self._synced_gpus
         if runtime.refusal is not None:
             self._refused(runtime.refusal)
             self._draft_nothing(str(runtime.refusal))
@@ -119,16 +151,16 @@ class DraftLimits:
             self.options = self.options.as_chain()
         runtime.make_room(self.options.shared_by(rows).tree_size + 1)
         self.kind = "tree" if ability.trees and self.options.beam_width > 1 else "chain"
-        end = why_drafts_end(runtime.target, self._positions.furthest() + room)
+        end = why_drafts_end(runtime.target, self.positions.furthest() + room)
         self.reason = "; ".join(filter(None, (ability.reason, end)))
 
     def _why_in_step(self, room: int) -> str:
         """Why the rows of a batch have to accept equally many tokens; empty if they need not."""
-        runtime, rows = self._runtime, len(self._positions.roots)
+        runtime, rows = self._runtime, len(self.positions.roots)
         if rows == 1:
             return ""
         slots = range(runtime.length, runtime.length + room + self.options.shared_by(rows).tree_size + 1)
-        return why_in_step(runtime.target, self._positions.furthest() + room + 1, slots)
+        return why_in_step(runtime.target, self.positions.furthest() + room + 1, slots)
 
     def _why_nothing(self, unknown: bool, room: int) -> str:
         """Why nothing can be drafted in this call; empty if something may.
@@ -137,9 +169,9 @@ class DraftLimits:
             unknown: whether the target has to be tried.
             room: number of tokens that may still be emitted.
         """
-        target, reach = self._runtime.target, min(self._positions.reach(self._runtime.target))
+        target, reach = self._runtime.target, min(self.positions.reach(self._runtime.target))
         if not _drafts_fit(self._runtime, reach) or (unknown and not _trial_fits(self._runtime, reach)):
-            return why_drafts_end(target, max(self._positions.roots) + PROBE_DEPTH) or (
+            return why_drafts_end(target, max(self.positions.roots) + PROBE_DEPTH) or (
                 "nothing is drafted so close to the last position that the target has or reads alike"
             )
         # A trial reads its tokens one by one, and the last token of a call is never drafted: no draft would follow.
@@ -155,7 +187,7 @@ class DraftLimits:
         Where sizes are fixed or costs are given, the first call drafts as all others do: its drafts are compared with
         theirs, and drawn trees take random numbers.
         """
-        single = len(self._texts.rows) == 1 and self._runtime.slots is None
+        single = len(self._texts.rows) == 1 and self._runtime.slots.size is None
         repeats = self.options.tree_sizing == "fixed" or self.options.costs is not None
         return single and not self._synced_gpus and not repeats
 
@@ -250,7 +282,7 @@ class DraftLimits:
         runtime = self._runtime
         if self._steps is not None:
             return ability_by(self._steps, chains) if self._steps.complete else None
-        every = self._positions.reach(runtime.target)
+        every = self.positions.reach(runtime.target)
         # All processes would have to try in the same round.
         if self._synced_gpus or not _trial_fits(runtime, min(every[row] for row in rows)):
             return None
@@ -270,7 +302,7 @@ class DraftLimits:
         columns = self.options.shared_by(sharing).tree_size + 1 if runtime.trees else 0
         if self.options.depth == 0 or columns > slots_read_alike(runtime.target, runtime.length):
             most = 0
-        reach = [min(each, most) for each in self._positions.reach(runtime.target)]
+        reach = [min(each, most) for each in self.positions.reach(runtime.target)]
         depths = {row: max(min(self._texts.room(row) - 1, reach[row]), 0) for row in active}
         if runtime.in_step and depths:
             depths = dict.fromkeys(depths, max(min(*depths.values(), *reach), 0))

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.draft_tree import DraftTree, certainty, merge_trees
-from ..drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ..drafters.base.draft_options import DraftOptions
+from ..drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
 from ..drafters.ngrams.ngram_session import NgramSession
-from ..pace.pacing import FixedPace, Pace
+from ..pace.pacing import CostPace, FixedPace, KindOfCall, Pace, pace_for
+from ..trees.tree_builders import Expansion
 
-Prune = Callable[[int, DraftTree], DraftTree]  # given the index of a text and its tree
+
+@dataclass(frozen=True)
+class Wanted(Ask):
+    """What the engine knows of a draft beside what sessions need.
+
+    Attributes:
+        reach: greatest depth that the target can verify. `num_assistant_tokens` limits `depth` too, but not the n-grams
+            in front of a drafter, which may go so deep.
+        ahead: number of tokens by which the text is longer than the shortest one that still grows.
+        decides: whether the batch waits for this text. The pace looks at these texts only.
+    """
+
+    reach: int = 0
+    ahead: int = 0
+    decides: bool = True
 
 
 class Drafting:
@@ -20,18 +36,20 @@ class Drafting:
     Args:
         drafter: proposes; n-grams stand in front of it if they are asked for.
         call: that it drafts for.
-        prune: takes nodes out of a text's tree that are known to be refused.
 
     Attributes:
         session: of the drafter.
-        pace: how much to draft. The call replaces it where another one is due.
+        pace: how much to draft; all there is until `set_pace` says otherwise.
         depth: depth that the drafter's session was asked for in the last round; 0 where it was not asked.
     """
 
-    def __init__(self, drafter: Drafter, call: DraftCall, prune: Prune) -> None:
+    def __init__(self, drafter: Drafter, call: Call) -> None:
+        self._call, self._drafter = call, drafter
         self.session = session = drafter.session(call)
+        self._listeners = [each.on_expansion for each in call.observers if each.on_expansion is not None]
+        if self._listeners:
+            session.on_expansion = self._tell
         ngrams = NgramSession(call) if call.options.ngram_length and session.takes_ngrams else None
-        self._prune = prune
         self.pace: Pace = FixedPace()
         self.depth = 0
         self._sessions = [session] if ngrams is None else [ngrams, session]
@@ -42,7 +60,21 @@ class Drafting:
         self._vocab_size = call.target.get_input_embeddings().weight.shape[0]
         self._drafted: dict[int, DraftTree] = {}  # what the paced session made of the last round, by text
 
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+    def set_pace(self, options: DraftOptions, kind: KindOfCall, share: float = 1.0) -> None:
+        """Sets how much to draft: by what calls of a kind cost, or fixed.
+
+        Args:
+            options: of each text.
+            kind: what costs and habits of the rounds depend on.
+            share: share of the texts drafted for until now that go on.
+        """
+        if options.tree_sizing == "fixed" or options.depth == 0:
+            self.pace = FixedPace()
+        else:
+            before = self.pace if isinstance(self.pace, CostPace) else None
+            self.pace = pace_for(self._call.target, self._drafter, kind, options.costs, before, share)
+
+    def draft(self, asks: Sequence[Wanted]) -> list[DraftTree]:
         """A tree for each ask, with as many nodes as pay."""
         roots = [DraftTree.root(ask.root) for ask in asks]
         self.depth, self._drafted = 0, {}
@@ -65,7 +97,7 @@ class Drafting:
             trees = {ask.row: self._continued(self._continuing, trees[ask.row], ask) for ask in wanted}
         return [trees.get(ask.row, root) for ask, root in zip(asks, roots, strict=True)]
 
-    def _of_drafter(self, asks: Sequence[Ask], depth: int, deciding: Sequence[int]) -> dict[int, DraftTree]:
+    def _of_drafter(self, asks: Sequence[Wanted], depth: int, deciding: Sequence[int]) -> dict[int, DraftTree]:
         """What the paced session drafts to some depth, scored by the pace; roots alone where it does not draft."""
         if self._paced is None or depth == 0:
             return {ask.row: DraftTree.root(ask.root) for ask in asks}
@@ -80,13 +112,21 @@ class Drafting:
     def _of_session(self, session: Session, asks: Sequence[Ask]) -> list[DraftTree]:
         """What a session drafts, without nodes that would be verified in vain."""
         trees = _checked(session, session.draft(asks), asks, self._vocab_size)
-        return [self._prune(ask.row, tree) for ask, tree in zip(asks, trees, strict=True)]
+        return [self._pruned(tree, ask) for ask, tree in zip(asks, trees, strict=True)]
 
-    def _continued(self, ngrams: NgramSession, tree: DraftTree, ask: Ask) -> DraftTree:
+    def _pruned(self, tree: DraftTree, ask: Ask) -> DraftTree:
+        texts = self._call.texts
+        return tree if texts is None else texts.prune(ask.row, tree)
+
+    def _continued(self, ngrams: NgramSession, tree: DraftTree, ask: Wanted) -> DraftTree:
         """What is verified, where n-grams go on from the end of a tree."""
         limit = replace(ask, depth=ask.reach)
         longer = _checked(ngrams, [ngrams.continued(tree, limit)], [limit], self._vocab_size)
-        return self._prune(ask.row, longer[0])
+        return self._pruned(longer[0], ask)
+
+    def _tell(self, rows: Sequence[int], expansion: Expansion) -> None:
+        for each in self._listeners:
+            each(rows, expansion)
 
     def rest(self) -> None:
         """Nothing is drafted any more; nothing is kept for it."""
@@ -143,7 +183,7 @@ def _fault(tree: Any, ask: Ask, vocab_size: int) -> str:
     if len(tree) - 1 > ask.size:
         return f"it has {len(tree) - 1} nodes beside the root: expected at most ask.size={ask.size}"
     if ask.chain and max(tree.depths) < len(tree) - 1:
-        return "it has branches: expected one path, as ask.chain=True says"
+        return "it has branches: expected one path, as ask.width=1 says"
     return ""
 
 

@@ -2,78 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.tensors import on_device
 from ..core.tuning import TUNING
-from ..drafters.base.protocol import Accepted, Ask
+from ..drafters.base.protocol import Accepted, Call, Session
+from ..pace.pacing import KindOfCall
+from ..runtime.target_ability import kind_of_call
 from ..runtime.target_outputs import TargetOutput, picked_taps
-from ..runtime.target_runtime import TargetRuntime
 from ..verify.verdict import Verdict
-from .decoded_texts import DecodedTexts
 from .draft_limits import DraftLimits
-from .recorder import Recorder
-from .text_positions import TextPositions
+from .drafting import Drafting, Wanted
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a forward has read.
+
+    Attributes:
+        trees: tree of each text that was read; those that have ended have no draft.
+        output: logits and taps. Row i is of the i-th tree.
+    """
+
+    trees: dict[int, DraftTree]
+    output: TargetOutput
+
+    def of(self, states: torch.Tensor, row: int) -> torch.Tensor:
+        """A text's part `[nodes, ...]` of logits or taps of all rows."""
+        return states[list(self.trees).index(row)]
 
 
 class LocalTarget:
-    """A target and the texts that grow by it.
+    """A target and the texts that grow by it; see `Target`.
 
     Args:
-        runtime: of the target, after the prompts' forward.
-        texts: of the call, with their first tokens.
+        call: after the prompts' forward, and with the first token of each text.
         limits: what may be drafted.
-        positions: where the texts are.
-        recorder: of attentions and hidden states.
         taps: the hidden states that the drafter reads; a verifier may read others too.
 
     Attributes:
-        read: the texts that forwards are of: all but those that have ended and left.
+        rows: the texts that forwards are of: all but those that have ended and left.
     """
 
-    def __init__(
-        self,
-        runtime: TargetRuntime,
-        texts: DecodedTexts,
-        limits: DraftLimits,
-        positions: TextPositions,
-        recorder: Recorder,
-        taps: Sequence[int] = (),
-    ) -> None:
-        self._runtime, self._texts, self._limits = runtime, texts, limits
-        self._positions, self._recorder, self._taps = positions, recorder, taps
-        self.read = list(range(len(texts.rows)))
+    def __init__(self, call: Call, limits: DraftLimits, taps: Sequence[int] = ()) -> None:
+        self._call, self._limits, self._taps = call, limits, taps
+        self._runtime, self._texts, self._roots = call.runtime, call.texts, limits.positions.roots
+        self.rows = list(range(call.rows))
         self._closed: set[int] = set()  # texts whose last token has been read
+        several = call.rows > 1 and not call.synced_gpus and not call.runtime.records
+        self._texts_leave = several and call.runtime.let_rows_leave(keep=call.outlives)
 
     @property
     def forwards(self) -> int:
-        """Number of forwards of the target so far."""
         return self._runtime.forwards
 
-    def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
-        """Returns those hidden states that the drafter reads, of all side by side `[..., taps * D]`."""
-        return picked_taps(taps, self._runtime.tap_layers, self._taps)
+    def goes_on(self) -> bool:
+        call, device = self._call, self._texts.rows[0].ids.device
+        return call.target._has_unfinished_sequences(not self._texts.active, call.synced_gpus, device=device)
 
-    def asks(self) -> list[Ask]:
-        """The drafts that are wanted for the next round, of the texts that still grow."""
+    def prepare(self, drafting: Drafting) -> None:
+        staying = [row for row in self.rows if row not in self._closed] if self._texts_leave else []
+        if staying and len(staying) <= TUNING.leaving_share * len(self.rows):
+            share = len(staying) / len(self.rows)
+            self._runtime.keep_rows([self.rows.index(row) for row in staying])
+            self.rows = staying
+            drafting.keep(staying)
+            self.set_pace(drafting, share)  # the others' trees share what is verified
+        if self._limits.keep_up(self.rows):
+            self.set_pace(drafting)
+            if self._limits.options.depth == 0 and self._call.rows > 1:
+                drafting.rest()
+
+    def asks(self) -> list[Wanted]:
         active = self._texts.active
         lengths = {row: self._texts.new_tokens(row) for row in active}
         decide, shortest = waited_for(lengths), min(lengths.values(), default=0)
         # Sizes that are fixed stay so when texts leave.
         options = self._limits.options
-        sharing = len(self._texts.rows) if options.tree_sizing == "fixed" else len(self.read)
+        sharing = self._call.rows if options.tree_sizing == "fixed" else len(self.rows)
         depths, options = self._limits.depths(active, sharing), options.shared_by(sharing)
         return [
-            Ask(
+            Wanted(
                 row,
                 self._texts.last_token(row),
                 min(depths[row], options.depth),
                 options.tree_size,
-                sharing,
-                chain=options.beam_width == 1,
+                options.beam_width,
                 reach=depths[row],
                 ahead=lengths[row] - shortest,
                 decides=row in decide,
@@ -81,42 +100,59 @@ class LocalTarget:
             for row in active
         ]
 
-    def advance(self, drafts: Sequence[DraftTree], verified: Callable[[], None] = lambda: None) -> list[Accepted]:
-        """Verifies the drafts in one forward, and emits and keeps what is accepted.
+    def undone_on_error(self) -> contextlib.AbstractContextManager[None]:
+        return self._runtime.undone_on_error()
 
-        Args:
-            drafts: of the texts that still grow, in the order of `asks`.
-            verified: called when the forward is done and everything is decided.
-        """
-        runtime, texts, active = self._runtime, self._texts, self._texts.active
-        trees = {row: self._undrafted(row) for row in self.read}
-        trees.update(zip(active, drafts, strict=True))
-        place = {row: index for index, row in enumerate(self.read)}
-        with runtime.undone_on_error():
-            output = runtime.verify(list(trees.values()), texts.batch())
-            rule_taps = picked_taps(output.taps, runtime.tap_layers, texts.verifier.taps)
-            self._limits.note_step(texts.last_token(0), output.logits[:, 0])
-            verdicts = {
-                row: texts.judge(row, trees[row], output.logits[place[row]], rule_taps[place[row]]) for row in active
-            }
-            if runtime.in_step and active:
-                shortest = min(len(verdict.path) for verdict in verdicts.values())
-                verdicts = {row: verdict.cut(trees[row], shortest) for row, verdict in verdicts.items()}
-            verified()
-            for row, verdict in verdicts.items():
-                texts.emit(row, trees[row], verdict, self._recorder.path(row, verdict.path))
-            texts.end_batch()
-            if not self._limits.presumed:  # a refusal comes before anything is streamed
-                texts.stream()
-            beyond = texts.beyond_end()
-            runtime.commit([self._kept(row, verdicts, beyond[row]) for row in self.read])
-        if runtime.in_step and active:  # rows that have ended are read on with the others
-            for row in set(trees) - set(active):
-                self._positions.roots[row] += 1 + shortest
-        return [self._news(row, output.taps[place[row]], verdict) for row, verdict in verdicts.items()]
+    def verify(self, trees: Sequence[DraftTree]) -> Read:
+        read = {row: self._undrafted(row) for row in self.rows}
+        read.update(zip(self._texts.active, trees, strict=True))
+        output = self._runtime.verify(list(read.values()), self._texts.batch())
+        self._limits.note_step(self._texts.last_token(0), output.logits[:, 0])
+        return Read(read, output)
+
+    def accept(self, read: Read) -> dict[int, Verdict]:
+        texts, output = self._texts, read.output
+        taps = picked_taps(output.taps, self._runtime.tap_layers, texts.verifier.taps)
+        verdicts = {
+            row: texts.judge(row, read.trees[row], read.of(output.logits, row), read.of(taps, row))
+            for row in texts.active
+        }
+        if self._runtime.in_step and verdicts:
+            shortest = min(len(verdict.path) for verdict in verdicts.values())
+            verdicts = {row: verdict.cut(read.trees[row], shortest) for row, verdict in verdicts.items()}
+        return verdicts
+
+    def commit(self, read: Read, verdicts: dict[int, Verdict]) -> None:
+        texts, runtime = self._texts, self._runtime
+        for row, verdict in verdicts.items():
+            texts.emit(row, read.trees[row], verdict, runtime.path_outputs(row, verdict.path))
+        texts.end_batch()
+        if not self._limits.presumed:  # a refusal comes before anything is streamed
+            texts.stream()
+        beyond = texts.beyond_end()
+        runtime.commit([self._kept(row, verdicts, beyond[row]) for row in self.rows])
+
+    def news(self, read: Read, verdicts: dict[int, Verdict]) -> list[Accepted]:
+        if self._runtime.in_step and verdicts:  # rows that have ended are read on with the others
+            for row in read.trees.keys() - verdicts.keys():
+                self._roots[row] += 1 + min(len(verdict.path) for verdict in verdicts.values())
+        return [self._accepted(row, read, verdict) for row, verdict in verdicts.items()]
+
+    def _accepted(self, row: int, read: Read, verdict: Verdict) -> Accepted:
+        """The root and its accepted path."""
+        tokens, begin = self._texts.rows[row].emitted, self._roots[row]
+        self._roots[row] += len(tokens)
+        places = torch.arange(begin, begin + len(tokens))
+        taps = read.of(read.output.taps, row)
+        own = self.own_taps(taps[on_device([0, *verdict.path], taps.device)])
+        return Accepted(row, tokens, own, places, torch.tensor(tokens), (), verdict.num_drafted, len(verdict.relaxed))
+
+    def own_taps(self, taps: torch.Tensor) -> torch.Tensor:
+        """Returns those hidden states that the drafter reads, of all side by side `[..., taps * D]`."""
+        return picked_taps(taps, self._runtime.tap_layers, self._taps)
 
     def _undrafted(self, row: int) -> DraftTree:
-        """What is read of a text without a draft: its last token, unless plain decoding would not read that either."""
+        """Tree for a row that drafts nothing: the root, or an idle node if the row has ended."""
         idle = row in self._closed or not self._texts.room(row)
         return (DraftTree.idle if idle else DraftTree.root)(self._texts.last_token(row))
 
@@ -134,75 +170,51 @@ class LocalTarget:
         self._closed.add(row)
         return []
 
-    def _news(self, row: int, taps: torch.Tensor, verdict: Verdict) -> Accepted:
-        """The root and its accepted path, of a tree with taps `[nodes, taps * D]`."""
-        tokens = self._texts.rows[row].emitted
-        begin = self._positions.roots[row]
-        self._positions.roots[row] += len(tokens)
-        places = torch.arange(begin, begin + len(tokens))
-        nodes = on_device([0, *verdict.path], taps.device)
-        own = self.own_taps(taps[nodes])
-        return Accepted(row, tokens, own, places, torch.tensor(tokens), (), verdict.num_drafted, len(verdict.relaxed))
-
-    def staying(self) -> list[int]:
-        """Returns the texts that stay if ended ones leave the forwards now; empty if leaving does not pay yet."""
-        staying = [row for row in self.read if row not in self._closed]
-        return staying if len(staying) <= TUNING.leaving_share * len(self.read) else []
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """From here on forwards are of these texts alone."""
-        self._runtime.keep_rows([self.read.index(row) for row in rows])
-        self.read = list(rows)
-
-    def furthest(self) -> int:
-        """The greatest position of the last tokens of the texts that are read."""
-        return max(self._positions.roots[row] for row in self.read)
-
     def read_ends(self) -> None:
         """Reads the ends of texts that ended in the last round, but not as the longest: plain decoding does so too."""
         texts, runtime = self._texts, self._runtime
-        rows = [row for row in self.read if row not in self._closed and texts.rows[row].ids.shape[1] < texts.length()]
+        rows = [row for row in self.rows if row not in self._closed and texts.rows[row].ids.shape[1] < texts.length()]
         if not rows or not runtime.trees:
             return
-        trees = [self._undrafted(row) for row in self.read]
+        trees = [self._undrafted(row) for row in self.rows]
         with runtime.undone_on_error():
             runtime.verify(trees, texts.batch())
-            runtime.commit([[] if row in rows else None for row in self.read])
+            runtime.commit([[] if row in rows else None for row in self.rows])
+
+    def set_pace(self, drafting: Drafting, share: float = 1.0) -> None:
+        """Sets how much to draft: by costs of this device, drafter, batch and length of text, or fixed.
+
+        Args:
+            share: share of the texts read until now that go on.
+        """
+        drafting.set_pace(self._limits.options.shared_by(len(self.rows)), self.kind(drafting.session), share)
+
+    def kind(self, session: Session) -> KindOfCall:
+        """What costs and habits of the rounds depend on."""
+        rows, runtime, foresight = len(self.rows), self._runtime, self._call.foresight
+        options = self._limits.options.shared_by(rows)
+        draws = foresight.warper_names if foresight else None  # they take time, and drafts go by them
+        # Options of a family's own change what a draft costs and how often it is right, as reuse does. A threshold
+        # leaves nodes out after they were drafted: that changes what a depth gains, and the cost of no part.
+        own = options.verification, repr(sorted(options.own.items()))
+        costs = (
+            *kind_of_call(runtime),
+            options.beam_width,
+            (max(self._roots[row] for row in self.rows) // TUNING.cost_length).bit_length(),
+            runtime.num_texts,
+            draws,
+            runtime.acceleration.compile_config is not None,
+            *own,
+            type(session).__qualname__,
+            *session.kind,
+        )
+        ngrams = options.ngram_length, options.ngram_continuation
+        habits = draws, rows > 1, options.beam_width, *ngrams, options.threshold, *own
+        depth = 0 if session.free else options.depth
+        return KindOfCall(costs, habits, depth, options.tree_size, rows, runtime.acceleration.packed)
 
 
 def waited_for(lengths: Mapping[int, int]) -> list[int]:
     """The texts that a batch waits for, by their lengths: it has ended when the last of them has."""
     shortest = min(lengths.values(), default=0)
     return [row for row, length in lengths.items() if length - shortest <= TUNING.abreast]
-
-
-def prompt_news(
-    texts: DecodedTexts,
-    output: TargetOutput,
-    positions: TextPositions,
-    own_taps: Callable[[torch.Tensor], torch.Tensor],
-    inputs_embeds: torch.Tensor | None,
-    runtime: TargetRuntime,
-) -> list[Accepted]:
-    """The news of the prompts: their taps, each with the token that follows.
-
-    Args:
-        own_taps: picks those that the drafter reads.
-        inputs_embeds: `[B, length, D]`, for prompts that were given so.
-    """
-    count, news, attended = output.taps.shape[1], [], runtime.rows.attended
-    for row, text in enumerate(texts.rows):
-        known = text.ids[0, :-1]
-        if attended is not None and 0 < len(known) <= attended.shape[1]:  # what is padding is known
-            known = known[attended[row, -len(known) :].to(known.device)]
-        real = positions.real[row].nonzero().flatten()
-        taps, places = own_taps(output.taps[row, real.to(output.taps.device)]), positions.prompt[row, real]
-        earlier, tokens = known[-TUNING.most_known :].tolist(), [texts.last_token(row)]
-        if inputs_embeds is not None and text.ids.shape[1] <= count:
-            after = inputs_embeds[row, inputs_embeds.shape[1] - count + 1 :]
-            embeds = after[real[:-1].to(after.device)]
-            news.append(Accepted(row, tokens, taps, places, text.ids[0, -1:], earlier, embeds=embeds))
-        else:
-            following = text.ids[0, -count:][real.to(text.ids.device)]
-            news.append(Accepted(row, tokens, taps, places, following, earlier))
-    return news

@@ -1,73 +1,16 @@
-"""Those who watch the rounds of a call without deciding anything of its text: clocks and statistics."""
+"""The observers that every call has: its statistics, and the clock of its pace."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from ..core.draft_tree import DraftTree
-from ..drafters.base.protocol import Accepted, Ask
 from ..runtime.acceleration import Acceleration
 from .call_output import DraftStatistics
 from .drafting import Drafting
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a round did.
-
-    Attributes:
-        asks: drafts that were wanted, of the texts that still grew.
-        trees: tree that was verified for each text.
-        news: what each text got.
-        forwards: number of forwards of the target.
-        depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
-    """
-
-    asks: Sequence[Ask]
-    trees: Sequence[DraftTree]
-    news: Sequence[Accepted]
-    forwards: int
-    depth: int
-
-    @property
-    def nodes(self) -> list[int]:
-        """Number of nodes that each text's tree had beside the root."""
-        return [len(tree) - 1 for tree in self.trees]
-
-    @property
-    def accepted(self) -> list[int]:
-        """Number of emitted tokens of each text that its tree held."""
-        return [each.num_drafted for each in self.news]
-
-    @property
-    def emitted(self) -> list[int]:
-        """Number of tokens emitted by each text that the batch waits for."""
-        return [len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True) if ask.decides]
-
-    @property
-    def progress(self) -> int:
-        """Number of tokens by which the shortest text has become longer. The batch ends with it."""
-        return min((ask.ahead + len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True)), default=0)
-
-
-class Observer:
-    """Told of each round as it goes. A streamer of `generate()` may be one too, for its own call."""
-
-    def began(self) -> None:
-        """A round begins."""
-
-    def drafted(self) -> None:
-        """Its drafts are made."""
-
-    def verified(self) -> None:
-        """Its forward is done, and what is accepted is decided."""
-
-    def ended(self, done: Round) -> None:
-        """All is emitted, kept and told to the sessions."""
+from .loop import Observer, Round
 
 
 class StatisticsKeeper(Observer):

@@ -52,6 +52,12 @@ class NotFetched(OSError):
         self.name, self.revision = name, revision
 
 
+def taken_for_hub(kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Takes out of the arguments of a call to load what the Hub is asked with, and the subfolder."""
+    hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+    return hub, kwargs.pop("subfolder", None) or ""
+
+
 def find_folder(name: str | os.PathLike[str], patterns: Sequence[str], subfolder: str = "", **hub: Any) -> Path:
     """Returns the folder of a drafter's files: `name` itself, or a snapshot of a repository of the Hub.
 

@@ -14,19 +14,19 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..core.checks import few, printable
+from ..core.checks import few, printable, settings
 from ..verify.registry import VERIFIERS, is_lossy, rule_options
 from .code_files import ENTRY
 from .drafter_files import (
     CONFIG,
     DESCRIBED,
-    HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
     check_weights,
     fetch,
     find_folder,
     read_json,
+    taken_for_hub,
     tensors,
 )
 from .fetching import loading
@@ -118,10 +118,10 @@ class PretrainedDrafter(PreTrainedModel):
         for name in ("variant", "state_dict"):
             if kwargs.pop(name, None) is not None:
                 raise ValueError(f"a drafter is loaded from its own weights: leave `{name}` out")
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        hub, subfolder = taken_for_hub(kwargs)
         kwargs.pop("proxies", None)  # the Hub's client takes them from the environment
-        name, subfolder = os.fspath(pretrained_model_name_or_path), kwargs.pop("subfolder", None) or ""
-        fields = {*inspect.signature(cls.config_class.__init__).parameters, *_ALSO_OVERRIDDEN}
+        name = os.fspath(pretrained_model_name_or_path)
+        fields = {*fields_of(cls.config_class), *_ALSO_OVERRIDDEN}
         overrides = {field: kwargs.pop(field) for field in list(kwargs) if field in fields}
         with loading(name, bool(hub.get("local_files_only"))):
             folder = fetch(name, cls.config_class.model_type, subfolder, **hub)
@@ -236,6 +236,12 @@ class PretrainedDrafter(PreTrainedModel):
     @property
     def _adapted(self) -> bool:
         return bool(getattr(self, "_hf_peft_config_loaded", False))
+
+
+def fields_of(config_class: Any) -> set[str]:
+    """Returns the names of the fields that a configuration of transformers takes."""
+    own = {each.name for each in settings(config_class)} | set(inspect.signature(config_class.__init__).parameters)
+    return own - {"self", "kwargs"}
 
 
 def stored_options(path: Path) -> dict[str, Any]:

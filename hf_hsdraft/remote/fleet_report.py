@@ -19,14 +19,14 @@ def costs_of(path: Path, others: ServerCosts) -> ServerCosts:
     """Returns the costs that a bench has measured.
 
     Args:
-        path: JSON that `python -m hf_hsdraft.bench.remote_sessions` wrote.
+        path: JSON that `python benchmarks/remote_sessions.py` wrote.
         others: what it does not say: memory.
 
     Raises:
         ValueError: there is no such file, or it is none of that bench.
     """
     if not path.is_file():
-        raise ValueError(f"no such file: {path}; `python -m hf_hsdraft.bench.remote_sessions` writes one")
+        raise ValueError(f"no such file: {path}; `python benchmarks/remote_sessions.py` writes one")
     try:
         status = json.loads(path.read_text(encoding="utf-8"))["status"]
         return replace(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from ..runtime.growing_cache import make_room
+from ..runtime.cache_slots import make_room
 
 
 class JoinedLayer(DynamicLayer):

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ..core.checks import is_integer, short
 from ..core.refusals import DraftingRefused
 from ..drafters.base.draft_options import DraftOptions, option_names
-from ..drafters.base.protocol import DraftCall, Drafter
+from ..drafters.base.protocol import Call, Drafter
 from ..engine.call_checks import check_drafter, told_of_class
 from ..engine.call_output import DraftStatistics
 from ..engine.observers import StatisticsKeeper
@@ -116,32 +116,38 @@ class RemoteModel:
         self._check_size(ids, options)
         seed = secrets.randbits(63) if seed is None else seed
         draft, taps = self._prepared(assistant_model, options)
-        drafter_options = None if draft is None else draft.options
         call = RemoteCall(
             self._links.take, ids, seed, options, taps, most_taps, self._links.patience, plain=assistant_model is None
         )
-        target = RemoteTarget(call, drafter_options, self._hello.width)
+        target = RemoteTarget(call, None if draft is None else draft.options, self._hello.width)
+        statistics = self._decode(target, assistant_model, draft, ids, streamer)
+        sequences = torch.tensor([target.tokens])
+        if return_dict_in_generate:
+            return RemoteOutput(sequences, statistics, target.statistics, seed)
+        return sequences
+
+    def _decode(
+        self, target: RemoteTarget, drafter: Drafter | None, draft: Call | None, ids: list[int], streamer: Any
+    ) -> DraftStatistics:
+        """Decodes the text of a target to its end, and gives its connection back."""
         statistics = DraftStatistics()
         keeper = StatisticsKeeper(statistics, torch.device("cpu"), timed=True)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         try:
             observers = [] if streamer is None else [Streaming(streamer)]
-            decode_rounds(target, assistant_model, draft, keeper, observers)
+            decode_rounds(target, drafter, draft, keeper, observers)
         finally:
             link = target.end()
             if link is not None:
                 self._links.give_back(link)
         keeper.finish()
         statistics.new_tokens = len(target.tokens) - len(ids)
-        sequences = torch.tensor([target.tokens])
         if streamer is not None:
             streamer.end()
-        if return_dict_in_generate:
-            return RemoteOutput(sequences, statistics, target.statistics, seed)
-        return sequences
+        return statistics
 
-    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[DraftCall | None, Sequence[int]]:
+    def _prepared(self, drafter: Drafter | None, options: dict[str, Any]) -> tuple[Call | None, Sequence[int]]:
         """What a drafter is called with, and the hidden states that it reads."""
         if drafter is None:
             return None, ()
@@ -151,7 +157,7 @@ class RemoteModel:
         taps = tuple(sorted(drafter.taps_of(self._shell)))
         # Drafters that read hidden states borrow the target's rows.
         shell = self._shell_on(getattr(drafter, "device", torch.device("cpu"))) if taps else self._shell
-        return DraftCall(shell, 1, draft), taps
+        return Call(shell, 1, draft), taps
 
     def _shell_on(self, device: torch.device) -> TargetShell:
         """The target with the rows that drafters on a device borrow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
 from ..drafters.base.draft_options import DraftOptions
 from ..drafters.base.protocol import Accepted as News
-from ..drafters.base.protocol import Ask
+from ..engine.drafting import Drafting, Wanted
 from .link import Link, LinkLost, ServerRefused
 from .messages import Accepted, Close, Open, Opened, Resume, Resumed, Taps
 from .packing import packed_ints, packed_tree, unpacked_ints, unpacked_states
@@ -72,7 +73,7 @@ class LinkStatistics:
 
 
 class RemoteTarget:
-    """A text that grows by a target elsewhere.
+    """A text that grows by a target elsewhere; see `engine.loop.Target`.
 
     Args:
         call: what it is decoded with.
@@ -82,7 +83,6 @@ class RemoteTarget:
     Attributes:
         tokens: of the text so far.
         finished: whether it has ended.
-        most_nodes: that the next draft should have beside the root, as the server says.
         forwards: number of forwards of the target for this text, the prompt's included.
         statistics: what it took on the way.
     """
@@ -92,7 +92,7 @@ class RemoteTarget:
         self._width = width * len(call.taps)
         self.tokens, self.finished, self.forwards = list(call.ids), False, 0
         self.statistics = LinkStatistics()
-        self._reach = self.most_nodes = self._number = 0
+        self._reach = self._most_nodes = self._number = 0
         self._session = ""
         self._link: Link | None = None
         self._counted = (0, 0)  # bytes of the connection that are in the statistics
@@ -110,23 +110,29 @@ class RemoteTarget:
         most, count = self._call.most_taps, len(self._call.ids)
         return 0 if most is None else max(count - most, 0)
 
-    def asks(self) -> list[Ask]:
-        """The draft that is wanted for the next round."""
+    def goes_on(self) -> bool:
+        return not self.finished
+
+    def prepare(self, drafting: Drafting) -> None:
+        """Limits come with each answer of the server."""
+
+    def asks(self) -> list[Wanted]:
+        """The draft that is wanted for the next round: no more nodes than the server has room for in a forward."""
         if self.finished or self._draft is None:
             return []
-        depth, chain = min(self._reach, self._draft.depth), self._draft.beam_width == 1
-        return [Ask(0, self.tokens[-1], depth, self._draft.tree_size, chain=chain, reach=self._reach)]
+        depth, size = min(self._reach, self._draft.depth), min(self._draft.tree_size, self._most_nodes)
+        return [Wanted(0, self.tokens[-1], depth, size, self._draft.beam_width, reach=self._reach)]
 
-    def advance(self, drafts: Sequence[DraftTree], verified: Callable[[], None] = lambda: None) -> list[News]:
-        """Has a draft verified; returns what is accepted.
+    def undone_on_error(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # the server keeps the cache
+
+    def verify(self, trees: Sequence[DraftTree]) -> News:
+        """Has a draft verified; returns what the server has accepted.
 
         If the server has lost the text, it is opened again with its tokens: the draft counts as rejected then.
-
-        Args:
-            verified: called when the answer is there.
         """
         number = self._number + 1
-        message = packed_tree(number, drafts[0])
+        message = packed_tree(number, trees[0])
 
         def exchange() -> News:
             link = self._linked()
@@ -138,9 +144,16 @@ class RemoteTarget:
                 answer = link.receive(Accepted)
             return self._news(answer)
 
-        news = self._persistently(exchange)
-        verified()
-        return [news]
+        return self._persistently(exchange)
+
+    def accept(self, read: News) -> None:
+        """The server has done it, where many texts share a forward."""
+
+    def commit(self, read: News, verdicts: None) -> None:
+        """The server has done it too."""
+
+    def news(self, read: News, verdicts: None) -> list[News]:
+        return [read]
 
     def receive(self) -> News:
         """Returns what the server has decoded next by itself."""
@@ -164,7 +177,7 @@ class RemoteTarget:
             reply = link.receive(Taps, Opened)
         assert isinstance(reply, Opened)
         self._session, self._number = reply.session, 0
-        self._reach, self.most_nodes, self.finished = reply.reach, reply.nodes, reply.finished
+        self._reach, self._most_nodes, self.finished = reply.reach, reply.nodes, reply.finished
         self.tokens.append(reply.token)
         self.statistics.reopened += self.forwards > 0
         self.forwards += 1
@@ -173,7 +186,7 @@ class RemoteTarget:
     def _news(self, answer: Accepted) -> News:
         begin, tokens = len(self.tokens) - 1, unpacked_ints(answer.tokens)
         self._number, self.finished = answer.number, answer.finished
-        self._reach, self.most_nodes = answer.reach, answer.nodes
+        self._reach, self._most_nodes = answer.reach, answer.nodes
         self.tokens += tokens
         self.forwards += 1
         self.statistics.batches.append(answer.batch)

@@ -18,7 +18,7 @@ from ..core.tensors import device_of, on_device
 from ..runtime.acceleration import Acceleration
 from ..runtime.cache_slots import CacheSlots
 from ..runtime.misreading import same_but_rounding
-from ..runtime.target_call import Names, TargetCall
+from ..runtime.target_call import Names, TargetCall, TextRows
 from ..runtime.target_limits import (
     check_cache,
     check_inputs,
@@ -28,7 +28,6 @@ from ..runtime.target_limits import (
     why_no_trees,
 )
 from ..runtime.target_outputs import TargetOutput, picked_taps, target_output
-from ..runtime.text_rows import TextRows
 from ..runtime.tree_reading import read_trees
 from ..trees.tree_masks import AttentionKind, attention_kinds
 from .joined_cache import empty_cache, grown, joined_cache

@@ -13,7 +13,7 @@ from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of
 from ..engine.decoded_texts import DecodedTexts
 from ..verify.foresight import Draws
-from ..verify.own_choice import OwnChoice
+from ..verify.verdict import OwnChoice
 from .joined_cache import empty_cache
 from .messages import PIECE_BYTES
 from .wire import MOST_ITEMS, is_setting

@@ -2,17 +2,119 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticLayer,
+)
 
-from .growing_cache import give_room_back, make_room
+from ..core.refusals import DraftingRefused
+from ..core.tuning import TUNING
 from .static_cache import StaticSlots
-from .target_limits import cache_layers, layer_class, recurrent_layers
+
+
+class GrowingLayer(DynamicLayer):
+    """A `DynamicLayer` with room to grow; all other operations are inherited and see the same tensors.
+
+    A `DynamicLayer` concatenates at every forward, which copies the whole cache once a round. Here keys and values are
+    the beginning of a buffer that is somewhat longer. Dropping tokens shortens the view, and the next ones overwrite
+    them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: list[torch.Tensor | None] = [None, None]
+
+    @classmethod
+    def of(cls, layer: DynamicLayer) -> GrowingLayer:
+        """A layer that holds what `layer` does."""
+        grown = cls()
+        grown.__dict__.update(vars(layer))
+        return grown
+
+    def as_dynamic(self) -> DynamicLayer:
+        """A plain layer that holds the same, in tensors of just that size."""
+        plain = DynamicLayer()
+        plain.__dict__.update(vars(self))
+        del plain.__dict__["_rooms"]
+        if plain.is_initialized:
+            plain.keys, plain.values = (
+                states.clone(memory_format=torch.contiguous_format) for states in (self.keys, self.values)
+            )
+        return plain
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends `[B, heads, n, size]`; returns all there is, as views."""
+        if not self.is_initialized or self.keys.numel() == 0 or key_states.requires_grad:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.keys = self._appended(0, self.keys, key_states)
+        self.values = self._appended(1, self.values, value_states)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._rooms = [None, None]  # the buffers held the other rows too
+
+    def _appended(self, which: int, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """What was held and what is new, in a buffer with room; `which` is 0 for keys and 1 for values."""
+        room, length = self._rooms[which], held.shape[-2]
+        end = length + new.shape[-2]
+        if room is None or end > room.shape[-2] or not _begins(room, held):
+            spare = TUNING.spare_tokens + end // TUNING.spare_part
+            room = held.new_empty(*held.shape[:-2], end + spare, held.shape[-1])
+            room[..., :length, :] = held
+            self._rooms[which] = room
+        room[..., length:end, :] = new
+        return room[..., :end, :]
+
+
+def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether `held` is still the beginning of the buffer; beams, batches and offloading put other tensors there."""
+    same_place = held.data_ptr() == room.data_ptr() and held.device == room.device and held.dtype == room.dtype
+    return same_place and held.stride() == room.stride() and held.shape[:-2] == room.shape[:-2]
+
+
+def make_room(cache: Cache) -> None:
+    """Lets the plain layers of a cache grow in place; a cache that is offloaded moves its tensors, and stays."""
+    if not cache.offloading:
+        cache.layers[:] = [GrowingLayer.of(each) if type(each) is DynamicLayer else each for each in cache.layers]
+
+
+def give_room_back(cache: Cache) -> None:
+    """Makes the layers plain ones again."""
+    cache.layers[:] = [each.as_dynamic() if isinstance(each, GrowingLayer) else each for each in cache.layers]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a cache stands.
+
+    Attributes:
+        slots: number that is filled.
+        copies: of the layers that cannot drop tokens, by index.
+        held: what the other layers hold, by index and attribute; see `_held_by`.
+    """
+
+    slots: int
+    copies: dict[int, Any]
+    held: dict[int, dict[str, Any]]
 
 
 class CacheSlots:
@@ -49,6 +151,11 @@ class CacheSlots:
     def length(self) -> int:
         """Number of slots that are filled."""
         return self.cache.get_seq_length() if self.static is None else self.static.filled
+
+    @property
+    def size(self) -> int | None:
+        """Number of slots of a static cache, filled or not; `None` of one that grows."""
+        return None if self.static is None else self.static.size
 
     @property
     def left(self) -> int:
@@ -135,3 +242,136 @@ class CacheSlots:
         few.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         few.cache.batch_select_indices(torch.tensor(places))
         return few
+
+    def mark(self, before_commit: bool = False) -> Mark:
+        """Where the cache stands now.
+
+        Args:
+            before_commit: also copy layers that a commit makes forget what came before, windows and convolutions.
+        """
+        copies, held = {}, {}
+        for index, layer in enumerate(self.layers):
+            forgets = index in self.windows or isinstance(layer, LinearAttentionCacheLayerMixin)
+            if (self.recurrent and not layer.is_croppable) or (before_commit and forgets):
+                copies[index] = copy.deepcopy(layer)
+            elif self.static is None:
+                held[index] = _held_by(layer)
+        return Mark(self.length, copies, held)
+
+    def roll_back(self, mark: Mark) -> None:
+        """Puts the cache back to a mark, once; not after a commit.
+
+        A forward may have stopped between two layers, or between the keys and the values of one. So each tensor is cut
+        by its own length.
+        """
+        if self.static is not None:
+            self.static.fill(mark.slots)
+            return
+        layers = self.layers
+        for index, layer in enumerate(layers):
+            if index in mark.copies:
+                layers[index] = mark.copies[index]
+            else:
+                vars(layer).update(mark.held[index])
+                _cut(layer, mark.slots)
+
+    def restore(self, mark: Mark) -> None:
+        """As `roll_back`, also after a commit, if the mark was made for that."""
+        self.widen_windows(0)
+        self.roll_back(mark)
+
+
+def _held_by(layer: Any) -> dict[str, Any]:
+    """What a cache layer that can drop tokens holds, by attribute, without a copy.
+
+    A forward and a commit put other tensors in the place of these, and never write into them. Keys and values that only
+    grow at their end are left out: their beginning stays, and two of them would take twice the memory.
+    """
+    if type(layer) in (DynamicLayer, GrowingLayer):
+        return {}
+    grows = () if getattr(layer, "is_sliding", False) else ("keys", "values")
+    copied = (dict, list)  # states by their number or name
+    return {
+        name: copy.copy(value) if isinstance(value, copied) else value
+        for name, value in vars(layer).items()
+        if name not in grows
+    }
+
+
+def _cut(layer: Any, slots: int) -> None:
+    """Leaves at most the first `slots` of keys and values, of each by itself; a window never holds more than that."""
+    for name in ("keys", "values"):
+        states = getattr(layer, name, None)
+        if states is not None and states.dim() > 1 and states.shape[-2] > slots:
+            setattr(layer, name, states[..., :slots, :])
+
+
+@contextlib.contextmanager
+def as_given(cache: Any) -> Iterator[None]:
+    """If drafting is refused inside, the cache of a call is as it was again, whatever was read into it.
+
+    Args:
+        cache: `None` if the call has none yet.
+    """
+    decoder = isinstance(cache, EncoderDecoderCache)
+    parts = (cache.self_attention_cache, cache.cross_attention_cache) if decoder else () if cache is None else (cache,)
+    before = [(part, list(part.layers), [_as_it_is(layer) for layer in part.layers]) for part in parts]
+    updated = dict(cache.is_updated) if decoder else {}
+    try:
+        yield
+    except DraftingRefused:
+        for part, layers, held in before:
+            part.layers[:] = layers
+            for layer, (attributes, slots) in zip(layers, held, strict=True):
+                vars(layer).update(attributes)
+                if slots is not None:
+                    _cut(layer, slots)
+        if decoder:
+            cache.is_updated = updated
+        raise
+
+
+def _as_it_is(layer: Any) -> tuple[dict[str, Any], int | None]:
+    """What a cache layer holds by attribute; and if keys and values grow at their end, how many slots instead of them.
+
+    Reading overwrites no slot that is filled, so keys and values are not copied.
+    """
+    states, grows = ("keys", "values"), type(layer) in (DynamicLayer, GrowingLayer)
+    held = {name: copy.deepcopy(value) for name, value in vars(layer).items() if name not in states}
+    if grows:
+        return held, layer.get_seq_length()
+    return held | {name: value for name, value in vars(layer).items() if name in states}, None
+
+
+def move_slots(states: Sequence[torch.Tensor], source: torch.Tensor, goal: torch.Tensor) -> None:
+    """Copies slots `source` `[B, m]` of each of `states` `[B, heads, slots, size]` to slots `goal`, in place."""
+    for each in states:
+        taken, placed = source.to(each.device), goal.to(each.device)
+        if len(each) == 1:
+            if each.device.type == "cpu":  # twice as fast there
+                each.index_copy_(2, placed[0], each.index_select(2, taken[0]))
+            else:
+                each[:, :, placed[0]] = each[:, :, taken[0]]
+        else:
+            rows = torch.arange(len(each), device=each.device)[:, None]
+            each[rows, :, placed] = each[rows, :, taken]
+
+
+def text_cache(cache: Any) -> Any:
+    """The part of a cache that holds the decoded text."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def cache_layers(cache: Any) -> list[Any]:
+    """The layers of the cache that hold the decoded text."""
+    return text_cache(cache).layers
+
+
+def layer_class(layer: Any) -> type:
+    """The class of a cache layer before it was given room to grow."""
+    return DynamicLayer if type(layer) is GrowingLayer else type(layer)
+
+
+def recurrent_layers(cache: Any) -> list[Any]:
+    """The layers that cannot drop their last tokens: a copy of them from before has to take their place."""
+    return [layer for layer in cache_layers(cache) if not layer.is_croppable and type(layer) is not StaticLayer]

@@ -19,7 +19,6 @@ from transformers.generation.candidate_generator import (
 from ..core.cache_name import given_cache, returned_cache
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
-from .cache_marks import mark, roll_back
 from .target_call import TOKEN_TYPES, TargetCall
 
 
@@ -35,7 +34,7 @@ def read_chains(call: TargetCall, trees: Sequence[DraftTree], input_ids: torch.T
     if call.unread > TUNING.most_unread:
         catch_up(call, input_ids[:, :-1])
         call.entered = None
-    call.marked = (call.entered or mark(call.slots)) if call.slots.recurrent else None
+    call.marked = (call.entered or call.slots.mark()) if call.slots.recurrent else None
     drafted = [[*tree.tokens[1:], *[tree.tokens[0]] * (columns - len(tree))] for tree in trees]
     ids = torch.tensor(drafted, dtype=input_ids.dtype, device=input_ids.device).view(len(trees), columns - 1)
     return _read_on(call, torch.cat([input_ids, ids], dim=1), call.unread + columns)
@@ -52,7 +51,7 @@ def commit_chains(call: TargetCall, length: int, outputs: Any, columns: int) -> 
     if length == columns:
         call.unread = 0
     else:
-        roll_back(call.slots, call.marked)
+        call.slots.roll_back(call.marked)
         call.unread += length
     call.slots.forget_past()
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from .cache_slots import GrowingLayer
 from .fingerprint import has_foreign_hooks
-from .growing_cache import GrowingLayer
 
 
 def can_leave(target: Any, model_kwargs: dict[str, Any], known: Collection[str], cache: Any) -> bool:

@@ -6,7 +6,6 @@ What lies in the slots beyond is masked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from transformers.cache_utils import DummyLayer, StaticCache, StaticLayer
 
 from ..core.cache_name import CACHE, given_cache
 from ..core.refusals import DraftingRefused
-from .text_rows import slots_of_prompts
 
 
 def why_not_static(cache: StaticCache) -> str:
@@ -98,15 +96,22 @@ def with_draft_room(
     return {**model_kwargs, CACHE: roomy}
 
 
-def move_slots(states: Sequence[torch.Tensor], source: torch.Tensor, goal: torch.Tensor) -> None:
-    """Copies slots `source` `[B, m]` of each of `states` `[B, heads, slots, size]` to slots `goal`, in place."""
-    for each in states:
-        taken, placed = source.to(each.device), goal.to(each.device)
-        if len(each) == 1:
-            if each.device.type == "cpu":  # twice as fast there
-                each.index_copy_(2, placed[0], each.index_select(2, taken[0]))
-            else:
-                each[:, :, placed[0]] = each[:, :, taken[0]]
-        else:
-            rows = torch.arange(len(each), device=each.device)[:, None]
-            each[rows, :, placed] = each[rows, :, taken]
+def slots_of_prompts(
+    target: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cached: int
+) -> int:
+    """Number of slots that are filled once `generate()` has read the prompts.
+
+    It takes them for the whole texts where they are as long as the mask, or embeddings: then it leaves out what the
+    cache holds. Otherwise they are what the cache does not hold yet.
+
+    Args:
+        input_ids: `[B, length]`.
+        cached: number of slots that are filled before.
+    """
+    decoder = target.config.is_encoder_decoder
+    embeds = None if decoder else model_kwargs.get("inputs_embeds")
+    mask = model_kwargs.get("decoder_attention_mask" if decoder else "attention_mask")
+    known = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    length = (input_ids if embeds is None else embeds).shape[1]
+    whole = embeds is not None or known == length
+    return cached + len(range(length)[cached - length if whole else 0 :])

@@ -13,17 +13,15 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
     EncoderDecoderCache,
     StaticCache,
-    StaticLayer,
 )
 from transformers.generation.utils import GenerationMixin
 
 from ..core.refusals import DraftingRefused
 from ..core.tuning import TUNING
 from ..trees.tree_masks import MASKED_ATTENTION
-from .growing_cache import GrowingLayer
+from .cache_slots import cache_layers, layer_class, recurrent_layers, text_cache
 from .static_cache import why_not_static
 from .text_configs import decoder_layers as decoder_layers
 from .text_configs import text_config as text_config
@@ -147,26 +145,6 @@ def why_no_trees(target: Any, cache: Any) -> str:
     if "position_ids" not in inspect.signature(target.forward).parameters:
         return "its positions follow from cache slots (no position_ids), and siblings in a tree share a position"
     return ""
-
-
-def text_cache(cache: Any) -> Any:
-    """The part of a cache that holds the decoded text."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def cache_layers(cache: Any) -> list[Any]:
-    """The layers of the cache that hold the decoded text."""
-    return text_cache(cache).layers
-
-
-def layer_class(layer: Any) -> type:
-    """The class of a cache layer before it was given room to grow."""
-    return DynamicLayer if type(layer) is GrowingLayer else type(layer)
-
-
-def recurrent_layers(cache: Any) -> list[Any]:
-    """The layers that cannot drop their last tokens: a copy of them from before has to take their place."""
-    return [layer for layer in cache_layers(cache) if not layer.is_croppable and type(layer) is not StaticLayer]
 
 
 def _crops_what_it_keeps(cache: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.tuning import TUNING
-from .cache_marks import Mark
+from .cache_slots import Mark
 from .fingerprint import has_foreign_hooks
 from .foreign_products import foreign_modules, rounds_inputs
 from .misreading import (
@@ -76,7 +76,7 @@ class Steps:
     def begin(cls, runtime: TargetRuntime, input_ids: torch.Tensor) -> Steps:
         """Before the last tokens of texts `[B, length]` are read: `add` takes these and those after them."""
         apart = runtime.apart()
-        return cls(apart, apart.mark(before_commit=True), input_ids)
+        return cls(apart, apart.slots.mark(before_commit=True), input_ids)
 
     def add(self, tokens: list[int], logits: torch.Tensor) -> None:
         """Takes a token of each row and what the target said after it, `[B, V]`."""
@@ -143,8 +143,8 @@ class Steps:
 
     def rewind(self) -> TargetRuntime:
         """Puts the cache back to before the tokens; returns a runtime to read them with."""
-        self.runtime.restore(self.start)
-        self.start = self.runtime.mark(before_commit=True)
+        self.runtime.slots.restore(self.start)
+        self.start = self.runtime.slots.mark(before_commit=True)
         return self.runtime.apart()
 
     def read_all(self) -> None:

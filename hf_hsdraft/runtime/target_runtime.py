@@ -19,14 +19,13 @@ from ..core.refusals import DraftingRefused
 from ..core.tensors import device_of, on_device
 from ..trees.tree_masks import AttentionKind
 from .acceleration import Acceleration
-from .cache_marks import Mark, as_given, mark, restore, roll_back
+from .cache_slots import CacheSlots, as_given
 from .chain_reading import catch_up, commit_chains, read_chains
 from .ended_rows import EndedRows, can_leave
-from .last_state import LastState
-from .target_call import Names, TargetCall, dropped
+from .static_cache import slots_of_prompts
+from .target_call import Names, TargetCall, TextRows, dropped
 from .target_limits import check_cache, text_config
-from .target_outputs import NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
-from .text_rows import TextRows, slots_of_prompts
+from .target_outputs import LastState, NodeOutputs, TargetOutput, names_of, prompt_outputs, target_output
 from .tree_reading import AheadReader, commit_trees, kinds_of_attention, noise_of, read_trees, tokens_kept
 
 Reader = TypeVar("Reader", bound=AheadReader)
@@ -178,31 +177,15 @@ class TargetRuntime:
                 slots.drop(max(slots.length - end, 0))
         slots.release()
 
-    def mark(self, before_commit: bool = False) -> Mark:
-        """Where the cache stands.
-
-        Args:
-            before_commit: also copy layers that a commit makes forget what came before, windows and convolutions.
-        """
-        return mark(self._call.slots, before_commit)
-
-    def roll_back(self, mark: Mark) -> None:
-        """Puts the cache back to a mark, once; not after a commit."""
-        roll_back(self._call.slots, mark)
-
-    def restore(self, mark: Mark) -> None:
-        """Puts the cache back to a mark that was made `before_commit`, once."""
-        restore(self._call.slots, mark)
-
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Whatever is read inside is taken out of the cache again if an exception, also an interrupt, comes through."""
-        entered, unread = self.mark(), self._call.unread
+        entered, unread = self.slots.mark(), self._call.unread
         self._call.entered = entered
         try:
             yield
         except BaseException:
-            self.roll_back(entered)
+            self.slots.roll_back(entered)
             self._call.unread = unread
             raise
 
@@ -258,16 +241,27 @@ class TargetRuntime:
         call.rows = call.rows.of(places)
         call.slots.drop(self.length - max(call.rows.kept))
 
-    def prompt_outputs(self, row: int, states: bool, attentions: bool) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Hidden states and attentions of the prompt's forward, of one row."""
-        return prompt_outputs(self._outputs, names_of(self._outputs, self._names, states, attentions), row)
+    @property
+    def records(self) -> bool:
+        """Whether the call returns attentions or hidden states of each token."""
+        wanted = self._generation_config
+        return bool(wanted.return_dict_in_generate and (wanted.output_hidden_states or wanted.output_attentions))
 
-    def node_outputs(
-        self, row: int, path: Sequence[int], states: bool, attentions: bool
-    ) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Those of the last node of `path`, from the root on, as plain decoding returns them for one token."""
-        names = names_of(self._outputs, self._names, states, attentions)
-        return NodeOutputs(self._call, self._outputs, names, self._again, self._columns).of(row, path)
+    def prompt_outputs(self, row: int) -> list[dict[str, tuple[torch.Tensor, ...]]]:
+        """Those of the prompts' forward, of one row; nothing where the call returns none."""
+        return [prompt_outputs(self._outputs, self._recorded, row)] if self.records else []
+
+    def path_outputs(self, row: int, path: Sequence[int]) -> list[dict[str, tuple[torch.Tensor, ...]]]:
+        """Those of the root and of each node of an accepted path, each as plain decoding returns it for one token."""
+        if not self.records:
+            return []
+        nodes, read = [0, *path], NodeOutputs(self._call, self._outputs, self._recorded, self._again, self._columns)
+        return [read.of(row, nodes[: index + 1]) for index in range(len(nodes))]
+
+    @property
+    def _recorded(self) -> list[str]:
+        wanted = self._generation_config
+        return names_of(self._outputs, self._names, wanted.output_hidden_states, wanted.output_attentions)
 
     @property
     def reused_share(self) -> float:
@@ -284,10 +278,9 @@ class TargetRuntime:
         return self._call.slots.length
 
     @property
-    def slots(self) -> int | None:
-        """Number of slots of a static cache, filled or not; `None` of one that grows."""
-        static = self._call.slots.static
-        return None if static is None else static.size
+    def slots(self) -> CacheSlots:
+        """The cache, as a row of slots."""
+        return self._call.slots
 
     @property
     def deepest(self) -> int:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from ..core.draft_tree import DraftTree
 from ..core.tensors import device_of, on_device
 from ..trees.tree_masks import AttentionKind, TreeBatch, as_attention_takes_it, attention_kinds, tree_mask
+from .cache_slots import move_slots
 from .misreading import distances_of
-from .static_cache import move_slots
 from .target_call import TargetCall
 from .target_limits import text_config, why_no_trees
 

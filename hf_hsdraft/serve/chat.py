@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from ..bench.demo import DraftColourStreamer
 from .conversation import Answer, Conversation
+from .streamers import DraftColourStreamer
 
 HELP = """/clear   forget the conversation
 /plain   answer without the drafter

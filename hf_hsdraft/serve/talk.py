@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from ..bench.demo import PieceStreamer
-from ..engine.observers import Observer, Round
+from ..engine.loop import Observer, Round
 from .conversation import Answer, Conversation
+from .streamers import PieceStreamer
 
 LAST_ROUNDS = 8  # rounds whose trees are kept
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..vllm_plugin.decoding import CPU_MEMORY
+from ..vllm_plugin.plugin_limits import CPU_MEMORY
 from .vllm_options import option_value
 
 _MOST_BATCHED = "--max-num-batched-tokens"

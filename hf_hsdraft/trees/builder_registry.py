@@ -8,9 +8,8 @@ import torch
 
 from ..core.draft_tree import DraftTree
 from ..core.methods import Registry
-from .beam_trees import beam_trees
 from .sampled_trees import gumbel_trees, stochastic_beam_trees
-from .tree_builders import Expansion, TreeBuilder, TreeLimits
+from .tree_builders import Expansion, TreeBuilder, TreeLimits, beam_trees
 
 
 @dataclass(frozen=True)

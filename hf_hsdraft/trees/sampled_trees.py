@@ -23,8 +23,10 @@ def gumbel_trees(
     """Draws equally many children for every node of a depth (RSD-C: "Recursive Speculative Decoding", section 3.2).
 
     With Gumbel noise on the log-probabilities, the greatest k are k draws without replacement, in order. See
-    `TreeBuilder` for the arguments.
+    `TreeBuilder` for the arguments. A chain is drawn as `stochastic_beam_trees` draws one path.
     """
+    if limits.beam_width == 1:
+        return stochastic_beam_trees(expansion, root_tokens, vocab_ids, limits)
     growth = _Growth(expansion, root_tokens, vocab_ids)
     for width in branching_for(expansion.depth, limits.tree_size):
         log_probs = growth.expand()

@@ -1,4 +1,4 @@
-"""The seam of tree building: what a builder is given, and what it returns.
+"""The seam of tree building: what a builder is given, and what it returns; and the usual builder, beam search.
 
 A builder grows a tree for each text of a batch, level by level. It asks an `Expansion` which children the nodes may
 have. It only gathers the states that the expansion returns, and hands them back.
@@ -6,13 +6,14 @@ have. It only gathers the states that the expansion returns, and hands them back
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from ..core.draft_tree import DraftTree
+from ..core.draft_tree import DraftTree, from_nodes
 
 
 class Expansion:
@@ -101,3 +102,69 @@ class TreeBuilder(Protocol):
             limits: how large the trees may be.
         """
         ...
+
+
+def beam_trees(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> list[DraftTree]:
+    """Grows trees by beam search on cumulative probability (Lyanna; EAGLE-2, section 4.1). See `TreeBuilder`.
+
+    Each depth expands the `beam_width` most probable nodes of the depth before. Of all children seen, the `tree_size`
+    most probable stay. They form a tree, because a child is never more probable than its parent. `beam_width` does not
+    limit the children that stay: where the drafter is unsure, many children of the root are worth more than deep paths.
+    """
+    tokens, parents, depths, scores = searched(expansion, root_tokens, vocab_ids, limits)
+    if expansion.depth > min(limits.max_depths):
+        scores = scores.masked_fill(depths > scores.new_tensor(limits.max_depths)[:, None], -math.inf)
+    # The sort is stable: of equal scores the earlier one comes first, which may be the other one's parent.
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, : limits.tree_size].sort(dim=1).values
+    kept = torch.stack([order + 1, tokens.gather(1, order), parents.gather(1, order), depths.gather(1, order)], dim=-1)
+    rows = zip(root_tokens.tolist(), kept.tolist(), scores.gather(1, order).tolist(), strict=True)
+    return [_tree(root, children, of_row, limits.threshold) for root, children, of_row in rows]
+
+
+def searched(
+    expansion: Expansion, root_tokens: torch.Tensor, vocab_ids: torch.Tensor, limits: TreeLimits
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the children that a beam search finds: tokens, numbers of parents, depths and scores, each `[B, C]`.
+
+    Of each depth they are the `tree_size` most probable ones, the best first. The root has number 0, and the child in
+    column i has number i + 1. `max_depths` and `threshold` are not looked at. Arguments: see `TreeBuilder`.
+    """
+    tokens = root_tokens[:, None]
+    scores = torch.zeros_like(tokens, dtype=torch.float32)
+    states: torch.Tensor | None = None
+    numbers = torch.zeros_like(tokens)  # numbers of the nodes: 0 for the root, then all children as they are found
+    found, levels = 1, []
+    most = 1 if limits.beam_width == 1 else limits.tree_size  # children of a level that may stay
+    for level in range(1, expansion.depth + 1):
+        scores, columns, parents, states = expansion.best(level, tokens, states, scores, most)
+        tokens = vocab_ids[columns]
+        levels.append((tokens, numbers.gather(1, parents), torch.full_like(tokens, level), scores))
+        if level == expansion.depth:
+            break
+        width = min(limits.beam_width, tokens.shape[1])
+        numbers = torch.arange(found, found + width, device=tokens.device).expand(len(tokens), -1)
+        found += tokens.shape[1]
+        tokens, scores, states = tokens[:, :width], scores[:, :width], states_of(states, parents[:, :width])
+    tokens, parents, depths, scores = (torch.cat(column, dim=1) for column in zip(*levels, strict=True))
+    return tokens, parents, depths, scores
+
+
+def _tree(root: int, children: list[list[int]], scores: list[float], threshold: float) -> DraftTree:
+    """Makes a tree of children in the order of their numbers.
+
+    Args:
+        root: token of the root.
+        children: for each child its number, token, parent's number, and depth.
+        scores: scores of the children.
+        threshold: least probability of a child.
+    """
+    least = math.log(threshold) if threshold > 0 else -math.inf
+    places = {0: 0}
+    nodes = [(root, -1, 0, 0.0)]
+    for (number, token, parent, depth), score in zip(children, scores, strict=True):
+        if score >= least and score > -math.inf and parent in places:
+            places[number] = len(nodes)
+            nodes.append((token, places[parent], depth, score))
+    return from_nodes(nodes)

@@ -8,9 +8,8 @@ from typing import Any
 
 from ..core.methods import Registry, load, offered
 from ..core.options import Option
-from .own_choice import OwnChoice
 from .rejection import Rejection
-from .verdict import Verifier
+from .verdict import OwnChoice, Verifier
 
 VERIFIERS: Registry[Verifier] = Registry("verification", {"walk": OwnChoice(), "rejection": Rejection()})
 OPTION_NAMES = frozenset(offered("verification_option"))  # of rules that need not be loaded

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ..core.draft_tree import DraftTree
-from .own_choice import OwnChoice
-from .verdict import Nodes, Verdict, Verifier, draw_token, walk
+from .verdict import Nodes, OwnChoice, Verdict, Verifier, draw_token, walk
 
 
 class Rejection(Verifier):

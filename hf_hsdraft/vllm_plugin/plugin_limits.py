@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..drafters.hidden_state.configuration_hsdraft import HSDraftConfig
 
+CPU_MEMORY = 0.5  # share that vLLM takes on a CPU; by default it takes 92%, and ends where that is not free
+
 
 def injector_width(config: HSDraftConfig) -> int:
     """Returns the size of an injector's state."""

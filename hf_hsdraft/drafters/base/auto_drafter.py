@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ...hub.checkpoint import Checkpoint
 from ...hub.drafter_files import CONFIG, HUB_ARGUMENTS, find_folder, read_json
 from ...hub.fetching import loading
-from ...hub.pretrained_drafter import PretrainedDrafter
+from ...hub.pretrained_drafter import PretrainedDrafter, fields_of
 from .draft_options import is_misspelt, nearest_option, option_names
 from .formats import Format, recognise
 from .loading_arguments import Placement, give_options, refuse_unknown
@@ -77,7 +76,7 @@ def _load_of_transformers(
 ) -> Any:
     """Loads a drafter that is a model of transformers, which knows no drafting options by name, and other attention."""
     kind, placement = family.drafter, Placement.taken_from(kwargs)
-    fields = inspect.signature(family.config.__init__).parameters.keys()
+    fields = fields_of(family.config)
     options = {option: kwargs.pop(option) for option in (option_names() - fields) & kwargs.keys()}
     for argument in kwargs.keys() - fields:
         near = nearest_option(argument, option_names())

@@ -1,11 +1,12 @@
-"""A pre-norm decoder layer of Llama and Qwen3, as published drafters are made of: parameters by their usual names.
+"""The pre-norm decoder layer of Llama and Qwen3 that drafters are made of: parameters have their usual names.
 
-What a layer attends to is the caller's: these modules make queries, keys and values, and take what was mixed of them.
+The caller decides what a layer attends to: it hands in `attend`, which gets queries, keys and values.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,47 +17,69 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ...core.checks import check_fields, demand, integer, is_integer, setting
 from ...core.tensors import RMSNorm
+from .plain_config import described
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 
+# Mixes the values that queries see. It takes queries `[..., n, heads, head_dim]`, and keys and values
+# `[..., n, kv_heads, head_dim]` of the same positions; with `rows`, the queries are of these rows alone. It returns
+# `[..., n, heads * head_dim]`.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
+
+@described
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a decoder layer, and what kind of layer it is.
+    """Sizes of a decoder layer, and what kind of layer it is. Every field is checked when it is built."""
 
-    Attributes:
-        hidden_size: width of the states.
-        intermediate_size: inner width of the feed-forward block.
-        num_attention_heads: number of query heads.
-        num_key_value_heads: number of heads of keys and values.
-        head_dim: width of a head.
-        rms_norm_eps: epsilon of the norms.
-        attention_bias: whether the products for queries, keys and values have a bias.
-        output_bias: whether the product after attention has one.
-        qk_norm: whether each head's queries and keys are normed, as in Qwen3.
-        hidden_act: activation of the feed-forward block, by transformers' name.
-        gemma: whether attention is that of Gemma 4: values are normed, and scores are not scaled. Its layers norm the
-            outputs of their parts too.
-        keys_are_values: whether values are made by the product for keys.
-    """
+    hidden_size: int = setting("width of the states", limit=integer(2**17))
+    intermediate_size: int = setting("inner width of the feed-forward block", limit=integer(2**20))
+    num_attention_heads: int = setting("number of query heads", limit=integer(2**12))
+    num_key_value_heads: int = setting("number of heads of keys and values", limit=integer(2**12))
+    head_dim: int = setting("width of a head", limit=integer(2**13))
+    rms_norm_eps: float = setting("epsilon of the norms", 1e-6)
+    attention_bias: bool = setting("whether the products for queries, keys and values have a bias", False)
+    output_bias: bool = setting("whether the product after attention has one", False)
+    qk_norm: bool = setting("whether each head's queries and keys are normed, as in Qwen3", False)
+    hidden_act: str = setting("activation of the feed-forward block, by transformers' name", "silu")
+    gemma: bool = setting(
+        "whether attention is that of Gemma 4: values are normed, and scores are not scaled. Its layers norm the "
+        "outputs of their parts too",
+        False,
+    )
+    keys_are_values: bool = setting("whether values are made by the product for keys", False)
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    hidden_act: str = "silu"
-    gemma: bool = False
-    keys_are_values: bool = False
+    def __post_init__(self) -> None:
+        check_fields(self)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+        demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
+
+    @classmethod
+    def like(cls, config: Any, **fields: Any) -> LayerSizes:
+        """Returns sizes like those of a target, by its text's configuration; `fields` are set otherwise."""
+        heads = own_integer(config, "num_attention_heads") or 1
+        groups = own_integer(config, "num_key_value_heads") or heads
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": own_integer(config, "intermediate_size") or 4 * config.hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups if heads % groups == 0 else heads,
+            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
+        }
+        return cls(**{**sizes, **fields})
+
+
+def own_integer(config: Any, name: str) -> int | None:
+    """Returns a field of a target's configuration where it is one number for all layers."""
+    value = getattr(config, name, None)
+    return value if is_integer(value) else None
 
 
 class Attention(nn.Module):
-    """The products of attention.
+    """Grouped-query attention.
 
     Args:
         sizes: of the layer.
@@ -76,6 +99,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, sizes.hidden_size, bias=sizes.output_bias)
         self.q_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
         self.k_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps) if sizes.qk_norm else None
+
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
+        """Returns what inputs `[..., n, input_size]` take of what they see, `[..., n, D]`, or those at `rows` alone."""
+        keys, values = self.keys(x, rope), self.values(x)
+        if rows is not None:
+            x, rope = x[rows], (rope[0][rows], rope[1][rows])
+        return self.o_proj(attend(self.queries(x, rope), keys, values, rows))
 
     def queries(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Returns the rotated queries `[..., n, heads, head_dim]` of inputs `[..., n, input_size]`."""
@@ -97,21 +127,43 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward block.
+    """The gated feed-forward block, of width `size` with `inner` width."""
 
-    Args:
-        sizes: of the layer.
-    """
-
-    def __init__(self, sizes: LayerSizes) -> None:
+    def __init__(self, size: int, inner: int, act: str = "silu") -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
-        self.act = ACT2FN[sizes.hidden_act]
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.act = ACT2FN[act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward block, each after a norm and with a residual.
+
+    Args:
+        sizes: of the layer.
+        input_size: width of what queries, keys and values are made of; that of the states by default.
+    """
+
+    def __init__(self, sizes: LayerSizes, input_size: int | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.self_attn = Attention(sizes, input_size)
+        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.mlp = FeedForward(sizes.hidden_size, sizes.intermediate_size, sizes.hidden_act)
+
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
+        """Returns the states `[..., n, D]` after this layer, or those at `rows` alone."""
+        return self.joined(x, self.input_layernorm(x), rope, attend, rows)
+
+    def joined(self, x: torch.Tensor, inputs: torch.Tensor, rope: Rope, attend: Attend, rows: Any) -> torch.Tensor:
+        """Returns the same with the residual `x` and `inputs` that attention reads."""
+        mixed = self.self_attn(inputs, rope, attend, rows)
+        x = (x if rows is None else x[rows]) + mixed
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Rotary:

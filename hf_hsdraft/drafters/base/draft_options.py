@@ -90,9 +90,7 @@ class DraftOptions:
 
     def as_chain(self) -> DraftOptions:
         """The same options for a target that reads one path at a time."""
-        builder = "stochastic_beam" if self.tree_builder == "gumbel" else self.tree_builder  # both draw one path
-        size = max(self.depth, 1) + self.ngram_continuation
-        return replace(self, beam_width=1, tree_size=size, tree_builder=builder)
+        return replace(self, beam_width=1, tree_size=max(self.depth, 1) + self.ngram_continuation)
 
     @classmethod
     def of(cls, drafter: Any, call: GenerationConfig | None = None) -> DraftOptions:
@@ -130,8 +128,6 @@ class DraftOptions:
         _check_rules(option, drafter)
         builder: str = option("tree_builder")
         draws, whole = TREE_BUILDERS[builder].draws, TREE_BUILDERS[builder].whole
-        if builder == "gumbel" and option("beam_width") == 1:  # draws trees only; both draw one path alike
-            builder = "stochastic_beam"
         sampled = call is not None and call.do_sample and isinstance(call.temperature, int | float)
         options = cls(
             depth=option("num_assistant_tokens"),

@@ -8,12 +8,8 @@ from typing import Any
 from ...core.checks import short
 from ...core.fields import REQUIRED, Fields
 from .decoder_layer import LayerSizes
+from .plain_config import most_of
 
-# The greatest values that make sense. Beyond them lie typing errors, and files that want to exhaust a machine.
-LAYER_LIMITS = {
-    "hidden_size": 2**17, "intermediate_size": 2**20, "num_attention_heads": 2**12, "num_key_value_heads": 2**12,
-    "head_dim": 2**13,
-}  # fmt: skip
 MOST_LAYERS = 64
 # Sizes that not every format means, and that are no sizes of anything if they are negative.
 _SOMETIMES_READ = (
@@ -39,7 +35,7 @@ def read_sizes(fields: Fields, attention_bias: bool, output_bias: bool, qk_norm:
         fields.integer(name, None, least=0)
 
     def size(name: str, default: Any = REQUIRED) -> int:
-        return fields.integer(name, default, most=LAYER_LIMITS[name])
+        return fields.integer(name, default, most=most_of(LayerSizes, name))
 
     width, heads = size("hidden_size"), size("num_attention_heads")
     head_dim = size("head_dim", width // heads)

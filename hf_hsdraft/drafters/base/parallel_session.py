@@ -1,59 +1,31 @@
-"""The session of drafters that draft all depths in one forward, from keys and values of what was accepted.
-
-What is accepted waits until the next draft, and is then read in one forward for all texts of a batch. Only accepted
-positions are kept.
-"""
+"""The session of drafters that draft all depths in one forward, from keys and values of what was accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...core.draft_tree import DraftTree
-from ...core.tuning import TUNING
-from ...trees.best_first import best_first_trees
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
-from ...verify.foresight import Foresight, Race
-from .draft_memory import DraftMemory
+from ...trees.tree_builders import Expansion
+from ...verify.foresight import Foresight
+from .decoder_layer import LayerSizes
 from .draft_options import DraftOptions
 from .parallel_expansion import ParallelExpansion, TokenBias
-from .protocol import Accepted, Ask, Session
+from .protocol import Accepted, Ask
 from .refiners import refiner_of
-from .row_context import RowContext, Slots
 from .target_weights import TargetWeights
-
-Columns = tuple[torch.Tensor, ...]  # what waits to be read of some positions, each `[n, ...]`; the positions are last
-
-
-@dataclass
-class _Row:
-    """What is known of one text.
-
-    Attributes:
-        pending: what waits to be read.
-        anchor: `[1]`, int64, position of the last accepted token.
-    """
-
-    pending: list[Columns] = field(default_factory=list)
-    anchor: torch.Tensor | None = None
+from .tree_session import ReadingSession
 
 
-class ParallelSession(Session):
+class ParallelSession(ReadingSession):
     """Drafts trees (or chains) for the texts of a batch, all depths of all texts in one forward.
 
-    A family says by `columns` what it keeps of news until they are read, by `read` what is kept of them then, by
-    `drafted` what the slots are, and by `predicted` what they predict.
+    A family says by `columns` and `read` what it keeps of accepted positions, by `drafted` what the slots are, and by
+    `predicted` what they predict.
 
     Args:
-        drafter: weights and configuration; not changed.
-        weights: what the drafter borrows of the target.
-        options: of the call.
-        context: keys and values of the texts, with a room for each.
-        foresight: of the target's draws. The best trees go by it; drawn ones do not.
+        drafter, weights, options, rows, layers, sizes, foresight: see `ReadingSession`.
     """
 
     def __init__(
@@ -61,29 +33,13 @@ class ParallelSession(Session):
         drafter: Any,
         weights: TargetWeights,
         options: DraftOptions,
-        context: RowContext,
+        rows: int,
+        layers: int,
+        sizes: LayerSizes,
         foresight: Foresight | None = None,
     ) -> None:
-        self.drafter, self.weights, self._options = drafter, weights, options
-        fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if not options.drawn and fits else None
-        self._context = context
-        self._rows = [_Row() for _ in context.lengths]
-        self._refiner = refiner_of(drafter, options, weights, len(self._rows))
-
-    def columns(self, news: Accepted) -> Columns:
-        """Returns what is kept of news until they are read, where the drafter is."""
-        raise NotImplementedError
-
-    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
-        """Keeps the keys and values of some positions.
-
-        Args:
-            slots: where they are kept.
-            counts: number of positions of each text. They stand one text after the other.
-            columns: what was waiting of these positions.
-        """
-        raise NotImplementedError
+        super().__init__(drafter, weights, options, rows, layers, sizes, foresight)
+        self._refiner = refiner_of(drafter, options, weights, rows)
 
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
         """Returns the slots `[B, slots, D]` of some texts.
@@ -104,97 +60,17 @@ class ParallelSession(Session):
         raise NotImplementedError
 
     def observe(self, news: Sequence[Accepted]) -> None:
-        for each in news:
-            row, columns = self._rows[each.row], self.columns(each)
-            row.pending.append(columns)
-            row.anchor = columns[-1][-1:] + 1
-            if self._refiner is not None:
+        super().observe(news)
+        if self._refiner is not None:
+            for each in news:
                 self._refiner.observe(each.row, [*each.earlier, *each.tokens])
-            if len(row.pending) > TUNING.most_pending:  # nothing was drafted for long
-                self.read_pending([each.row])
 
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
-        wanted = [ask for ask in asks if ask.depth > 0]
-        if wanted:
-            options = self._options
-            if wanted[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
-                options = options.as_chain()
-            options = options.shared_by(wanted[0].sharing)
-            depth = min(max(ask.depth for ask in wanted), options.depth)
-            hidden = self.drafted(wanted, depth)
-            grown = self.grown(wanted, self.expansion(wanted, hidden, depth, options), options)
-            trees.update(zip((ask.row for ask in wanted), grown, strict=True))
-        return list(trees.values())
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        return self.expansion_of(asks, self.drafted(asks, depth), depth, options)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        for row in set(range(len(self._rows))).difference(rows):
-            self._rows[row] = _Row()
-            self._context.forget(row)
-
-    def memory(self, length: int) -> DraftMemory | None:
-        if len(self._rows) > 1:
-            return None
-        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
-
-    def resume(self, memory: Any, cached: int) -> None:
-        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
-        ours = isinstance(memory, DraftMemory) and isinstance(memory.context, RowContext)
-        if ours and memory.fits(self.drafter, cached + 1):
-            self._context = memory.context.copy_of(0)
-            self._rows[0].pending.extend(memory.pending)
-
-    def read_pending(self, rows: Sequence[int]) -> None:
-        """Keeps the keys and values of what is pending of some texts."""
-        rows = [row for row in rows if self._rows[row].pending]
-        if not rows:
-            return
-        counts = {row: sum(len(part[-1]) for part in self._rows[row].pending) for row in rows}
-        parts = [part for row in rows for part in self._rows[row].pending]
-        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        self.read(self._context.reserve(counts, columns[-1]), counts, columns)
-        for row in rows:
-            self._rows[row].pending.clear()
-
-    def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
-        """Returns the children of the nodes of some trees.
-
-        Args:
-            asks: what is asked for of the texts.
-            hidden: `[B, slots, D]`, of the same texts.
-            depth: number of drafts that are of use.
-            options: of the draft.
-        """
+    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+        """Returns the children of the nodes of some trees, by the slots `[B, slots, D]` of the same texts."""
         logits, bias = self.predicted(hidden, depth)
-        temperature = options.draw_temperature
-        refinement = None if self._refiner is None else self._refiner.refinement([ask.row for ask in asks])
-        return ParallelExpansion(logits, bias, temperature, self.race(asks, depth), refinement=refinement)
-
-    def race(self, asks: Sequence[Ask], depth: int) -> Race | None:
-        """Returns the race that decides the draws to come, where these are foreseen."""
-        if self._foresight is None:
-            return None
-        return self._foresight.race([ask.row for ask in asks], depth, self.weights.vocab_ids)
-
-    def grown(self, asks: Sequence[Ask], expansion: Expansion, options: DraftOptions) -> list[DraftTree]:
-        """Returns the trees of some texts. Where slots know nothing of a path, its best tree is found exactly.
-
-        Args:
-            asks: what is asked for of the texts.
-            expansion: what `expansion` returned.
-            options: of the draft.
-        """
-        ids = self.weights.vocab_ids
-        roots = torch.tensor([ask.root for ask in asks], device=ids.device)
-        depths = [min(ask.depth, expansion.depth) for ask in asks]
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        build: TreeBuilder = TREE_BUILDERS[options.tree_builder]
-        if options.tree_builder == "beam" and options.beam_width > 1 and not expansion.has_states:
-            build = best_first_trees
-        return build(expansion, roots, ids, limits)
-
-    def _anchor(self, row: int) -> torch.Tensor:
-        """Returns the position `[1]` of the last accepted token of a text."""
-        anchor = self._rows[row].anchor
-        assert anchor is not None, "a text is observed before it is drafted for"
-        return anchor
+        rows, temperature = [ask.row for ask in asks], options.draw_temperature
+        refinement = None if self._refiner is None else self._refiner.refinement(rows)
+        return ParallelExpansion(logits, bias, temperature, self.race(rows, depth), refinement=refinement)

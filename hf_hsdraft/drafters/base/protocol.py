@@ -18,39 +18,36 @@ from transformers import GenerationConfig
 from ...core.draft_tree import DraftTree
 from ...core.options import Option
 from ...core.tensors import Transform
+from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from ...verify.registry import VERIFIERS
 from ...verify.verdict import Verifier
-from .draft_options import DraftOptions
+from .draft_options import MOST_NODES, DraftOptions
 from .draft_reads import Read
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A draft that is wanted, of one text.
+    """A draft that is wanted, of one text. Its sizes are final: a session takes none from the options.
 
     Attributes:
         row: index of the text in the batch.
         root: the last accepted token, which the target has not read yet.
         depth: greatest depth of a node that is of use; 0 where nothing should be drafted.
         size: greatest number of nodes beside the root.
-        sharing: number of texts that share the sizes of the options, see `DraftOptions.shared_by`.
-        chain: whether only one path may be drafted.
-        reach: greatest depth that the target can verify. `num_assistant_tokens` limits `depth` too, but not the n-grams
-            in front of a drafter, which may go so deep.
-        ahead: number of tokens by which the text is longer than the shortest one that still grows.
-        decides: whether the batch waits for this text. The pace looks at these texts only.
+        width: number of nodes that are expanded at a depth, for sessions that grow beams; of a chain 1.
     """
 
     row: int
     root: int
     depth: int
     size: int
-    sharing: int = 1
-    chain: bool = False
-    reach: int = 0
-    ahead: int = 0
-    decides: bool = True
+    width: int = MOST_NODES
+
+    @property
+    def chain(self) -> bool:
+        """Whether only one path may be drafted."""
+        return self.width == 1
 
 
 @dataclass(frozen=True)
@@ -97,28 +94,49 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class DraftCall:
-    """The call that a session is made for.
+class Call:
+    """One call of `generate()`, as its engine and the session of its drafter know it.
 
     Attributes:
         target: the model that verifies.
         rows: number of texts.
-        options: drafting options of the call.
-        foresight: what is known of the draws to come; `None` where nothing is drawn.
-        slots: number of slots of the target's cache, where that does not grow.
-        compile_config: by which forwards over trees are compiled; `None` if they are not.
+        options: drafting options of the call; a session gets what is left of them for this target.
+        texts: the texts that grow, `engine.decoded_texts.DecodedTexts`; `None` where they grow elsewhere.
+        runtime: the target's forwards and its cache, `runtime.target_runtime.TargetRuntime`; `None` likewise.
+        synced_gpus: whether all processes have to run the same forwards.
+        outlives: whether the target's cache is for more than this call.
+        observers: listen to the rounds, beside those that every call has; see `engine.loop.Observer`.
         stack: closes when the call ends.
-        read_ahead: see `TargetRuntime.read_ahead`.
     """
 
     target: Any
     rows: int
     options: DraftOptions
-    foresight: Foresight | None = None
-    slots: int | None = None
-    compile_config: Any = None
+    texts: Any = None
+    runtime: Any = None
+    synced_gpus: bool = False
+    outlives: bool = False
+    observers: Sequence[Any] = ()
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    read_ahead: Callable[[Callable[..., Any]], Any] = lambda made: None
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """What is known of the draws to come; `None` where nothing is drawn."""
+        return None if self.texts is None else self.texts.foresight
+
+    @property
+    def slots(self) -> int | None:
+        """Number of slots of the target's cache, where that does not grow."""
+        return None if self.runtime is None else self.runtime.slots.size
+
+    @property
+    def compile_config(self) -> Any:
+        """By which forwards over trees are compiled; `None` if they are not."""
+        return None if self.runtime is None else self.runtime.acceleration.compile_config
+
+    def read_ahead(self, made: Callable[..., Any]) -> Any:
+        """See `TargetRuntime.read_ahead`."""
+        return None if self.runtime is None else self.runtime.read_ahead(made)
 
 
 class Session:
@@ -130,11 +148,14 @@ class Session:
         takes_ngrams: whether n-grams of the texts may stand in front, where the option `ngram_length` asks for them.
         kind: what else the time of a draft depends on than the session's class, the target, the options and the depth;
             hashable.
+        on_expansion: called with rows and what their trees grow from, if somebody listens; see
+            `engine.loop.Observer.on_expansion`.
     """
 
     free = False
     takes_ngrams = True
     kind: tuple[Any, ...] = ()
+    on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
         """A tree for each ask, in their order; the root alone where there is nothing to say."""
@@ -225,7 +246,7 @@ class Drafter:
             all_processes: whether all processes have to run the same forwards.
         """
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         """What drafts in one call."""
         raise NotImplementedError
 

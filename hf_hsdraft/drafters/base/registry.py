@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
 from ...core.methods import Registry, offered
+from .plain_config import described
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def register_drafter(model_type: str, config: Any, drafter: Any) -> None:
     if known == family:
         return
     if issubclass(config, PreTrainedConfig):
+        described(config)
         AutoConfig.register(model_type, config, exist_ok=known is not None or model_type in offered("AutoConfig"))
         AutoModel.register(config, drafter, exist_ok=known is not None)
         AutoTokenizer.register(config, TokenizerOfTarget, exist_ok=known is not None)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ...core.checks import FORMAT_VERSION, LONGEST_NAME, is_code_file, is_integer, is_number, public_name, short
+from ...core.checks import (
+    FORMAT_VERSION,
+    LONGEST_NAME,
+    MOST_NODES,
+    POSITIVE,
+    Limit,
+    check_field,
+    check_fields,
+    choice,
+    demand,
+    integer,
+    is_code_file,
+    is_integer,
+    public_name,
+    setting,
+    settings,
+    short,
+)
 
 logger = logging.get_logger(__name__)
 
-HEADS = ("target", "trained")
-
-_MOST_TAPS, _LONGEST_REFERENCE, _MOST_CODE_FILES = 64, 512, 1024
-
+_MOST_TAPS, _MOST_CODE_FILES = 64, 1024
 # What transformers may hand over; all else in a file is left out.
 _OF_TRANSFORMERS = {
     "architectures", "attn_implementation", "auto_map", "bos_token_id", "dtype", "eos_token_id",
@@ -31,38 +46,101 @@ _FORBIDDEN = {"distributed_config", "fusion_config", "kernel_config", "quantizat
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+def as_list(value: Any) -> Any:
+    """A list that checks can look into, whatever a file holds instead of one; `None` stays."""
+    if value is None:
+        return None
+    return list(value) if isinstance(value, list | tuple | range) else [value]
+
+
+def as_dict(value: Any) -> Any:
+    """A copy of a mapping as a dict; anything else as it is, for checks to refuse."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def default_tap_layers(num_hidden_layers: int) -> list[int]:
+    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
+    wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
+    return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})
+
+
+def _are_digests(value: Any) -> bool:
+    digest = r"model[\w.-]*\.safetensors=[0-9a-f]{64}"
+    return isinstance(value, dict) and all(re.fullmatch(digest, f"{name}={each}") for name, each in value.items())
+
+
+_LINE = Limit(
+    lambda value: isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable(),
+    f"one line of at most {LONGEST_NAME} characters",
+)
+_DIGESTS = Limit(_are_digests, "SHA-256 digests by names of files of weights")
+_CODE = Limit(
+    lambda value: len(value) <= _MOST_CODE_FILES and all(map(is_code_file, value)),
+    f"at most {_MOST_CODE_FILES} names such as modeling_hsdraft.py, without folders",
+)
+
+
 class TravellingConfig(PreTrainedConfig):
-    """What such configurations share. A family's own names its fields and sets them, and calls this one last.
+    """What configurations of transformers share that describe drafters. Each field is declared once, by `setting`.
 
-    Every field is checked when a configuration is built, so a drafter that loads is one that fits together.
-
-    Args:
-        kwargs: What transformers has beside the family's fields.
-
-    Attributes:
-        limits: The greatest value of each integer field. Beyond it lie typing errors, and files that want to exhaust a
-            machine.
-
-    Raises:
-        ValueError: A field is out of range or contradicts another; the message names field, value and remedy.
+    Every field is checked when a configuration is built, so a drafter that loads is one that fits together. A
+    ValueError names field, value and remedy.
     """
 
-    limits: ClassVar[Mapping[str, int]] = {}
+    vocab_size: int = setting("Size of the target's vocabulary, which `generate()` compares", 32000, integer(2**22))
+    target_hidden_size: int = setting("Width of the target's hidden states", 2048, integer(2**17))
+    target_num_hidden_layers: int = setting("Number of decoder layers of the target", 24, integer(4096))
+    target_name: str = setting("Name of the target, for messages and cards", "", _LINE)
+    target_revision: str = setting("Commit of the target on the Hub, if it is known", "", _LINE)
+    target_tokenizer_hash: str = setting("Digest of the target's tokenizer, if it is known", "", _LINE)
+    weights_digest: Mapping[str, str] | None = setting(
+        "SHA-256 of each file of weights, by name. `save_pretrained` writes it",
+        None, _DIGESTS, optional=True, convert=as_dict
+    )  # fmt: skip
+    code_files: Sequence[str] | None = setting(
+        "Names of the `*.py` files that were saved too, for a later version to replace. `save_pretrained` writes them",
+        None, _CODE, optional=True, convert=as_list
+    )  # fmt: skip
+    format_version: int = setting("Version of the files: older ones load, newer do not", FORMAT_VERSION, integer(10**6))
+    rms_norm_eps: float = setting("Epsilon of all RMS norms", 1e-5, POSITIVE)
+    head: str = setting(
+        '`"target"` uses the target\'s own output rows and stores none, `"trained"` has its own',
+        "target", choice("target", "trained")
+    )  # fmt: skip
+    draft_vocab_size: int = setting(
+        "V', the number of tokens the drafter can propose. `None` means all of them",
+        None, integer(2**22), derived=lambda config: config.vocab_size
+    )  # fmt: skip
+    draft_vocab_ids: Sequence[int] | None = setting(
+        "Token ids behind the V' rows, ascending. `None` means the first V'", None, convert=as_list
+    )
+    tree_size: int = setting("Number of nodes of the draft tree, the root not counted", 24, integer(MOST_NODES))
+    beam_width: int = setting("Nodes of a depth that are expanded to the next; 1 is a chain", 8, integer(MOST_NODES))
+    initializer_range: float = setting("Standard deviation of the weight initialisation", 0.02, POSITIVE)
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        own = vars(cls).get("__init__")
+        super().__init_subclass__(**kwargs)  # makes a dataclass of it
+        if own is None:
+            cls.__init__ = lambda self, **kwargs: self._set(**kwargs)  # type: ignore[method-assign]
+
+    def _set(self, **kwargs: Any) -> None:
+        self.format_version = kwargs.get("format_version", FORMAT_VERSION)
+        self._check_format()  # before anything that a newer format may have changed
+        for each in settings(self):
+            value, derived = kwargs.pop(each.name, each.default), each.metadata["derived"]
+            value = derived(self) if value is None and derived is not None else value
+            value = value if each.metadata["convert"] is None else each.metadata["convert"](value)
+            check_field(each, value)  # others are derived from it
+            setattr(self, each.name, value)
         self.check()
-        super().__init__(**_with_auto_model(_allowed(kwargs)))
+        PreTrainedConfig.__init__(self, **_with_auto_model(_allowed(kwargs)))
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> Any:
-        """Derives the configuration of a drafter from a loaded target.
+        """Derives the configuration of a drafter from a loaded target; of an encoder-decoder, the decoder is meant.
 
-        Args:
-            target: A model of transformers that generates text; of an encoder-decoder, the decoder is meant.
-            overrides: Fields to set otherwise, by the names of the constructor.
-
-        Raises:
-            ValueError: An override is invalid.
+        `overrides` are fields to set otherwise. An invalid one raises a ValueError.
         """
         name = public_name(getattr(target, "name_or_path", ""))
         return cls.for_target_config(target.config, **{"target_name": name, **overrides})
@@ -88,7 +166,7 @@ class TravellingConfig(PreTrainedConfig):
             # A pipeline takes an assistant without tokenizers of its own only if these are the target's.
             **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
         }
-        own = set(inspect.signature(cls.__init__).parameters) | _OF_TRANSFORMERS
+        own = {each.name for each in settings(cls)} | set(inspect.signature(cls.__init__).parameters) | _OF_TRANSFORMERS
         unknown = sorted(overrides.keys() - own)
         if unknown:
             raise ValueError(f"a drafter's configuration has no {', '.join(unknown)}")
@@ -102,7 +180,7 @@ class TravellingConfig(PreTrainedConfig):
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """This configuration; asked for neither part, as by a pipeline that compares, one with any special tokens."""
-        return self if decoder or encoder else AnySpecialTokens(self)
+        return self if decoder or encoder else any_special_tokens(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -112,15 +190,9 @@ class TravellingConfig(PreTrainedConfig):
     def check(self) -> None:
         """Raises a ValueError that names the first field that is wrong, its value, and what would be right."""
         self._check_format()
-        for name in self.limits:
-            self._check_integer(name)
-        self._check_positive("rms_norm_eps", "initializer_range")
-        self._check_choice("head", HEADS)
-        self.check_attention()
+        check_fields(self)
         self._check_taps()
         self._check_vocabulary()
-        self._check_target()
-        self._check_files()
         if self.head == "target" and self.hidden_size != self.target_hidden_size:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is invalid with head='target': the target's output rows need "
@@ -128,21 +200,6 @@ class TravellingConfig(PreTrainedConfig):
             )
         wanted = f"a tree of depth num_draft_steps={self.num_draft_steps} needs at least as many nodes"
         demand(self.tree_size >= self.num_draft_steps, "tree_size", self.tree_size, wanted)
-
-    def check_attention(self) -> None:
-        """Raises a ValueError about what attention of the drafter's own goes by."""
-        self._check_positive("rope_theta")
-        window, steps = self.sliding_window, self.num_draft_steps
-        wanted = f"expected None, or an integer above num_draft_steps={steps}"
-        demand(window is None or (is_integer(window) and steps < window < 2**31), "sliding_window", window, wanted)
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
-        demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
-
-    def _check_positive(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            demand(is_number(value) and 0.0 < value < 1e12, name, value, "expected a positive number")
 
     def _check_taps(self) -> None:
         taps, layers = self.target_tap_layers, self.target_num_hidden_layers
@@ -167,58 +224,54 @@ class TravellingConfig(PreTrainedConfig):
             )
 
     def _check_format(self) -> None:
-        self._check_integer("format_version")
-        if self.format_version > FORMAT_VERSION:
+        if is_integer(self.format_version) and self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"this drafter has format_version={self.format_version}, this version of hf_hsdraft reads up to "
                 f"{FORMAT_VERSION}: upgrade hf_hsdraft, or load it with AutoModel and trust_remote_code=True, which "
                 "brings the code it was saved with"
             )
 
-    def _check_target(self) -> None:
-        for name in ("target_name", "target_revision", "target_tokenizer_hash"):
-            value = getattr(self, name)
-            valid = isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
-            demand(valid, name, value, f"expected one line of at most {LONGEST_NAME} characters")
-        reference, fields = getattr(self, "target_reference", None), {"input_ids", "start", "agreed", "drafted"}
-        if reference is None:
-            return
-        valid = isinstance(reference, dict) and reference.keys() == fields
-        if valid:
-            ids, start, *counts = (reference[name] for name in ("input_ids", "start", "agreed", "drafted"))
-            valid = isinstance(ids, list) and 3 <= len(ids) <= _LONGEST_REFERENCE
-            valid = valid and all(is_integer(token) and 0 <= token < self.vocab_size for token in ids)
-            valid = valid and is_integer(start) and 2 <= start < len(ids)
-            valid = valid and all(is_integer(count) and 0 <= count <= len(ids) - start for count in counts)
-        wanted = "expected input_ids, start, agreed and drafted as `hsdraft train` writes them"
-        demand(valid, "target_reference", reference, wanted)
 
-    def _check_files(self) -> None:
-        digests, names = self.weights_digest, self.code_files
-        valid = digests is None or (
-            isinstance(digests, dict)
-            and all(isinstance(name, str) and re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in digests)
-            and all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in digests.values())
-        )
-        demand(valid, "weights_digest", digests, "expected SHA-256 digests by names of files of weights")
-        valid = names is None or (len(names) <= _MOST_CODE_FILES and all(map(is_code_file, names)))
-        wanted = f"expected at most {_MOST_CODE_FILES} names such as modeling_hsdraft.py, without folders"
-        demand(valid, "code_files", names, wanted)
+class AttendingConfig(TravellingConfig):
+    """What configurations share of drafters that attend to the text by layers of their own."""
 
-    def _check_integer(self, name: str) -> None:
-        value, most = getattr(self, name), self.limits[name]
-        wanted = "1 or more" if not is_integer(value) or value < 1 else f"at most {most:,}"
-        demand(is_integer(value) and 1 <= value <= most, name, value, f"expected an integer of {wanted}")
+    target_tap_layers: Sequence[int] = setting(
+        "Hidden states of the target that the drafter reads, ascending (0 = embeddings, i = output of layer i). `None` "
+        "picks one low, one middle and one high layer (EAGLE-3, section 3.1)",
+        None, convert=as_list, derived=lambda config: default_tap_layers(config.target_num_hidden_layers)
+    )  # fmt: skip
+    hidden_size: int = setting(
+        'Width of the drafted states; `target_hidden_size` unless `head="trained"`',
+        None, integer(2**17), derived=lambda config: config.target_hidden_size
+    )  # fmt: skip
+    num_attention_heads: int = setting("Number of attention heads of a layer", 16, integer(2**12))
+    num_key_value_heads: int = setting(
+        "Number of key/value heads of a layer (grouped-query attention)",
+        None, integer(2**12), derived=lambda config: config.num_attention_heads
+    )  # fmt: skip
+    head_dim: int = setting(
+        "Width of one head. `None` means `hidden_size // num_attention_heads`",
+        None, integer(2**13), derived=lambda config: config.hidden_size // config.num_attention_heads
+    )  # fmt: skip
+    intermediate_size: int = setting(
+        "Inner width of the feed-forward blocks. `None` means four times that of the states",
+        None, integer(2**20), derived=lambda config: 4 * config.hidden_size
+    )  # fmt: skip
+    sliding_window: int | None = setting(
+        "Number of positions that the drafter attends to, the own one included; `None` for all. One that sees all "
+        "drafts worse beyond the lengths it was trained on",
+        None,
+    )
+    rope_theta: float = setting("Base of the rotary position embedding", 10000.0, POSITIVE)
 
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        demand(isinstance(value, str) and value in allowed, name, value, f"expected one of {', '.join(allowed)}")
-
-
-def demand(valid: bool, name: str, value: Any, wanted: str) -> None:
-    """Raises a ValueError about a field unless it is `valid`."""
-    if not valid:
-        raise ValueError(f"{name}={short(value)} is invalid: {wanted}")
+    def check(self) -> None:
+        super().check()
+        window, steps = self.sliding_window, self.num_draft_steps
+        wanted = f"expected None, or an integer above num_draft_steps={steps}"
+        demand(window is None or (is_integer(window) and steps < window < 2**31), "sliding_window", window, wanted)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
+        demand(self.head_dim % 2 == 0, "head_dim", self.head_dim, "rotary embeddings need an even number")
 
 
 def _with_auto_model(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -257,28 +310,10 @@ def _allowed(kwargs: dict[str, Any]) -> dict[str, Any]:
     return allowed
 
 
-def as_list(value: Any) -> Any:
-    """A list that checks can look into, whatever a file holds instead of one; `None` stays."""
-    if value is None:
-        return None
-    return list(value) if isinstance(value, list | tuple | range) else [value]
-
-
-def as_dict(value: Any) -> Any:
-    """A copy of a mapping as a dict; anything else as it is, for checks to refuse."""
-    return dict(value) if isinstance(value, Mapping) else value
-
-
 def own_integer(config: Any, name: str) -> int | None:
     """A field where it is one number for all layers."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
-
-
-def default_tap_layers(num_hidden_layers: int) -> list[int]:
-    """One low, one middle and one high layer, as indices into `hidden_states` (EAGLE-3, section 3.1)."""
-    wanted = (3, num_hidden_layers // 2 + 1, num_hidden_layers - 2)
-    return sorted({min(max(layer, 1), num_hidden_layers) for layer in wanted})
 
 
 class _Any:
@@ -297,22 +332,13 @@ class _Any:
 ANY = _Any()
 
 
-class AnySpecialTokens:
-    """The configuration of a drafter, as a pipeline compares it with that of a target.
+def any_special_tokens(config: Any, *further: str) -> Any:
+    """A copy of a drafter's configuration that a pipeline finds equal to a target's in special tokens and `further`.
 
     A pipeline takes an assistant without a tokenizer only if both configurations have the same special tokens. A
-    drafter writes no such tokens, and the target alone decides what ends a text. So it fits any special tokens.
-
-    Args:
-        config: The configuration that all other fields are read from.
+    drafter writes no such tokens, and the target alone decides what ends a text.
     """
-
-    bos_token_id = eos_token_id = pad_token_id = ANY
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_config":  # while a copy is made
-            raise AttributeError(name)
-        return getattr(self._config, name)
+    twin = copy.copy(config)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", *further):
+        object.__setattr__(twin, name, ANY)  # it may be frozen
+    return twin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def training_attention(
     document_ids: torch.Tensor | None,
     starts: torch.Tensor,
     positions: torch.Tensor,
-) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> Callable[..., torch.Tensor]:
     """Returns the attention of many blocks to one packed context, see `BlockNetwork.forward`.
 
     Args:
@@ -73,7 +74,7 @@ def training_attention(
         blockwise = torch.block_diag(*[own] * count)
         return torch.cat([mask.flatten(0, 1), blockwise], dim=1)[None]
 
-    def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
         mixed = []
         for begin in range(0, blocks, _BLOCKS_AT_ONCE):
             part = slice(begin, begin + _BLOCKS_AT_ONCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,11 @@ from ...core.tensors import Transform
 from ...verify.foresight import Foresight
 from ..base.draft_options import DraftOptions
 from ..base.parallel_expansion import TokenBias
-from ..base.parallel_session import Columns, ParallelSession
+from ..base.parallel_session import ParallelSession
 from ..base.protocol import Accepted, Ask
-from ..base.row_context import RowContext, Slots
+from ..base.row_context import Slots
 from ..base.target_weights import TargetWeights
+from ..base.tree_session import Columns
 from .block_context import farthest, own_mask
 from .configuration import Sight
 from .heads import TokenHead
@@ -80,9 +82,8 @@ class BlockSession(ParallelSession):
         foresight: Foresight | None = None,
     ) -> None:
         config, sizes = drafter.config, drafter.config.sizes
-        layers, heads, width = config.num_hidden_layers, sizes.num_key_value_heads, sizes.head_dim
-        context = RowContext(batch_size, layers, heads, width, drafter.device, drafter.dtype)
-        super().__init__(drafter, weights, options, context, foresight)
+        layers = config.num_hidden_layers
+        super().__init__(drafter, weights, options, batch_size, layers, sizes, foresight)
         extra = config.markov_rank, config.markov_head_type, config.selector_rank, config.conv_kernel_size
         ends = len(config.target_tap_layers), config.draft_vocab_size, config.has_own_head
         place = drafter.dtype, drafter.device, self._refiner is not None
@@ -122,11 +123,11 @@ class BlockSession(ParallelSession):
         """
         self.read_pending(rows)
         drafter, context = self.drafter, self._context
-        positions = torch.cat([self._anchor(row) for row in rows])[:, None] + self._slots
+        positions = self.anchors(rows) + self._slots
         anchors = self.weights.embed(torch.tensor(list(roots), device=drafter.device))
         masks: dict[Sight, torch.Tensor | None] = {}  # layers share them
 
-        def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
             sight = drafter.config.sights[index]
             if sight not in masks:
                 masks[sight] = self._seen(sight, rows, positions)

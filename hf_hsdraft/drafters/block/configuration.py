@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ...core.checks import is_integer, is_number, public_name, short
+from ...core.checks import POSITIVE, check_fields, choice, demand, integer, is_integer, public_name, setting
 from ...runtime.target_limits import decoder_layers
-from ..base.decoder_layer import LayerSizes
-from ..base.layer_fields import LAYER_LIMITS, MOST_LAYERS
-from ..base.plain_config import PlainConfig
-from ..base.travelling_config import ANY, AnySpecialTokens
+from ..base.decoder_layer import LayerSizes, own_integer
+from ..base.layer_fields import MOST_LAYERS
+from ..base.plain_config import PlainConfig, described, most_of, number
+from ..base.travelling_config import any_special_tokens
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
-# The greatest values that make sense. Beyond them lie typing errors, and files that want to exhaust a machine.
-LIMITS = {
-    **LAYER_LIMITS, "vocab_size": 2**22, "draft_vocab_size": 2**22, "target_hidden_size": 2**17,
-    "num_hidden_layers": MOST_LAYERS, "block_size": 256, "conv_kernel_size": 256, "conv_group_size": 2**17,
-    "selector_top_k": 2**12,
-}  # fmt: skip
 MOST_TAPS, MOST_RANK = 64, 2**16
 
 
@@ -41,6 +35,7 @@ class Sight:
     causal: bool = False
 
 
+@described
 @dataclass(frozen=True)
 class BlockConfig(PlainConfig):
     """Configuration of a [`BlockDrafter`]. Every field is checked when it is built.
@@ -48,66 +43,65 @@ class BlockConfig(PlainConfig):
     A block has `block_size` slots: the anchor, which is the last accepted token, and masks. In the *anchor-first*
     layout slot k drafts the token after it, so there are as many drafts as slots. In the *fill-in* layout slot k drafts
     the token in its own place, and the anchor's slot drafts nothing.
-
-    Attributes:
-        vocab_size: of the target; `None` where the drafter takes that of any target.
-        target_hidden_size: width of the target's hidden states and embeddings.
-        target_tap_layers: hidden states of the target that are read, ascending. 0 are the embeddings, k the output of
-            layer k. The order is that of the columns of `fc`.
-        sizes: of the layers.
-        num_hidden_layers: number of layers.
-        block_size: number of slots.
-        sample_from_anchor: True for the anchor-first layout, False for fill-in.
-        mask_token_id: the token whose embedding stands for a mask.
-        draft_vocab_size: number of tokens that can be drafted; `None` for those of any target.
-        rope: `rope_parameters` and `max_position_embeddings`, see `rotary_of`.
-        sights: how far slots see, by layer.
-        markov_rank, markov_head_type: of the head that tells slots the tokens before them (DSpark); rank 0 for none.
-        confidence_head: `"none"`, `"hidden"`, or `"markov"` where it reads the token before a slot too.
-        conv_kernel_size, conv_group_size: of the convolutions within a block (DFlash2); kernel size 0 for none.
-        selector_rank, selector_top_k: of the choice among candidates (DFlash2); rank 0 for none.
-        learned_mask: whether a mask has an embedding of its own instead of a token's.
-        embedding_scale: factor of the target's embedding rows in a block; `None` for embeddings as the target makes
-            them, but without a norm that it puts on them.
-        output_multiplier, final_logit_softcapping: of the logits; 0 caps nothing.
-        last_tap_is_normed: whether the target's last hidden state is read after its final norm, as transformers gives
-            it.
-        target_num_hidden_layers: of the target, where it is known.
-        target_name: of the target, where it is known.
-        target_architectures: class names of the target, where they are known.
     """
 
-    vocab_size: int | None
-    target_hidden_size: int
-    target_tap_layers: tuple[int, ...]
-    sizes: LayerSizes
-    num_hidden_layers: int
-    block_size: int
-    sample_from_anchor: bool
-    mask_token_id: int
-    draft_vocab_size: int | None
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    sights: tuple[Sight, ...] = ()
-    markov_rank: int = 0
-    markov_head_type: str = "vanilla"
-    confidence_head: str = "none"
-    conv_kernel_size: int = 0
-    conv_group_size: int = 16
-    selector_rank: int = 0
-    selector_top_k: int = 16
-    learned_mask: bool = False
-    embedding_scale: float | None = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float = 0.0
-    last_tap_is_normed: bool = True
-    target_num_hidden_layers: int | None = None
-    target_name: str = ""
-    target_architectures: tuple[str, ...] = ()
+    vocab_size: int | None = setting(
+        "of the target; `None` where the drafter takes that of any target", limit=integer(2**22), optional=True
+    )
+    target_hidden_size: int = setting("width of the target's hidden states and embeddings", limit=integer(2**17))
+    target_tap_layers: tuple[int, ...] = setting(
+        "hidden states of the target that are read, ascending. 0 are the embeddings, k the output of layer k. The "
+        "order is that of the columns of `fc`"
+    )
+    sizes: LayerSizes = setting("of the layers")
+    num_hidden_layers: int = setting("number of layers", limit=integer(MOST_LAYERS))
+    block_size: int = setting("number of slots", limit=integer(256))
+    sample_from_anchor: bool = setting("True for the anchor-first layout, False for fill-in")
+    mask_token_id: int = setting("the token whose embedding stands for a mask")
+    draft_vocab_size: int | None = setting(
+        "number of tokens that can be drafted; `None` for those of any target", limit=integer(2**22), optional=True
+    )
+    rope: Mapping[str, Any] = setting(
+        "`rope_parameters` and `max_position_embeddings`, see `rotary_of`", default_factory=dict
+    )
+    sights: tuple[Sight, ...] = setting("how far slots see, by layer", ())
+    markov_rank: int = setting(
+        "rank of the head that tells slots the tokens before them (DSpark); 0 for none",
+        0, limit=integer(MOST_RANK, least=0)
+    )  # fmt: skip
+    markov_head_type: str = setting("type of that head", "vanilla", choice(*MARKOV_HEADS))
+    confidence_head: str = setting(
+        '`"none"`, `"hidden"`, or `"markov"` where it reads the token before a slot too',
+        "none", choice("none", "hidden", "markov")
+    )  # fmt: skip
+    conv_kernel_size: int = setting(
+        "of the convolutions within a block (DFlash2); 0 for none", 0, limit=integer(256, least=0)
+    )
+    conv_group_size: int = setting("number of channels of a group of these", 16, limit=integer(2**17))
+    selector_rank: int = setting(
+        "rank of the choice among candidates (DFlash2); 0 for none", 0, limit=integer(MOST_RANK, least=0)
+    )
+    selector_top_k: int = setting("number of candidates", 16, limit=integer(2**12))
+    learned_mask: bool = setting("whether a mask has an embedding of its own instead of a token's", False)
+    embedding_scale: float | None = setting(
+        "factor of the target's embedding rows in a block; `None` for embeddings as the target makes them, but without "
+        "a norm that it puts on them",
+        1.0, POSITIVE, optional=True
+    )  # fmt: skip
+    output_multiplier: float = setting("factor of the logits", 1.0, POSITIVE)
+    final_logit_softcapping: float = setting("cap of the logits; 0 for none", 0.0, number())
+    last_tap_is_normed: bool = setting(
+        "whether the target's last hidden state is read after its final norm, as transformers gives it", True
+    )
+    target_num_hidden_layers: int | None = setting("of the target, where it is known", None)
+    target_name: str = setting("of the target, where it is known", "")
+    target_architectures: tuple[str, ...] = setting("class names of the target, where they are known", ())
 
     def __post_init__(self) -> None:
         if not self.sights:
             object.__setattr__(self, "sights", (Sight(),) * self.num_hidden_layers)
-        self._check_sizes()
+        check_fields(self)
+        self._check_layout()
         self._check_target()
         self._check_heads()
 
@@ -128,7 +122,7 @@ class BlockConfig(PlainConfig):
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Returns this configuration as transformers compares it with that of a target."""
-        return AnySpecialTokens(self) if self.vocab_size is not None else _OfAnyTarget(self)
+        return any_special_tokens(self, *() if self.vocab_size is not None else ("vocab_size",))
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> BlockConfig:
@@ -164,31 +158,22 @@ class BlockConfig(PlainConfig):
         """
         config = target_config.get_text_config(decoder=True)
         layers, rope = decoder_layers(config), dict(getattr(config, "rope_parameters", None) or {})
-        heads = _integer(config, "num_attention_heads") or 1
-        groups = _integer(config, "num_key_value_heads") or heads
-        sizes: dict[str, Any] = {
-            "hidden_size": config.hidden_size,
-            "intermediate_size": _integer(config, "intermediate_size") or 4 * config.hidden_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups if heads % groups == 0 else heads,
-            "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
-            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
-            "qk_norm": True,
-        }
+        eps = getattr(config, "rms_norm_eps", None) or 1e-5
+        sizes: dict[str, Any] = {"rms_norm_eps": eps, "qk_norm": True}
         sizes |= {name: overrides.pop(name) for name in list(overrides) if name in LayerSizes.__dataclass_fields__}
-        pad = _integer(config, "pad_token_id")
+        pad, longest = (own_integer(config, name) for name in ("pad_token_id", "max_position_embeddings"))
         rope = {"rope_theta": rope.get("rope_theta") or 10000.0, "rope_type": "default"}
         fields: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "target_hidden_size": config.hidden_size,
             "target_tap_layers": tuple(target_tap_layers or default_tap_layers(layers, num_hidden_layers)),
-            "sizes": LayerSizes(**sizes),
+            "sizes": LayerSizes.like(config, **sizes),
             "num_hidden_layers": num_hidden_layers,
             "block_size": num_draft_steps,
             "sample_from_anchor": True,
             "mask_token_id": config.vocab_size - 1 if pad is None or not 0 <= pad < config.vocab_size else pad,
             "draft_vocab_size": config.vocab_size if draft_vocab_size is None else draft_vocab_size,
-            "rope": {"rope_parameters": rope, "max_position_embeddings": _integer(config, "max_position_embeddings")},
+            "rope": {"rope_parameters": rope, "max_position_embeddings": longest},
             "markov_rank": markov_rank,
             "last_tap_is_normed": False,  # so that other engines, which take it without the norm, can read the drafter
             "target_num_hidden_layers": layers,
@@ -198,21 +183,7 @@ class BlockConfig(PlainConfig):
             raise ValueError(f"a block drafter's configuration has no {', '.join(unknown)}")
         return cls(**{**fields, **overrides})
 
-    def _check_sizes(self) -> None:
-        values = {**vars(self), **vars(self.sizes)}
-        for name, most in LIMITS.items():
-            value, least = values[name], 0 if name == "conv_kernel_size" else 1
-            if value is None and name.endswith("vocab_size"):
-                continue
-            _demand(is_integer(value) and least <= value <= most, name, value, f"an integer from {least} to {most:,}")
-        for name in ("markov_rank", "selector_rank"):
-            value = values[name]
-            _demand(is_integer(value) and 0 <= value <= MOST_RANK, name, value, f"an integer from 0 to {MOST_RANK:,}")
-        sizes = self.sizes
-        divides = sizes.num_attention_heads % sizes.num_key_value_heads == 0
-        wanted = f"a divisor of num_attention_heads={sizes.num_attention_heads}"
-        _demand(divides, "num_key_value_heads", sizes.num_key_value_heads, wanted)
-        _demand(sizes.head_dim % 2 == 0, "head_dim", sizes.head_dim, "an even number, for rotary embeddings")
+    def _check_layout(self) -> None:
         least = 1 + self.first_slot
         wanted = f"at least {least} with sample_from_anchor={self.sample_from_anchor}, so that something is drafted"
         _demand(self.block_size >= least, "block_size", self.block_size, wanted)
@@ -230,7 +201,7 @@ class BlockConfig(PlainConfig):
         wanted = f"ascending indices of hidden states from 0 (embeddings) to {most}, each once"
         _demand(valid, "target_tap_layers", list(taps), wanted)
         size, mask, drafted = self.vocab_size, self.mask_token_id, self.draft_vocab_size
-        valid = is_integer(mask) and 0 <= mask < (LIMITS["vocab_size"] if size is None else size)
+        valid = is_integer(mask) and 0 <= mask < (most_of(BlockConfig, "vocab_size") if size is None else size)
         _demand(valid, "mask_token_id", mask, f"a token id below vocab_size={size}")
         valid = drafted is None if size is None else drafted is not None and drafted <= size
         _demand(valid, "draft_vocab_size", drafted, f"at most vocab_size={size}")
@@ -239,8 +210,6 @@ class BlockConfig(PlainConfig):
         _demand(width == self.target_hidden_size, "hidden_size", width, wanted)
 
     def _check_heads(self) -> None:
-        for name, allowed in (("markov_head_type", MARKOV_HEADS), ("confidence_head", ("none", "hidden", "markov"))):
-            _demand(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
         valid = self.confidence_head != "markov" or self.markov_rank > 0
         _demand(valid, "confidence_head", self.confidence_head, "'hidden' or 'none' with markov_rank=0")
         valid = self.vocab_size is not None or not (self.markov_rank or self.selector_rank)
@@ -256,17 +225,6 @@ class BlockConfig(PlainConfig):
             wanted = f"at most draft_vocab_size={self.draft_vocab_size}"
             _demand(self.selector_top_k <= (self.draft_vocab_size or 0), "selector_top_k", self.selector_top_k, wanted)
             _demand(self.markov_rank == 0, "markov_rank", self.markov_rank, "0 beside a selector of candidates")
-        for name, least in (("output_multiplier", 1e-12), ("final_logit_softcapping", 0.0)):
-            value = getattr(self, name)
-            _demand(is_number(value) and least <= value < 1e12, name, value, f"a number of {least:g} or more")
-        scale = self.embedding_scale
-        _demand(scale is None or (is_number(scale) and 0 < scale < 1e12), "embedding_scale", scale, "a number above 0")
-
-
-class _OfAnyTarget(AnySpecialTokens):
-    """The configuration of a drafter that takes any vocabulary."""
-
-    vocab_size = ANY
 
 
 def default_tap_layers(num_target_layers: int, count: int) -> list[int]:
@@ -282,12 +240,5 @@ def default_tap_layers(num_target_layers: int, count: int) -> list[int]:
     return sorted({min(max(tap, 1), max(num_target_layers - 1, 1)) for tap in spread})
 
 
-def _integer(config: Any, name: str) -> int | None:
-    """Returns a field where it is one number for all layers."""
-    value = getattr(config, name, None)
-    return value if is_integer(value) else None
-
-
 def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:
-    if not valid:
-        raise ValueError(f"{name}={short(value)} is invalid: expected {wanted}")
+    demand(valid, name, value, f"expected {wanted}")

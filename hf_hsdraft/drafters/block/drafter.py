@@ -15,13 +15,13 @@ from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...hub.checkpoint import LOOSE_MASK
-from ...runtime.last_state import before_norm, check_last_state
 from ...runtime.target_limits import decoder_layers, text_config
+from ...runtime.target_outputs import before_norm, check_last_state
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
-from ..base.protocol import DraftCall
-from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
+from ..base.protocol import Call
 from ..base.refiners import REFINER_OPTIONS, check_refiners
+from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from .block_session import BlockSession
 from .configuration import BlockConfig
 from .network import BlockNetwork, frozen_rows
@@ -172,7 +172,7 @@ class BlockDrafter(BlockNetwork, PublishedDrafter):
         likely = min(columns, TUNING.likely_columns)  # a tree looks at these only
         return (*found, Read("token bias", likely * rank, depth, width))
 
-    def session(self, call: DraftCall) -> BlockSession:
+    def session(self, call: Call) -> BlockSession:
         target, options = call.target, call.options
         weights = self.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         return BlockSession(self, weights, options, batch_size=call.rows, foresight=call.foresight)

@@ -7,54 +7,36 @@ hidden size, K drafts of a block, V' draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...core.tensors import RMSNorm
-from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
+from ..base.drafter_output import DrafterOutput
 from ..base.target_weights import TargetWeights, borrow
 from .block_context import training_attention
 from .configuration import BlockConfig
 from .convolution import BlockConvolution
 from .heads import MARKOV_HEADS, CandidateSelector, ConfidenceHead, TokenHead
 
-# Mixes the values of what slots see. It takes the layer's index, queries `[B, slots, heads, head_dim]`, and keys and
-# values `[B, slots, kv_heads, head_dim]` of the block itself. It returns `[B, slots, heads * head_dim]`.
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttendByLayer = Callable[..., torch.Tensor]  # as `Attend`, with the layer's index in front
 
 
-@dataclass
-class BlockDrafterOutput(ModelOutput):
-    """Output of [`BlockNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors `[S, D]`: the drafting slots of each block. Slot d predicts the token at start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
-class BlockLayer(nn.Module):
-    """A decoder layer whose slots also see the context.
+class BlockLayer(DecoderLayer):
+    """A decoder layer whose slots also see the context: with convolutions (DFlash2), or with the norms of Gemma 4.
 
     Args:
         config: of the drafter.
     """
 
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
+        super().__init__(config.sizes)
         sizes = config.sizes
-        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.self_attn = Attention(sizes)
-        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.mlp = FeedForward(sizes)
         self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
         if sizes.gemma:
             self.pre_feedforward_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
@@ -67,12 +49,11 @@ class BlockLayer(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, x: torch.Tensor, rope: Rope, index: int, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None) -> torch.Tensor:
         """Returns the slots after this layer, `[B, slots, D]`."""
 
         def attention(x: torch.Tensor) -> torch.Tensor:
-            part = self.self_attn
-            return part.o_proj(attend(index, part.queries(x, rope), part.keys(x, rope), part.values(x)))
+            return self.self_attn(x, rope, attend)
 
         if self.pre_feedforward_layernorm is not None:
             x = x + self.post_attention_layernorm(attention(self.input_layernorm(x)))
@@ -168,7 +149,7 @@ class BlockNetwork(nn.Module):
         attention = cast(BlockLayer, self.layers[index]).self_attn
         return attention.keys(states, rope), attention.values(states)
 
-    def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def run(self, embeds: torch.Tensor, positions: torch.Tensor, attend: AttendByLayer) -> torch.Tensor:
         """Returns the slots of blocks after the last norm, `[B, slots, D]`.
 
         Args:
@@ -178,7 +159,7 @@ class BlockNetwork(nn.Module):
         """
         x, rope = embeds, self.rotary(positions, embeds.dtype)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, index, attend)
+            x = layer(x, rope, partial(attend, index))
         return self.norm(x)
 
     def block_embeds(self, anchors: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -202,7 +183,7 @@ class BlockNetwork(nn.Module):
         num_rolled: int | None = None,
         labels: Any = None,
         mask_embeds: torch.Tensor | None = None,
-    ) -> BlockDrafterOutput:
+    ) -> DrafterOutput:
         """Drafts blocks after many positions of packed texts at once (DFlash, training).
 
         The block that starts at pair i has its anchor x_{i+1} at position i + 1, and sees the context up to i. Blocks
@@ -237,7 +218,7 @@ class BlockNetwork(nn.Module):
         rolled = len(starts) if num_rolled is None else num_rolled
         drafts = tuple(hidden[: len(starts) if depth == 0 else rolled, depth] for depth in range(hidden.shape[1]))
         loss = None if labels is None else self.loss_function(self, drafts, labels)
-        return BlockDrafterOutput(loss=loss, hidden_states=drafts)
+        return DrafterOutput(loss=loss, hidden_states=drafts)
 
     def logits(self, hidden: torch.Tensor, weights: TargetWeights) -> torch.Tensor:
         """Returns draft logits `[..., V']` of slots `[..., D]`, before any token information."""

@@ -18,7 +18,8 @@ from ...hub.checkpoint import LOOSE_MASK, Checkpoint
 from ...hub.drafter_files import CONFIG
 from ...hub.speculators_format import check_proposals, speculators_type, target_of
 from ..base.layer_fields import MOST_LAYERS, read_rope, read_sizes, read_windows
-from .configuration import LIMITS, MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
+from ..base.plain_config import most_of
+from .configuration import MARKOV_HEADS, MOST_RANK, BlockConfig, Sight
 
 _SPECULATORS = ("dflash", "dflash2", "dspark")
 # Fields of transformers that say nothing about what a drafter computes.
@@ -43,10 +44,10 @@ def read_speculators(checkpoint: Checkpoint) -> BlockConfig:
         **_trunk(layer),
         "target_hidden_size": config.integer("target_hidden_size", None) or layer.integer("hidden_size"),
         "target_tap_layers": tuple(config.integers("aux_hidden_state_layer_ids")),
-        "block_size": config.integer("block_size", 8, most=LIMITS["block_size"]),
+        "block_size": config.integer("block_size", 8, most=most_of(BlockConfig, "block_size")),
         "sample_from_anchor": config.flag("sample_from_anchor", kind == "dspark"),
         "mask_token_id": config.integer("mask_token_id", least=0),
-        "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=LIMITS["draft_vocab_size"]),
+        "draft_vocab_size": config.integer("draft_vocab_size", 32000, most=most_of(BlockConfig, "draft_vocab_size")),
         "sights": tuple(sights),
         # Written here alone, for drafters that came in z-lab's format.
         "embedding_scale": None if config.flag("target_scales_embeddings", False) else 1.0,
@@ -87,7 +88,7 @@ def read_dflash(checkpoint: Checkpoint) -> BlockConfig:
         **_trunk(config),
         "target_hidden_size": config.integer("hidden_size"),
         "target_tap_layers": _taps_of(both.integers("target_layer_ids"), least=0),
-        "block_size": both.integer("block_size", 16, most=LIMITS["block_size"]),
+        "block_size": both.integer("block_size", 16, most=most_of(BlockConfig, "block_size")),
         "sample_from_anchor": dspark and own.flag("shift_label", True),
         "mask_token_id": both.integer("mask_token_id", least=0),
         "sights": tuple(sights),
@@ -114,7 +115,7 @@ def read_deepspec(checkpoint: Checkpoint) -> BlockConfig:
         **_trunk(config, whole_heads=True),
         "target_hidden_size": config.integer("hidden_size"),
         "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
-        "block_size": config.integer("block_size", most=LIMITS["block_size"]),
+        "block_size": config.integer("block_size", most=most_of(BlockConfig, "block_size")),
         "sample_from_anchor": config.flag("sample_from_anchor", True),
         "mask_token_id": config.integer("mask_token_id", least=0),
         "sights": tuple(sights),
@@ -140,7 +141,7 @@ def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
     own["hidden_act"] = config.values.get("hidden_activation", "gelu_pytorch_tanh")
     bias = f"{first}q_proj.bias" in shapes
     sizes = read_sizes(Fields(own, CONFIG), attention_bias=bias, output_bias=bias, qk_norm=True)
-    vocabulary = config.integer("vocab_size", most=LIMITS["vocab_size"])
+    vocabulary = config.integer("vocab_size", most=most_of(BlockConfig, "vocab_size"))
     fields = {
         "vocab_size": vocabulary,
         "draft_vocab_size": vocabulary,
@@ -149,7 +150,7 @@ def read_gemma_dspark(checkpoint: Checkpoint) -> BlockConfig:
         "rope": read_rope(config, "full_attention"),
         "target_hidden_size": config.integer("hidden_size"),
         "target_tap_layers": _taps_of(config.integers("target_layer_ids", least=-1), least=-1),
-        "block_size": config.integer("block_size", most=LIMITS["block_size"]),
+        "block_size": config.integer("block_size", most=most_of(BlockConfig, "block_size")),
         "sample_from_anchor": config.flag("sample_from_anchor", True),
         "mask_token_id": config.integer("mask_token_id", least=0),
         "embedding_scale": None,
@@ -170,7 +171,7 @@ def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
         **_trunk(config, has_vocabulary=False),
         "target_hidden_size": config.integer("hidden_size"),
         "target_tap_layers": _taps_of(config.integers("target_layer_ids"), least=0),
-        "block_size": config.integer("block_size", most=LIMITS["block_size"]),
+        "block_size": config.integer("block_size", most=most_of(BlockConfig, "block_size")),
         "sample_from_anchor": False,
         "mask_token_id": config.integer("mask_token_id", least=0),
         "sights": tuple(_sight(window) for window in _windows(config)),
@@ -183,7 +184,7 @@ def read_transformers(checkpoint: Checkpoint) -> BlockConfig:
 def _trunk(layer: Fields, has_vocabulary: bool = True, whole_heads: bool = False) -> dict[str, Any]:
     """Reads the sizes of the layers, which have the names of Qwen3, and that of the vocabulary if there is one."""
     bias = layer.flag("attention_bias", False)
-    size = layer.integer("vocab_size", most=LIMITS["vocab_size"]) if has_vocabulary else None
+    size = layer.integer("vocab_size", most=most_of(BlockConfig, "vocab_size")) if has_vocabulary else None
     return {
         "vocab_size": size,
         "draft_vocab_size": size,
@@ -239,9 +240,9 @@ def _dspark_of(config: Fields, checkpoint: Checkpoint) -> dict[str, Any]:
 def _dflash2_heads(config: Fields, least_known: bool = False) -> dict[str, Any]:
     """Reads convolutions and selector of DFlash2; `least_known` where missing sizes have the usual values."""
     usual = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-    most = {"selector_rank": MOST_RANK, **LIMITS}
     return {
-        name: config.integer(name, value if least_known else REQUIRED, most=most[name]) for name, value in usual.items()
+        name: config.integer(name, value if least_known else REQUIRED, most=most_of(BlockConfig, name))
+        for name, value in usual.items()
     }
 
 

@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from ...core.checks import is_integer, public_name, short
+from ...core.checks import check_fields, demand, integer, is_integer, public_name, setting
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.decoder_layer import LayerSizes
-from ..base.layer_fields import LAYER_LIMITS, MOST_LAYERS
-from ..base.plain_config import PlainConfig
-from ..base.travelling_config import AnySpecialTokens
+from ..base.layer_fields import MOST_LAYERS
+from ..base.plain_config import PlainConfig, described
 
-_LIMITS = {
-    "vocab_size": 2**22, "target_hidden_size": 2**17, "draft_vocab_size": 2**22, "num_hidden_layers": MOST_LAYERS,
-    "num_draft_steps": 64,
-}  # fmt: skip
 _MOST_LAYERS, _MOST_TAPS = 4096, 64
 DRAFT_STEPS = 7  # of drafters whose files do not say how far they draft: the depth of the authors' trees
 
 
+@described
 @dataclass(frozen=True)
 class EagleConfig(PlainConfig):
     """Configuration of an [`EagleDrafter`] (EAGLE-3, "Scaling up Inference Acceleration via Training-Time Test").
 
     Every field is checked when the configuration is built.
-
-    Attributes:
-        layer: sizes of a layer, and what kind of layer it is.
-        vocab_size: size of the target's vocabulary.
-        target_hidden_size: width of the target's hidden states.
-        draft_vocab_size: V', the number of tokens that the drafter can propose.
-        draft_vocab_ids: token ids behind the V' rows of the head, distinct; `None` for the first V'.
-        target_tap_layers: hidden states of the target that the drafter reads, ascending; 0 means the embeddings, i the
-            output of layer i. `None` means 2, L // 2 and L - 3 of the L layers that the target turns out to have.
-        num_hidden_layers: number of layers. The first one alone reads embeddings too.
-        windows: number of positions that each layer attends to, the own one included; `None` for all.
-        rope: how positions are rotated: `rope_parameters`, or `rope_theta` and `rope_scaling`, and
-            `max_position_embeddings`. A `rope_theta` that is missing is 10,000.
-        norm_before_residual: whether the first layer's residual is the normed state.
-        norm_before_fc: whether all hidden states of the target are normed together.
-        fc_norm: whether each of them is normed by itself.
-        norm_output: whether the state that the next step reads is the normed one (EAGLE-3.1).
-        norm_output_told: whether the files tell that. If not, calls try both, and change `norm_output`.
-        own_embedding: whether the drafter has an embedding of its own.
-        mask_token_id: token whose embedding the deeper rows of a parallel drafter read (P-EAGLE); `None` for a drafter
-            that drafts one depth after the other.
-        num_draft_steps: K, the greatest depth of a draft.
-        target_name: name of the target, for messages and files.
-        target_architectures: class names of the target, for files.
 
     Raises:
         ValueError: a field is out of range or contradicts another one.
@@ -58,30 +30,48 @@ class EagleConfig(PlainConfig):
 
     model_type: ClassVar[str] = "eagle3"
 
-    layer: LayerSizes
-    vocab_size: int
-    target_hidden_size: int
-    draft_vocab_size: int
-    draft_vocab_ids: Sequence[int] | None = field(default=None, repr=False)
-    target_tap_layers: Sequence[int] | None = None
-    num_hidden_layers: int = 1
-    windows: Sequence[int | None] = (None,)
-    rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_output_told: bool = True
-    own_embedding: bool = False
-    mask_token_id: int | None = None
-    num_draft_steps: int = DRAFT_STEPS
-    target_name: str = ""
-    target_architectures: Sequence[str] = ()
+    layer: LayerSizes = setting("sizes of a layer, and what kind of layer it is")
+    vocab_size: int = setting("size of the target's vocabulary", limit=integer(2**22))
+    target_hidden_size: int = setting("width of the target's hidden states", limit=integer(2**17))
+    draft_vocab_size: int = setting("V', the number of tokens that the drafter can propose", limit=integer(2**22))
+    draft_vocab_ids: Sequence[int] | None = setting(
+        "token ids behind the V' rows of the head, distinct; `None` for the first V'", None, repr=False
+    )
+    target_tap_layers: Sequence[int] | None = setting(
+        "hidden states of the target that the drafter reads, ascending; 0 means the embeddings, i the output of layer "
+        "i. `None` means 2, L // 2 and L - 3 of the L layers that the target turns out to have",
+        None,
+    )
+    num_hidden_layers: int = setting(
+        "number of layers. The first one alone reads embeddings too", 1, limit=integer(MOST_LAYERS)
+    )
+    windows: Sequence[int | None] = setting(
+        "number of positions that each layer attends to, the own one included; `None` for all", (None,)
+    )
+    rope: Mapping[str, Any] = setting(
+        "how positions are rotated: `rope_parameters`, or `rope_theta` and `rope_scaling`, and "
+        "`max_position_embeddings`. A `rope_theta` that is missing is 10,000",
+        default_factory=dict, hash=False
+    )  # fmt: skip
+    norm_before_residual: bool = setting("whether the first layer's residual is the normed state", False)
+    norm_before_fc: bool = setting("whether all hidden states of the target are normed together", False)
+    fc_norm: bool = setting("whether each of them is normed by itself", False)
+    norm_output: bool = setting("whether the state that the next step reads is the normed one (EAGLE-3.1)", False)
+    norm_output_told: bool = setting(
+        "whether the files tell that. If not, calls try both, and change `norm_output`", True
+    )
+    own_embedding: bool = setting("whether the drafter has an embedding of its own", False)
+    mask_token_id: int | None = setting(
+        "token whose embedding the deeper rows of a parallel drafter read (P-EAGLE); `None` for a drafter that drafts "
+        "one depth after the other",
+        None,
+    )
+    num_draft_steps: int = setting("K, the greatest depth of a draft", DRAFT_STEPS, limit=integer(64))
+    target_name: str = setting("name of the target, for messages and files", "")
+    target_architectures: Sequence[str] = setting("class names of the target, for files", ())
 
     def __post_init__(self) -> None:
-        for name, most in _LIMITS.items():
-            _check_integer(name, getattr(self, name), most)
-        self._check_layer()
+        check_fields(self)
         self._check_taps()
         self._check_vocabulary()
         if self.norm_before_fc and self.fc_norm:
@@ -95,15 +85,7 @@ class EagleConfig(PlainConfig):
             window is None or (is_integer(window) and self.num_draft_steps < window < 2**31) for window in self.windows
         )
         wanted = f"expected for each layer None, or an integer above num_draft_steps={self.num_draft_steps}"
-        _demand(valid, "windows", self.windows, wanted)
-
-    def _check_layer(self) -> None:
-        layer = self.layer
-        for name, most in LAYER_LIMITS.items():
-            _check_integer(name, getattr(layer, name), most)
-        heads, groups = layer.num_attention_heads, layer.num_key_value_heads
-        _demand(heads % groups == 0, "num_key_value_heads", groups, f"it must divide num_attention_heads={heads}")
-        _demand(layer.head_dim % 2 == 0, "head_dim", layer.head_dim, "rotary embeddings need an even number")
+        demand(valid, "windows", self.windows, wanted)
 
     def _check_taps(self) -> None:
         taps = self.target_tap_layers
@@ -111,21 +93,21 @@ class EagleConfig(PlainConfig):
             return
         valid = 0 < len(taps) <= _MOST_TAPS and all(is_integer(tap) and 0 <= tap <= _MOST_LAYERS for tap in taps)
         valid = valid and all(low < high for low, high in pairwise(taps))
-        _demand(valid, "target_tap_layers", taps, "expected ascending numbers of hidden states, each once")
+        demand(valid, "target_tap_layers", taps, "expected ascending numbers of hidden states, each once")
 
     def _check_vocabulary(self) -> None:
         size, ids = self.draft_vocab_size, self.draft_vocab_ids
         wanted = f"the target has only vocab_size={self.vocab_size} tokens"
-        _demand(size <= self.vocab_size, "draft_vocab_size", size, wanted)
+        demand(size <= self.vocab_size, "draft_vocab_size", size, wanted)
         if ids is not None:
             valid = len(ids) == size == len(set(ids)) and min(ids) >= 0 and max(ids) < self.vocab_size
             wanted = f"expected draft_vocab_size={size} distinct token ids from 0 to {self.vocab_size - 1}"
-            _demand(valid, "draft_vocab_ids", ids, wanted)
+            demand(valid, "draft_vocab_ids", ids, wanted)
             wanted = "of a whole vocabulary the rows stand in the order of the tokens"
-            _demand(size < self.vocab_size or list(ids) == list(range(size)), "draft_vocab_ids", ids, wanted)
+            demand(size < self.vocab_size or list(ids) == list(range(size)), "draft_vocab_ids", ids, wanted)
         if self.mask_token_id is not None:
             valid = is_integer(self.mask_token_id) and 0 <= self.mask_token_id < self.vocab_size
-            _demand(valid, "mask_token_id", self.mask_token_id, f"expected a token id below {self.vocab_size}")
+            demand(valid, "mask_token_id", self.mask_token_id, f"expected a token id below {self.vocab_size}")
 
     @classmethod
     def for_target(
@@ -151,17 +133,9 @@ class EagleConfig(PlainConfig):
             ValueError: a field is invalid.
         """
         config = text_config(target)
-        heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
         rope = getattr(config, "rope_parameters", None) or {}
-        layer = LayerSizes(
-            hidden_size=config.hidden_size,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            num_attention_heads=heads,
-            num_key_value_heads=groups if heads % groups == 0 else heads,
-            head_dim=getattr(config, "head_dim", None) or max(config.hidden_size // heads // 2 * 2, 2),
-            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        )
+        head_dim = {"head_dim": config.head_dim} if getattr(config, "head_dim", None) else {}
+        layer = LayerSizes.like(config, rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6, **head_dim)
         if draft_vocab_size is None:
             draft_vocab_size = config.vocab_size if draft_vocab_ids is None else len(draft_vocab_ids)
         taps = default_taps(decoder_layers(config)) if target_tap_layers is None else tuple(target_tap_layers)
@@ -206,22 +180,8 @@ class EagleConfig(PlainConfig):
             raise ValueError(f"windows={self.windows} is invalid in training: expected the same of each layer")
         return self.windows[0]
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
-
 
 def default_taps(num_hidden_layers: int) -> tuple[int, ...]:
     """Returns 2, L // 2 and L - 3 as the authors read them; of a small target the next numbers below its last layer."""
     wanted = (2, num_hidden_layers // 2, num_hidden_layers - 3)
     return tuple(sorted({max(min(tap, num_hidden_layers - 1), 0) for tap in wanted}))
-
-
-def _demand(valid: bool, name: str, value: Any, wanted: str) -> None:
-    if not valid:
-        raise ValueError(f"{name}={short(value)} is invalid: {wanted}")
-
-
-def _check_integer(name: str, value: Any, most: int) -> None:
-    wanted = f"expected an integer from 1 to {most:,}"
-    _demand(is_integer(value) and 1 <= value <= most, name, value, wanted)

@@ -1,15 +1,99 @@
-"""Which tokens may follow the nodes of a draft tree, by the states of an EAGLE-3 drafter."""
+"""What an EAGLE-3 drafter drafts after the accepted positions: rows of drafted tokens, and what they predict."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
+import torch
+import torch.nn.functional as F
+
+from ...core.attention import batched_attention
 from ...core.tuning import TUNING
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
+from ..base.row_context import RowContext
 from ..base.target_weights import TargetWeights
 from .eagle_network import EagleNetwork
-from .eagle_texts import DraftedRows
+
+
+class DraftedRows:
+    """The rows of what is drafted in one round: keys and values by node, and who sees whom.
+
+    Rows have numbers: 0 is a text's last accepted pair, 1 and following the drafted rows in the order of `extend`.
+
+    Args:
+        network: of the drafter.
+        context: what was read. What is drafted is written behind it, and counts no longer when more is read.
+        rows: the texts that are drafted for; each has been read.
+        states: `[B, D]`, y of their last pairs.
+        last: `[B, 1]`, int64, the positions of these.
+    """
+
+    def __init__(
+        self, network: EagleNetwork, context: RowContext, rows: Sequence[int], states: torch.Tensor, last: torch.Tensor
+    ) -> None:
+        self._network, self._context, self._rows = network, context, list(rows)
+        self._states, self._last = states[:, None], last
+        self._above = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=states.device)  # `[B, 1 + m, m]`
+
+    @property
+    def states(self) -> torch.Tensor:
+        """y of all rows, `[B, 1 + m, D]`, by their numbers."""
+        return self._states
+
+    def extend(
+        self,
+        states: torch.Tensor,
+        embeds: torch.Tensor,
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """Drafts further rows; each sees the accepted text, its ancestors and itself.
+
+        Args:
+            states: `[B, n, D]`, the states that the rows read.
+            embeds: `[B, n, D]`, embeddings of their tokens.
+            parents: `[B, n]`, int64, numbers of their parents.
+            depths: `[n]`, int64, by how many positions they are after the last accepted pair.
+            causal: whether each row sees those before it in this call too.
+
+        Returns:
+            their numbers, `[B, n]`, int64.
+        """
+        (batch, count), before = parents.shape, self._above.shape[2]
+        self._states = torch.cat([self._states, self._run(states, embeds, parents, depths, causal)], dim=1)
+        numbers = torch.arange(before + 1, before + 1 + count, device=parents.device)
+        return numbers.expand(batch, -1)
+
+    def _run(
+        self, states: torch.Tensor, embeds: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, causal: bool
+    ) -> torch.Tensor:
+        (batch, count), before = parents.shape, self._above.shape[2]
+        ancestors = self._above.gather(1, parents[..., None].expand(-1, -1, before))
+        own = torch.ones(count, count, dtype=torch.bool, device=parents.device)
+        own = own.tril() if causal else own.tril().triu()
+        ancestors = torch.cat([ancestors, own.expand(batch, -1, -1)], dim=2)
+        self._above = torch.cat([F.pad(self._above, (0, count)), ancestors], dim=1)
+        context, rows, drafted = self._context, self._rows, before + count
+        slots = context.drafted(rows, before, count)
+        places = context.drafted_slots(rows, 0, drafted)[:, None].expand(-1, count, -1)
+
+        @cache  # layers of the same window share a mask
+        def seen(window: int | None) -> torch.Tensor:
+            near = None if window is None else (window - depths).expand(batch, -1)
+            accepted = context.seen(rows, self._last.expand(-1, count), near, drafted)
+            assert accepted is not None
+            return accepted.expand(-1, count, -1).scatter(2, places, ancestors)
+
+        def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
+            context.write(layer, slots, keys.flatten(0, 1), values.flatten(0, 1))
+            mask = seen(self._network.config.windows[layer])
+            return batched_attention(queries, *context.view(layer, rows, drafted), mask)
+
+        return self._network.through(states, embeds, self._last + depths, attend)
 
 
 class EagleExpansion(Expansion):

@@ -11,41 +11,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
-from ...core.tensors import Attend, RMSNorm
-from ..base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ...core.tensors import Attend as PackedAttend
+from ...core.tensors import RMSNorm
+from ..base.decoder_layer import Attend, DecoderLayer, Rope, rotary_of
+from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
 from ..base.target_weights import TargetWeights
 from .configuration_eagle import EagleConfig
 
-# Of a layer's number, queries `[..., n, heads, head_dim]`, and keys and values `[..., n, kv_heads, head_dim]` to be
-# kept; with `rows`, the queries are of these rows alone. Returns `[..., n, heads * head_dim]`.
-AttendRows = Callable[..., torch.Tensor]
+AttendRows = Callable[..., torch.Tensor]  # as `Attend`, with the layer's index in front
 
 
-@dataclass
-class EagleOutput(ModelOutput):
-    """Output of [`EagleNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors, `[S, D]` and then `[num_rolled, D]`: y_0 .. y_{K-1} of each chain. y_d predicts the
-            token at start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
-class EagleLayer(nn.Module):
-    """A decoder layer. The first one reads an embedding beside each state.
+class EagleLayer(DecoderLayer):
+    """A decoder layer. The first one reads an embedding beside each state: `input_layernorm` norms that.
 
     Args:
         config: of the drafter.
@@ -53,32 +37,20 @@ class EagleLayer(nn.Module):
     """
 
     def __init__(self, config: EagleConfig, first: bool) -> None:
-        super().__init__()
-        sizes = config.layer
-        size, eps = sizes.hidden_size, sizes.rms_norm_eps
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        super().__init__(config.layer, 2 * size if first else size)
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = RMSNorm(size, eps)  # of the embedding in the first layer, of the state in others
         self.hidden_norm = RMSNorm(size, eps) if first else None
-        self.self_attn = Attention(sizes, 2 * size if first else size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = FeedForward(sizes)
 
     def forward(
-        self, x: torch.Tensor, embeds: torch.Tensor, rope: Rope, attend: AttendRows, rows: Any = None
+        self, x: torch.Tensor, rope: Rope, attend: Attend, rows: Any = None, embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the outputs `[..., n, D]` of states `x` and embeddings `[..., n, D]`, or those at `rows` alone."""
+        """As every layer; `embeds` are the embeddings `[..., n, D]` of the tokens."""
         if self.hidden_norm is None:
-            residual, inputs = x, self.input_layernorm(x)
-        else:
-            normed = self.hidden_norm(x)
-            residual = normed if self.norm_before_residual else x
-            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        keys, values = self.self_attn.keys(inputs, rope), self.self_attn.values(inputs)
-        if rows is not None:
-            residual, inputs, rope = residual[rows], inputs[rows], (rope[0][rows], rope[1][rows])
-        mixed = attend(self.self_attn.queries(inputs, rope), keys, values, rows)
-        x = residual + self.self_attn.o_proj(mixed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+            return super().forward(x, rope, attend, rows)
+        normed = self.hidden_norm(x)
+        inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        return self.joined(normed if self.norm_before_residual else x, inputs, rope, attend, rows)
 
 
 class EagleNetwork(nn.Module):
@@ -146,7 +118,7 @@ class EagleNetwork(nn.Module):
         rope = self.rotary(positions, states.dtype)
         last, x = len(self.layers) - 1, states
         for index, layer in enumerate(self.layers):
-            x = layer(x, embeds, rope, partial(attend, index), rows if index == last else None)
+            x = layer(x, rope, partial(attend, index), rows if index == last else None, embeds)
         return x
 
     def fed_back(self, y: torch.Tensor) -> torch.Tensor:
@@ -182,7 +154,7 @@ class EagleNetwork(nn.Module):
         num_rolled: int | None = None,
         path_embeds: torch.Tensor | None = None,
         labels: Any = None,
-    ) -> EagleOutput:
+    ) -> DrafterOutput:
         """Reads texts, then unrolls drafts from some of their positions (EAGLE-3's training-time test).
 
         A row of step s at start i has read the text up to i by the target's hidden states, and the s steps of its own
@@ -219,10 +191,10 @@ class EagleNetwork(nn.Module):
         loss = None
         if labels is not None:
             loss = cast(Callable[..., Any], self.loss_function)(self, states, labels)
-        return EagleOutput(loss=loss, hidden_states=tuple(states))
+        return DrafterOutput(loss=loss, hidden_states=tuple(states))
 
 
-def _of_packed(attend: Attend) -> AttendRows:
+def _of_packed(attend: PackedAttend) -> AttendRows:
     """The attention of packed texts, for keys and values that stand row by row."""
 
     def attend_rows(

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...core.draft_tree import DraftTree
-from ...trees.best_first import best_first_trees
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
+from ...core.attention import batched_attention
+from ...core.tensors import on_device
+from ...core.tuning import TUNING
+from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
-from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
 from ..base.parallel_expansion import ParallelExpansion
-from ..base.protocol import Accepted, Ask, Session
+from ..base.protocol import Accepted, Ask
+from ..base.row_context import Slots
 from ..base.target_weights import TargetWeights
-from .eagle_expansion import EagleExpansion, parallel_logits
-from .eagle_network import EagleNetwork
-from .eagle_texts import DraftedRows, EagleTexts
+from ..base.tree_session import Columns, ReadingSession
+from .eagle_expansion import DraftedRows, EagleExpansion, parallel_logits
+from .eagle_network import AttendRows, EagleNetwork
 from .feedback_trial import FeedbackTrial, can_be_tried
 
 
-class EagleSession(Session):
-    """Drafts trees (or chains) for the texts of a batch.
+class EagleSession(ReadingSession):
+    """Drafts trees (or chains) for the texts of a batch, a depth of all of them in one forward.
 
     Args:
         network: weights and configuration; not changed.
@@ -34,7 +34,6 @@ class EagleSession(Session):
         foresight: of the target's draws. Beams go by it; rejection holds for nodes that were drawn by other numbers.
 
     Attributes:
-        texts: what has been read.
         expansion_class: what runs the drafter on nodes.
     """
 
@@ -49,87 +48,78 @@ class EagleSession(Session):
         foresight: Foresight | None = None,
     ) -> None:
         config = network.config
+        super().__init__(network, weights, options, count, config.num_hidden_layers, config.layer, foresight)
         parallel = config.mask_token_id is not None
         sizes = config.layer, config.num_hidden_layers, config.draft_vocab_size
         self.kind = *sizes, parallel, network.dtype, network.device
-        self._network, self._weights, self._options = network, weights, options
-        fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if not options.drawn and fits else None
-        self.texts = EagleTexts(network, count)
+        self._last: dict[int, torch.Tensor] = {}  # `[D]`, y of the last pair of each text that was read
         self._trial = None if not can_be_tried(config) else FeedbackTrial(network, weights)
 
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
-        wanted = [ask for ask in asks if ask.depth > 0]
-        if wanted:
-            trees.update(zip((ask.row for ask in wanted), self._trees(wanted), strict=True))
-        return list(trees.values())
-
-    def _trees(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        options = self._options
-        if asks[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
-            options = options.as_chain()
-        options = options.shared_by(asks[0].sharing)
-        depth = min(max(ask.depth for ask in asks), options.depth)
-        rows = [ask.row for ask in asks]
-        self.texts.read(rows)
-        if self._trial is not None:
-            self._trial.decide()
-        ids = self._weights.vocab_ids
-        expansion = self.expansion(rows, depth, options.draw_temperature)
-        roots = torch.tensor([ask.root for ask in asks], device=ids.device)
-        depths = [min(ask.depth, depth) for ask in asks]
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        build: TreeBuilder = TREE_BUILDERS[options.tree_builder]
-        if options.tree_builder == "beam" and options.beam_width > 1 and isinstance(expansion, ParallelExpansion):
-            build = best_first_trees  # no node knows its path, so the best tree is found exactly
-        return build(expansion, roots, ids, limits)
-
-    def expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
-        """Returns the children of the nodes of some texts' trees.
-
-        Args:
-            rows: the texts.
-            depth: greatest depth.
-            temperature: of the distributions.
-        """
-        network, weights, mask = self._network, self._weights, self._network.config.mask_token_id
-        race = None if self._foresight is None else self._foresight.race(rows, depth, weights.vocab_ids)
-        drafted = DraftedRows(network, self.texts, rows)
-        if mask is None:
-            return self.expansion_class(network, weights, drafted, depth, temperature, race)
-        logits = parallel_logits(network, weights, drafted, mask, depth)
-        return ParallelExpansion(logits, temperature=temperature, race=race)
-
-    def observe(self, news: Sequence[Accepted]) -> None:
-        for each in news:
-            self._add(each)
-
-    def _add(self, news: Accepted) -> None:
-        last = self._weights.embed(news.following[-1:])
+    def columns(self, news: Accepted) -> Columns:
+        device, dtype = self.drafter.device, self.drafter.dtype
+        last = self.weights.embed(news.following[-1:])
         if news.embeds is None:
-            embeds, count = self._weights.embed(news.following), len(news.positions)
+            embeds, count = self.weights.embed(news.following), len(news.positions)
         elif news.embeds.shape[-1] == last.shape[-1]:
             embeds, count = torch.cat([news.embeds.to(last.device, last.dtype), last]), len(news.positions)
         else:  # the drafter's embedding has another width, and which tokens these are is not known
             embeds, count = last, 1
         taps, positions = news.taps[-count:], news.positions[-count:]
-        self.texts.add(news.row, taps, embeds, positions)
         if self._trial is not None and news.row == 0 and len(news.following) >= count:
             self._trial.add(taps, embeds, positions, news.following[-count:])
+        return taps.to(device, dtype), embeds.to(device, dtype), positions.to(device)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        for row in set(range(len(self.texts.texts))).difference(rows):
-            self.texts.forget(row)
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        (taps, embeds, positions), network = columns, self.drafter
+        ends = on_device(list(counts.values()), positions.device).cumsum(0) - 1
+        attend = self._attention(counts, slots, positions)
+        states = network.through(network.fuse(taps), embeds, positions, attend, ends)
+        self._last.update(zip(counts, states, strict=True))
 
-    def memory(self, length: int) -> DraftMemory | None:
-        if len(self.texts.texts) > 1:
-            return None
-        text = self.texts.texts[0]
-        return DraftMemory.of(self._network, length, self.texts.context.copy_of(0), text.pending)
+    def _attention(self, counts: Mapping[int, int], slots: Slots, positions: torch.Tensor) -> AttendRows:
+        """The attention of accepted pairs, which stand text by text: each sees its text up to itself."""
+        context, rows, windows = self._context, list(counts), self.drafter.config.windows
 
-    def resume(self, memory: Any, cached: int) -> None:
-        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
-        if isinstance(memory, DraftMemory) and memory.fits(self._network, cached + 1):
-            self.texts.context = memory.context.copy_of(0)
-            self.texts.texts[0].pending.extend(memory.pending)
+        def attend(
+            layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: Any
+        ) -> torch.Tensor:
+            context.write(layer, slots, keys, values)
+            if ends is not None:  # of each text the last pair alone
+                seen = context.seen(rows, positions[ends][:, None], windows[layer])
+                return batched_attention(queries[:, None], *context.view(layer, rows), seen)[:, 0]
+            mixed = []
+            texts = zip(rows, queries.split(list(counts.values())), positions.split(list(counts.values())), strict=True)
+            for row, own, at in texts:
+                view = context.view(layer, [row])
+                # A mask of a whole prompt would grow with its square.
+                for block, last in zip(own.split(TUNING.mask_rows), at.split(TUNING.mask_rows), strict=True):
+                    seen = context.seen([row], last[None], windows[layer])
+                    mixed.append(batched_attention(block[None], *view, seen)[0])
+            return torch.cat(mixed)
+
+        return attend
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        read = self._context
+        self._context = read.copy_of(0)  # what is drafted is written over by later rounds
+        made = self.expansion(asks, expansion.depth, options)
+        self._context = read
+        return made
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        network, weights, mask = self.drafter, self.weights, self.drafter.config.mask_token_id
+        rows = [ask.row for ask in asks]
+        self.read_pending(rows)
+        if self._trial is not None:
+            self._trial.decide()
+        race, temperature = self.race(rows, depth), options.draw_temperature
+        drafted = self.rows_after(rows)
+        if mask is None:
+            return self.expansion_class(network, weights, drafted, depth, temperature, race)
+        logits = parallel_logits(network, weights, drafted, mask, depth)
+        return ParallelExpansion(logits, temperature=temperature, race=race)
+
+    def rows_after(self, rows: Sequence[int]) -> DraftedRows:
+        """Returns the rows of what is drafted after some texts, of which nothing is pending."""
+        states = torch.stack([self._last[row] for row in rows])
+        return DraftedRows(self.drafter, self._context, rows, states, self.anchors(rows) - 1)

@@ -14,13 +14,13 @@ from transformers import GenerationConfig
 from ...core.checks import few, printable
 from ...core.refusals import DraftingRefused
 from ...hub.checkpoint import Checkpoint
-from ...runtime.last_state import before_norm, check_last_state
 from ...runtime.target_limits import decoder_layers, text_config
+from ...runtime.target_outputs import before_norm, check_last_state
 from ..base.draft_options import default_options
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import Placement, take_options
-from ..base.protocol import DraftCall
-from ..base.published_drafter import PublishedDrafter, SpeculatorsFiles
+from ..base.protocol import Call
+from ..base.saved_drafter import PublishedDrafter, SpeculatorsFiles
 from ..base.target_weights import TargetWeights, borrow
 from .configuration_eagle import EagleConfig
 from .eagle_formats import read
@@ -132,7 +132,7 @@ class EagleDrafter(EagleNetwork, PublishedDrafter):
         table = self.embed_tokens
         return TargetWeights(lambda tokens: table(tokens.to(self.device)), None, ids.to(self.device))
 
-    def session(self, call: DraftCall) -> EagleSession:
+    def session(self, call: Call) -> EagleSession:
         weights = self.borrow(call.target.get_input_embeddings())
         return EagleSession(self, weights, call.options, call.rows, call.foresight)
 

@@ -10,14 +10,13 @@ import torch
 
 from ...core.draft_tree import DraftTree, merge_trees
 from ...core.tuning import TUNING
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import TreeLimits
 from ...verify.foresight import Foresight
 from ..base.draft_memory import DraftMemory
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, Session
+from ..base.protocol import Accepted, Ask
 from ..base.refiners import refiner_of
 from ..base.target_weights import TargetWeights
+from ..base.tree_session import TreeSession
 from .expansion import Expansion
 from .injectors import Leftover, ensemble
 from .network import HSDraftNetwork, WorkingWeights
@@ -47,7 +46,7 @@ class _Row:
     leftover: Leftover | None = None
 
 
-class HSDraftSession(Session):
+class HSDraftSession(TreeSession):
     """Drafts trees (or chains) for the texts of a batch from the target's hidden states.
 
     Args:
@@ -74,35 +73,23 @@ class HSDraftSession(Session):
         target: Any = None,
     ) -> None:
         config = drafter.config
+        super().__init__(options or DraftOptions.of(drafter), weights.vocab_ids, foresight)
         self.drafter, self.weights, self._target = drafter, weights, target
         self.guesses = self.right_guesses = 0  # drafts whose first guess is known to be right or wrong; right ones
         self._guessed: dict[int, DraftTree] = {}  # trees of the last round, by text
         layers = config.num_hidden_layers, config.num_roll_layers, config.num_step_modules
         sizes = config.hidden_size, layers, config.draft_vocab_size, config.injector
-        self._options = options or DraftOptions.of(drafter)
         self._reuse, self._reuse_weight = reuse_of(self._options.own)
         self._working = working or WorkingWeights.of(drafter, weights.head)
-        fits = foresight is not None and int(weights.vocab_ids.max()) < foresight.vocab_size
-        self._foresight = foresight if not self._options.drawn and fits else None
         self._roll_out = roll_out or RollOut(self._working, config, drafter.device, drafter.dtype)
         self._rows = [_Row() for _ in range(batch_size)]
         self._refiner = refiner_of(drafter, self._options, weights, batch_size)
         self.kind = *sizes, drafter.dtype, drafter.device, self._refiner is not None
 
     def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
-        wanted = [ask for ask in asks if ask.depth > 0]
-        if wanted:
-            options = self._options
-            if wanted[0].chain and options.beam_width > 1:  # the target has turned out to read no trees
-                options = options.as_chain()
-            options = options.shared_by(wanted[0].sharing)
-            depth = min(max(ask.depth for ask in wanted), options.depth)
-            hidden = self._rolled([ask.row for ask in wanted], depth)
-            drafted = self._trees(wanted, hidden, [min(ask.depth, depth) for ask in wanted], options)
-            trees.update(zip((ask.row for ask in wanted), drafted, strict=True))
-        self._guessed = trees
-        return list(trees.values())
+        trees = super().draft(asks)
+        self._guessed = dict(zip((ask.row for ask in asks), trees, strict=True))
+        return trees
 
     def observe(self, news: Sequence[Accepted]) -> None:
         for each in news:
@@ -224,10 +211,9 @@ class HSDraftSession(Session):
             return None
         return {row: sum(len(part[2]) for part in self._rows[row].pending) for row in rows}
 
-    def _trees(
-        self, asks: Sequence[Ask], hidden: torch.Tensor, depths: Sequence[int], options: DraftOptions
-    ) -> list[DraftTree]:
-        """The trees of drafted states `[B, depth, D]`, with what is left of the last round."""
+    def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
+        """As every session, with what is left of the last round."""
+        hidden = self._rolled([ask.row for ask in asks], depth)
         logits = self._working.logits(hidden)
         left = {place: each for place, ask in enumerate(asks) if (each := self._rows[ask.row].leftover) is not None}
         if left and self._reuse == "ensemble":
@@ -235,12 +221,13 @@ class HSDraftSession(Session):
             for place, leftover in left.items():
                 root, weight = asks[place].root, self._reuse_weight
                 ensemble(logits[place], leftover, root, weight, working.logits, working.injector, self._advance)
-        trees = self._grown(asks, self._expansion(asks, hidden, logits, options), depths, options)
+        trees = self.grown(asks, self._expansion(asks, hidden, logits, options), options)
         if self._reuse == "resample":
             for place, leftover in left.items():
                 one, since = [asks[place]], leftover.since(self._advance)[None]
-                expansion = self._expansion(one, leftover.hidden[None, : depths[place]], None, options, since)
-                [resampled] = self._grown(one, expansion, [expansion.depth], options)
+                states = leftover.hidden[None, : min(asks[place].depth, depth)]
+                expansion = self._expansion(one, states, None, options, since)
+                [resampled] = self.grown(one, expansion, options)
                 if asks[place].chain:
                     trees[place] = max(trees[place], resampled, key=DraftTree.expected_length)
                 else:
@@ -260,20 +247,10 @@ class HSDraftSession(Session):
         options: DraftOptions,
         since: torch.Tensor | None = None,
     ) -> Expansion:
-        temperature = options.draw_temperature
-        race = None
-        if self._foresight is not None:
-            race = self._foresight.race([ask.row for ask in asks], hidden.shape[1], self.weights.vocab_ids)
-        refinement = None if self._refiner is None else self._refiner.refinement([ask.row for ask in asks])
+        rows, temperature = [ask.row for ask in asks], options.draw_temperature
+        race = self.race(rows, hidden.shape[1])
+        refinement = None if self._refiner is None else self._refiner.refinement(rows)
         return Expansion.of(self._working, self.weights, hidden, logits, since, temperature, race, refinement)
-
-    def _grown(
-        self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
-    ) -> list[DraftTree]:
-        ids = self.weights.vocab_ids
-        tokens = torch.tensor([ask.root for ask in asks], device=ids.device)
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
-        return TREE_BUILDERS[options.tree_builder](expansion, tokens, ids, limits)
 
 
 def _joined(parts: Sequence[Pairs]) -> Pairs:

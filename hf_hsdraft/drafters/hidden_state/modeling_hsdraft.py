@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.utils import ModelOutput
 
 from ...core.tensors import device_of
 from ...hub.pretrained_drafter import PretrainedDrafter
 from ..base.draft_options import DraftOptions, default_options
 from ..base.draft_reads import Read, weights_of
+from ..base.drafter_output import DrafterOutput
 from ..base.packed_texts import DraftContext, PackedTexts
-from ..base.protocol import DraftCall, Drafter
+from ..base.protocol import Call, Drafter
 from ..base.refiners import REFINER_OPTIONS, check_refiners
 from ..base.target_sizes import check_sizes
 from .candidate_generator import ChainDrafter
@@ -30,21 +29,6 @@ from .target_match import has_other_tokens, warn_of_mismatch
 from .trunk import read, roll
 
 _LEAST_WINDOW = 256  # a narrower one could drop what is behind tokens that are taken back
-
-
-@dataclass
-class HSDrafterOutput(ModelOutput):
-    """Output of [`HSDrafter.forward`].
-
-    Attributes:
-        hidden_states: K tensors `[S, D]`: g_0 .. g_{K-1} of each chain; g_d predicts the token at start + 2 + d.
-        context: the context cache with the new positions appended.
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    context: DraftContext | None = None
 
 
 class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
@@ -96,7 +80,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         num_draft_steps: int | None = None,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> HSDrafterOutput:
+    ) -> DrafterOutput:
         """Reads accepted positions, then rolls hidden states forward without tokens (Lyanna, drafting phase).
 
         Args:
@@ -119,7 +103,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         x, ropes = read(trunk, taps, embeds, position_ids, texts, steps - 1)
         states = roll(trunk, x, ropes, texts, num_rolled)
         loss = None if labels is None else self.loss_function(self, states, labels)
-        return HSDrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
+        return DrafterOutput(loss=loss, hidden_states=tuple(states), context=texts.context)
 
     @property
     def taps(self) -> Sequence[int]:  # type: ignore[override]
@@ -154,7 +138,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
         if all_processes or has_other_tokens(self, tokenizer):
             warn_of_mismatch(target, self, tokenizer)  # that reads a text: all processes do so, or none
 
-    def session(self, call: DraftCall) -> HSDraftSession:
+    def session(self, call: Call) -> HSDraftSession:
         modules = call.target.get_input_embeddings(), call.target.get_output_embeddings()
         working = quick_weights(self, *modules)
         return HSDraftSession(
@@ -168,7 +152,7 @@ class HSDrafter(HSDraftNetwork, PretrainedDrafter, Drafter):
             target=call.target,
         )
 
-    def _compiled_roll_out(self, call: DraftCall, working: QuickWeights) -> RollOut | None:
+    def _compiled_roll_out(self, call: Call, working: QuickWeights) -> RollOut | None:
         """A compiled roll-out where the target's forwards are compiled, and the next call will find it again."""
         if working.spare is None or call.compile_config is None or call.slots is None:
             return None

@@ -15,15 +15,16 @@ from ...core.checks import printable
 from ...core.refusals import DraftingRefused
 from ...core.tensors import device_of
 from ...hub.checkpoint import Checkpoint
-from ...hub.drafter_files import HUB_ARGUMENTS
+from ...hub.drafter_files import taken_for_hub
 from ...hub.fetching import loading
 from ...hub.pushing import push_saved
 from ...runtime.target_limits import decoder_layers, text_config
 from ..base.draft_options import default_options, is_misspelt, nearest_option, option_names
 from ..base.draft_reads import Read, weights_of
 from ..base.loading_arguments import take_options
-from ..base.protocol import DraftCall, Drafter
-from ..base.travelling_config import ANY, AnySpecialTokens
+from ..base.plain_config import PlainConfig
+from ..base.protocol import Call, Drafter
+from ..base.travelling_config import ANY
 from .lm_files import DRAFTING_OPTIONS, empty_model, load_model, load_tokenizer, why_no_causal_lm
 from .lm_session import CausalLMSession
 from .lm_trial import ability_of
@@ -31,15 +32,11 @@ from .lm_vocabulary import shared_tokens, what_differs
 
 
 @dataclass(frozen=True)
-class CausalLMDrafterConfig:
+class CausalLMDrafterConfig(PlainConfig):
     """What transformers asks an assistant's configuration for."""
 
     vocab_size: Any = ANY  # only ids that both vocabularies have are drafted, so it fits that of any target
     is_encoder_decoder: bool = False
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 class CausalLMDrafter(nn.Module, Drafter):
@@ -90,8 +87,7 @@ class CausalLMDrafter(nn.Module, Drafter):
             OSError: There is no such folder or repository, or it holds no model.
             ValueError: It is no causal language model of transformers, or an option is wrong.
         """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         with loading(name, bool(hub.get("local_files_only"))):
             checkpoint = Checkpoint.open(name, subfolder, **hub)
             reason = why_no_causal_lm(checkpoint)
@@ -186,7 +182,7 @@ class CausalLMDrafter(nn.Module, Drafter):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * decoder_layers(config) * heads * head_dim * length)
 
-    def session(self, call: DraftCall) -> CausalLMSession:
+    def session(self, call: Call) -> CausalLMSession:
         return CausalLMSession(self.model, call, shared_tokens(self.model, call.target), ability_of(self.model).kinds)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,3 +50,25 @@ class LMExpansion(Expansion):
         if self.race is not None:
             return self.race(level, logits), paths
         return (logits / self.temperature).log_softmax(dim=-1), paths
+
+
+@dataclass(frozen=True)
+class Repeatable(Expansion):
+    """An expansion that can be asked again: each time from the beginning, in texts of its own.
+
+    Attributes:
+        expansion: the expansion.
+        texts: the texts that it reads on from.
+    """
+
+    expansion: LMExpansion
+    texts: LMTexts
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        return self.expansion.depth
+
+    def __call__(self, level: int, tokens: torch.Tensor, states: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if states is None:
+            self.texts.forget()
+        return self.expansion(level, tokens, states)

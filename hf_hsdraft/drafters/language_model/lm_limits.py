@@ -7,8 +7,8 @@ from typing import Any
 from transformers import DynamicCache
 
 from ...core.cache_name import takes_cache
-from ...runtime.cache_slots import CacheSlots
-from ...runtime.target_limits import cache_layers, furthest_position, text_config, why_no_trees, why_refused
+from ...runtime.cache_slots import CacheSlots, cache_layers
+from ...runtime.target_limits import furthest_position, text_config, why_no_trees, why_refused
 from ...trees.tree_masks import AttentionKind, attention_kinds
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import TreeLimits
+from ...trees.tree_builders import Expansion
 from ...trees.tree_masks import AttentionKind
 from ..base.draft_options import DraftOptions
-from ..base.protocol import Accepted, Ask, DraftCall, Session
-from .lm_expansion import LMExpansion
+from ..base.protocol import Accepted, Ask, Call
+from ..base.tree_session import TreeSession
+from .lm_expansion import LMExpansion, Repeatable
 from .lm_limits import kind_of
 from .lm_texts import LMTexts, groups_of_rows, shared_length
 
@@ -62,7 +62,7 @@ class _Text:
         return self.tokens + self.supposed if self.supposed else self.tokens
 
 
-class CausalLMSession(Session):
+class CausalLMSession(TreeSession):
     """Drafts trees, or chains, token by token with a language model.
 
     Args:
@@ -72,11 +72,10 @@ class CausalLMSession(Session):
         kinds: kinds of attention whose masks the model heeds; empty if it drafts chains only, one text at a time.
     """
 
-    def __init__(self, model: Any, call: DraftCall, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
-        self._model, self._options, self._vocab_size = model, call.options, vocab_size
+    def __init__(self, model: Any, call: Call, vocab_size: int, kinds: Sequence[AttentionKind]) -> None:
+        super().__init__(call.options, torch.arange(vocab_size, device=device_of(model)), call.foresight)
+        self._model, self._vocab_size = model, vocab_size
         self.kind = kind_of(model)
-        fits = call.foresight is not None and vocab_size <= call.foresight.vocab_size
-        self._foresight = call.foresight if fits and not call.options.drawn else None
         self._texts = [_Text() for _ in range(call.rows)]
         self._kinds = kinds
         self._groups = [self._begin(group) for group in groups_of_rows(call.rows, kinds)]
@@ -159,41 +158,35 @@ class CausalLMSession(Session):
         for place, row in enumerate(texts.rows):
             if row in wanted:
                 unread = len(self._texts[row].known) - texts.kept[place]
-                depth = min(wanted[row].depth, self._options.depth, texts.room(place) - unread + 1)
+                depth = min(wanted[row].depth, texts.room(place) - unread + 1)
                 if depth > 0:
                     depths[row] = depth
         return depths
 
     def _of_group(self, texts: LMTexts, depths: dict[int, int], ask: Ask) -> dict[int, DraftTree]:
         """The trees of some texts of a group. All texts of it are in each forward; the others add nothing to it."""
-        options = self._options
-        if (ask.chain or not self._kinds) and options.beam_width > 1:
-            options = options.as_chain()
-        options = options.shared_by(ask.sharing)
+        options = self.options_for(ask, trees=bool(self._kinds))
         tokens = [
             self._texts[row].known[kept:] if row in depths else []
             for row, kept in zip(texts.rows, texts.kept, strict=True)
         ]
         depth = max(depths.values())
-        limits = TreeLimits(
-            options.tree_size, options.beam_width, options.threshold, [depths.get(row, depth) for row in texts.rows]
-        )
-        roots = torch.tensor([self._texts[row].known[-1] for row in texts.rows], device=device_of(self._model))
+        all_asks = [Ask(row, self._texts[row].known[-1], depths.get(row, depth), 0) for row in texts.rows]
         first = texts.read(tokens)
         for row in depths:
             self._texts[row].read = list(self._texts[row].known)
         try:
-            expansion = self._expansion(texts, first, depth, options)
-            vocab_ids = torch.arange(self._vocab_size, device=first.device)
-            trees = TREE_BUILDERS[options.tree_builder](expansion, roots.to(first.device), vocab_ids, limits)
+            self._vocab_ids = self._vocab_ids.to(first.device)  # of a model on several devices, the last one
+            trees = self.grown(all_asks, self.expansion_of(texts, first, depth, options), options)
         finally:
             texts.forget()
         return {row: tree for row, tree in zip(texts.rows, trees, strict=True) if row in depths}
 
-    def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        temperature = options.draw_temperature
-        race = None
-        if self._foresight is not None:
-            vocab_ids = torch.arange(self._vocab_size, device=first.device)
-            race = self._foresight.race(texts.rows, depth, vocab_ids)
-        return LMExpansion(texts, first, depth, self._vocab_size, temperature, race)
+    def expansion_of(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
+        """Returns the children of the nodes of all texts of a group; `first` `[B, 1, V]`: logits after the roots."""
+        race = self.race(texts.rows, depth)
+        return LMExpansion(texts, first, depth, self._vocab_size, options.draw_temperature, race)
+
+    def repeatable(self, asks: Sequence[Ask], expansion: LMExpansion, options: DraftOptions) -> Expansion:
+        own = expansion.texts.copied()  # what is drafted is dropped after each round
+        return Repeatable(replace(expansion, texts=own), own)

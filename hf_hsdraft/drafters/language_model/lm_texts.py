@@ -17,8 +17,7 @@ import torch
 from ...core.cache_name import CACHE
 from ...core.tensors import device_of, on_device
 from ...core.tuning import TUNING
-from ...runtime.cache_slots import CacheSlots
-from ...runtime.static_cache import move_slots
+from ...runtime.cache_slots import CacheSlots, move_slots
 from ...runtime.target_limits import text_config
 from ...runtime.target_outputs import TargetOutput, target_output
 from ...trees.drafted_levels import DraftedLevels

@@ -14,9 +14,10 @@ from ...core.refusals import DraftingRefused
 from ...core.tuning import TUNING
 from ...runtime.target_limits import text_config
 from ..base.draft_options import MOST_LEADING, default_options
-from ..base.protocol import DraftCall
-from ..base.travelling_config import ANY, AnySpecialTokens
-from ..base.weightless_drafter import WeightlessDrafter
+from ..base.plain_config import PlainConfig
+from ..base.protocol import Call
+from ..base.saved_drafter import WeightlessDrafter
+from ..base.travelling_config import ANY
 from .ngram_cache import FollowerTable, NgramCache
 from .ngram_session import NgramSession
 
@@ -33,16 +34,12 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True)
-class CachebackConfig:
+class CachebackConfig(PlainConfig):
     """What transformers asks an assistant's configuration for."""
 
     model_type: ClassVar[str] = "cacheback"
 
     vocab_size: Any = ANY  # equal to the vocabulary size of any target
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 class CachebackDrafter(WeightlessDrafter):
@@ -117,7 +114,7 @@ class CachebackDrafter(WeightlessDrafter):
                 f"{vocab_size}: they have to be encoded by the target's tokenizer"
             )
 
-    def session(self, call: DraftCall) -> NgramSession:
+    def session(self, call: Call) -> NgramSession:
         return NgramSession(call, self.frozen)
 
 

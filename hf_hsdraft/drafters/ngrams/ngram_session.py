@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ...core.draft_tree import DraftTree
 from ...core.tuning import TUNING
-from ..base.protocol import Accepted, Ask, DraftCall, Session
+from ..base.protocol import Accepted, Ask, Call, Session
 from .ngram_cache import FollowerTable, NgramCache
 
 
@@ -24,7 +24,7 @@ class NgramSession(Session):
     free = True
     takes_ngrams = False
 
-    def __init__(self, call: DraftCall, frozen: Sequence[FollowerTable] = ()) -> None:
+    def __init__(self, call: Call, frozen: Sequence[FollowerTable] = ()) -> None:
         vocab_size = call.target.get_input_embeddings().weight.shape[0]
         length = call.options.ngram_length
         self._caches = {row: NgramCache(length, frozen, vocab_size) for row in range(call.rows)}
@@ -56,7 +56,7 @@ class NgramSession(Session):
 
         Args:
             tree: of a text.
-            ask: by which it was drafted. `reach` limits the depth.
+            ask: the limits of the longer tree.
         """
         if len(tree) == 1 or self._caches[ask.row].last != ask.root:
             return tree
@@ -69,7 +69,7 @@ class NgramSession(Session):
     def _following(self, tree: DraftTree, ask: Ask) -> list[tuple[int, float]]:
         """Returns what n-grams say after the most probable path of a tree."""
         path = tree.likeliest_path()
-        most = min(self._options.ngram_continuation, ask.reach - len(path))
+        most = min(self._options.ngram_continuation, ask.depth - len(path))
         return self._caches[ask.row].follow([tree.tokens[node] for node in path], most)
 
     def observe(self, news: Sequence[Accepted]) -> None:

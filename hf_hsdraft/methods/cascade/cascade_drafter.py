@@ -19,15 +19,16 @@ from ...core.tensors import device_of
 from ...drafters.base.auto_drafter import AutoDrafter
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.loading_arguments import Placement, take_options
-from ...drafters.base.protocol import DraftCall, Drafter, Session
-from ...drafters.base.travelling_config import ANY, AnySpecialTokens
+from ...drafters.base.plain_config import PlainConfig
+from ...drafters.base.protocol import Call, Drafter, Session
+from ...drafters.base.travelling_config import ANY
 from ...hub.drafter_files import (
     CONFIG,
-    HUB_ARGUMENTS,
     OPTIONS,
     check_is_drafter,
     find_folder,
     read_json,
+    taken_for_hub,
 )
 from ...hub.publication import complete_folder
 from ...hub.pushing import push_saved
@@ -43,17 +44,13 @@ _MOST = 64  # tokens that a level may pass up
 
 
 @dataclass(frozen=True)
-class CascadeConfig:
+class CascadeConfig(PlainConfig):
     """What transformers asks an assistant's configuration for."""
 
     model_type: ClassVar[str] = CASCADE
 
     vocab_size: Any = ANY  # only ids that all levels have are drafted
     is_encoder_decoder: bool = False
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 class CascadeDrafter(nn.Module, Drafter):
@@ -105,8 +102,7 @@ class CascadeDrafter(nn.Module, Drafter):
             OSError: There is no such folder or repository, or a level is missing.
             ValueError: It holds something else, or its levels do not go together.
         """
-        hub = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
-        name, subfolder = pretrained_model_name_or_path, kwargs.pop("subfolder", None) or ""
+        name, (hub, subfolder) = pretrained_model_name_or_path, taken_for_hub(kwargs)
         attention, placement = kwargs.get("attn_implementation"), Placement.taken_from(kwargs)
         given = {"dtype": placement.dtype, "device_map": placement.device, "attn_implementation": attention}
         loading = {name: value for name, value in given.items() if value is not None}
@@ -223,13 +219,13 @@ class CascadeDrafter(nn.Module, Drafter):
         for level, model in self._pairs(target):
             level.warn_of_misfit(model, tokenizer, all_processes)
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         first, *others = self.levels
         models = [model_of(level) for level in others]
         vocab_size = min(text_config(model).vocab_size for model in (*models, call.target))
         temperature, pending = call.options.draw_temperature if call.options.drawn else None, sum(self.reach) + 1
         options = self._of_first(call.options, pending)
-        session: Session = first.session(replace(call, target=models[0], options=options, foresight=None, slots=None))
+        session: Session = first.session(replace(call, target=models[0], options=options, texts=None, runtime=None))
         taps = first.taps_of(models[0])
         if taps:
             call.stack.enter_context(no_hooks_left(models[0]))

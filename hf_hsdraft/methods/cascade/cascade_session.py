@@ -144,7 +144,7 @@ class CascadeSession(Session):
             elif not self._feed.tell(ask.row, self._texts[ask.row], pending):
                 depth = 0  # the model has to read on first
             root = tokens[-1] if tokens else ask.root
-            lower_asks.append(Ask(ask.row, root, depth, max(depth, 1), chain=True, reach=depth))
+            lower_asks.append(Ask(ask.row, root, depth, max(depth, 1), width=1))
         if not lower_asks:
             return {}
         if news:

@@ -18,9 +18,9 @@ import torch
 from ...bench.calls import ArrivalStreamer
 from ...bench.machine import synchronise
 from ...bench.run import Inputs
-from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.draft_tree import DraftTree
-from ...drafters.base.protocol import Accepted, Ask, DraftCall, Drafter, Session
+from ...drafters.base.protocol import Accepted, Ask, Call, Drafter, Session
+from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from .hierarchy import Acceptance, Curve, Drafting, Levels
 from .hierarchy_fits import Fits, fitting
@@ -74,7 +74,7 @@ class NotedDrafter(WrappedDrafter):
             options.num_assistant_tokens = min(depth, drafter.num_draft_steps)
             options.tree_size, options.beam_width = options.num_assistant_tokens, 1
 
-    def session(self, call: DraftCall) -> Session:
+    def session(self, call: Call) -> Session:
         return _NotedSession(super().session(call), self.notes, call.target.device)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from ...bench.decoding_estimate import Device
+from ...training.evaluate.decoding_estimate import Device
 from ...training.evaluate.estimate import target_parts
 from .hierarchy import Acceptance, Curve, Drafting, Levels, best_cascade, singles
 

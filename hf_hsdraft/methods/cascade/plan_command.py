@@ -44,9 +44,9 @@ def plan(
     a drafter alone with its own defaults.
     """
     from ...bench.default_prompts import DEFAULT_PROMPTS, NOTE
-    from ...bench.measure import encode_prompts
     from ...bench.run import spread
     from ...drafters.ngrams.cacheback import CachebackDrafter
+    from ...runtime.prompt_inputs import encode_prompts
     from ...runtime.target_loading import load_target
     from ...training.data.conversations import read_prompts
     from ...training.loop.pruning import check_empty

@@ -14,10 +14,11 @@ from ...core.checks import is_integer, printable, public_name
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.loading_arguments import give_options
-from ...drafters.base.protocol import DraftCall
+from ...drafters.base.plain_config import PlainConfig
+from ...drafters.base.protocol import Call
 from ...drafters.base.registry import register_drafter
-from ...drafters.base.travelling_config import ANY, AnySpecialTokens
-from ...drafters.base.weightless_drafter import WeightlessDrafter
+from ...drafters.base.saved_drafter import WeightlessDrafter
+from ...drafters.base.travelling_config import ANY
 from ...drafters.language_model.layer_subset import are_layers, with_layers
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_trial import ability_of
@@ -28,7 +29,7 @@ _MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
-class LayerSkipConfig:
+class LayerSkipConfig(PlainConfig):
     """Which layers of which target are left out.
 
     Attributes:
@@ -63,10 +64,6 @@ class LayerSkipConfig:
     def kept_layers(self) -> list[int]:
         """The numbers of the layers that draft."""
         return [number for number in range(self.num_hidden_layers) if number not in self.skipped_layers]
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        """Returns a configuration that a pipeline finds equal to any target's."""
-        return AnySpecialTokens(self)
 
 
 class LayerSkipDrafter(WeightlessDrafter):
@@ -148,7 +145,7 @@ class LayerSkipDrafter(WeightlessDrafter):
         if all_processes:
             raise DraftingRefused.of_sharded("some of the layers")
 
-    def session(self, call: DraftCall) -> CausalLMSession:
+    def session(self, call: Call) -> CausalLMSession:
         part = drafting_part(call.target, self.config)
         return CausalLMSession(part, call, shared_tokens(part, call.target), ability_of(part).kinds)
 

@@ -29,8 +29,8 @@ def skip_layers(
 
     The drafter drafts chains of the length that was best.
     """
-    from ...bench.measure import encode_prompts
     from ...bench.run import spread
+    from ...runtime.prompt_inputs import encode_prompts
     from ...runtime.target_loading import DEFAULT_TARGET, load_target
     from ...training.data.conversations import read_prompts
     from ...training.evaluate.parity import PROMPTS

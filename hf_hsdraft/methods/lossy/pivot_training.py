@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ...bench.measure import encode_prompt, end_tokens
-from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.checks import public_name
 from ...core.draft_tree import DraftTree
 from ...drafters.base.draft_options import DraftOptions
+from ...drafters.base.wrapped_drafter import WrappedDrafter
 from ...hub.model_card import write_card
 from ...hub.pretrained_drafter import PretrainedDrafter
+from ...runtime.answer_limits import end_tokens
+from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import text_config
 from ...verify.verdict import Nodes, Verdict, Verifier
 from .checked_tasks import Item

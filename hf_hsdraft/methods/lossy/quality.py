@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ...bench.calls import Settings, time_call
-from ...bench.measure import encode_prompts, end_tokens
 from ...bench.run import WARM_UP_TOKENS, turn_order
 from ...bench.systems import PLAIN, System, with_options
 from ...drafters.base.draft_options import DraftOptions
+from ...runtime.answer_limits import end_tokens
+from ...runtime.prompt_inputs import encode_prompts
 from ...verify.lossy_rule import Rule
 from ...verify.verdict import Verifier
 from .checked_tasks import Item

@@ -13,7 +13,7 @@ import torch
 
 from ...bench.systems import System
 from ...drafters.base.protocol import Drafter
-from ...drafters.base.weightless_drafter import WeightlessDrafter
+from ...drafters.base.saved_drafter import WeightlessDrafter
 from ...hub.drafter_files import sha256
 from .checked_tasks import Item
 from .kept_rows import keep, read_kept

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...core.draft_tree import DraftTree
-from ...verify.own_choice import own_choice
-from ...verify.verdict import ChooseToken, Nodes, Verdict, Verifier, walk
+from ...verify.verdict import ChooseToken, Nodes, Verdict, Verifier, own_choice, walk
 
 
 @dataclass(frozen=True)

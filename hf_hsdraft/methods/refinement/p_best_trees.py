@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ...core.draft_tree import DraftTree, from_nodes
-from ...trees.beam_trees import searched
 from ...trees.builder_registry import TREE_BUILDERS, Builder
-from ...trees.tree_builders import Expansion, TreeLimits
+from ...trees.tree_builders import Expansion, TreeLimits, searched
 
 
 def p_best_trees(

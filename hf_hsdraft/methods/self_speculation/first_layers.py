@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of, on_device
-from ...runtime.cache_marks import Mark, mark, roll_back
+from ...runtime.cache_slots import Mark
 from ...runtime.fingerprint import fingerprint
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_call import TargetCall
@@ -107,7 +107,7 @@ class FirstLayers:
         """
         if paths.shape[2] == 0:
             self._forget()
-            self._levels, self._start = DraftedLevels.nothing(tokens), mark(self._call.slots)
+            self._levels, self._start = DraftedLevels.nothing(tokens), self._call.slots.mark()
         assert self._levels is not None, "roots are read first"
         count = tokens.shape[1]
         levels = self._levels.with_level(tokens, paths)
@@ -143,9 +143,9 @@ class FirstLayers:
 
     def _tried(self, read: ReadAhead, trees: Sequence[DraftTree], columns: int) -> Any:
         """The target's outputs for trees, read as a whole; notes whether in two parts it says the same."""
-        call, start = self._call, mark(self._call.slots)
+        call, start = self._call, self._call.slots.mark()
         found = self._logits_after(read, trees, columns)
-        roll_back(call.slots, start)
+        call.slots.roll_back(start)
         plain = read_trees(call, trees, columns, self._every)
         known = found is not None and all(
             same_but_rounding(found[row, : len(tree)], plain.logits[row, -columns:][: len(tree)])
@@ -181,7 +181,7 @@ class FirstLayers:
     def _forget(self) -> None:
         """Takes all that was read ahead out of the cache."""
         if self._start is not None:
-            roll_back(self._call.slots, self._start)
+            self._call.slots.roll_back(self._start)
         self._levels = self._start = None
         self._states, self._parents = [], []
 
@@ -241,13 +241,13 @@ class FirstLayers:
         most = max(map(len, unread))
         if most == 0:
             return read
-        start, batch = mark(self._call.slots), read.with_nodes(trees, paths, unread)
+        start, batch = self._call.slots.mark(), read.with_nodes(trees, paths, unread)
         before = batch.tokens.shape[1] - most
         self._write(read.keys_values)
         self._widen(before)
         states = self._states_of(batch, most)
         keys_values = self._last_slots(before + most)
-        roll_back(self._call.slots, start)
+        self._call.slots.roll_back(start)
         return replace(read, batch=batch, states=torch.cat([read.states, states], dim=1), keys_values=keys_values)
 
 

@@ -5,34 +5,19 @@ Letters in the shapes: T positions, S chains, K depths, D hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...core.tensors import RMSNorm
+from ...drafters.base.decoder_layer import FeedForward
+from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.target_weights import StateNetwork
 from .configuration_self import SelfDraftConfig
 
 
-@dataclass
-class ImitationOutput(ModelOutput):
-    """Output of [`ImitationNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors `[S, D]`: imitations along each chain. That of depth d predicts the token at
-            start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
-class ImitationBlock(nn.Module):
+class ImitationBlock(FeedForward):
     """A norm and a gated feed-forward block, with a residual.
 
     Args:
@@ -40,16 +25,11 @@ class ImitationBlock(nn.Module):
     """
 
     def __init__(self, config: SelfDraftConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
+        super().__init__(config.hidden_size, config.intermediate_size)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return x + super().forward(self.norm(x))
 
 
 class ImitationNetwork(StateNetwork):
@@ -96,7 +76,7 @@ class ImitationNetwork(StateNetwork):
         document_ids: torch.Tensor | None = None,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> ImitationOutput:
+    ) -> DrafterOutput:
         """Predicts along many chains of packed texts, each token after the text's own.
 
         A draft begins with the token after position i, which the first layers read. So its first prediction is made of
@@ -116,4 +96,4 @@ class ImitationNetwork(StateNetwork):
         places = [starts + 1, *(starts[:rolled] + 1 + depth for depth in range(1, self.config.num_draft_steps))]
         drafts = self.imitated(taps[torch.cat(places).clamp(max=last)]).split([len(each) for each in places])
         loss = None if labels is None else self.loss_function(self, drafts, labels)
-        return ImitationOutput(loss=loss, hidden_states=drafts)
+        return DrafterOutput(loss=loss, hidden_states=drafts)

@@ -11,7 +11,7 @@ from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_options import default_options
 from ...drafters.base.draft_reads import Read, weights_of
-from ...drafters.base.protocol import DraftCall, Drafter
+from ...drafters.base.protocol import Call, Drafter
 from ...drafters.base.target_sizes import check_sizes
 from ...hub.pretrained_drafter import PretrainedDrafter
 from .configuration_self import SelfDraftConfig
@@ -70,7 +70,7 @@ class SelfDrafter(ImitationNetwork, PretrainedDrafter, Drafter):
         if all_processes:
             raise DraftingRefused.of_sharded("the first layers")
 
-    def session(self, call: DraftCall) -> SelfSession:
+    def session(self, call: Call) -> SelfSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
         return SelfSession(self, weights, call)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -12,10 +13,10 @@ from transformers.utils import logging
 from ...core.draft_tree import DraftTree
 from ...core.tensors import device_of
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Ask, DraftCall, Session
+from ...drafters.base.protocol import Ask, Call
 from ...drafters.base.target_weights import TargetWeights
-from ...trees.builder_registry import TREE_BUILDERS
-from ...trees.tree_builders import Expansion, TreeLimits
+from ...drafters.base.tree_session import TreeSession
+from ...trees.tree_builders import Expansion
 from ...verify.foresight import Race
 from .first_layers import FirstLayers
 from .imitation_network import ImitationNetwork
@@ -62,7 +63,7 @@ class ImitationExpansion(Expansion):
         return (logits / self.temperature).log_softmax(dim=-1), paths
 
 
-class SelfSession(Session):
+class SelfSession(TreeSession):
     """Drafts trees, or chains, depth by depth for all texts of a batch.
 
     Args:
@@ -71,15 +72,13 @@ class SelfSession(Session):
         call: that it drafts for.
     """
 
-    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: DraftCall) -> None:
+    def __init__(self, drafter: ImitationNetwork, weights: TargetWeights, call: Call) -> None:
         config = drafter.config
-        self._drafter, self._weights, self._options = drafter, weights, call.options
+        super().__init__(call.options, weights.vocab_ids.to(device_of(call.target)), call.foresight)
+        self._drafter, self._weights = drafter, weights
         self._rows = list(range(call.rows))
         reuse = call.options.own["layer_reuse"]
         self._first: FirstLayers | None = call.read_ahead(partial(FirstLayers, count=config.draft_layers, reuse=reuse))
-        self._device = device_of(call.target)
-        fits = call.foresight is not None and int(weights.vocab_ids.max()) < call.foresight.vocab_size
-        self._foresight = call.foresight if fits and not call.options.drawn else None
         sizes = config.draft_layers, config.num_hidden_layers, config.intermediate_size, config.draft_vocab_size
         self.kind = *sizes, drafter.dtype, drafter.device
         if self._first is None and call.options.depth > 0:
@@ -88,38 +87,30 @@ class SelfSession(Session):
                 "grows, and attention that takes masks"
             )
 
-    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
-        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
-        wanted = {ask.row: ask for ask in asks if ask.depth > 0}
-        if wanted and self._first is not None:
-            trees.update(self._grown(wanted))
-        return list(trees.values())
-
     def keep(self, rows: Sequence[int]) -> None:
         self._rows = list(rows)
 
-    def expansion(self, depth: int, options: DraftOptions) -> Expansion:
-        """Returns the children of the nodes of all rows."""
-        assert self._first is not None
-        ids, temperature, race = self._weights.vocab_ids, options.draw_temperature, None
-        if self._foresight is not None:
-            race = self._foresight.race(self._rows, depth, ids)
-        return ImitationExpansion(self._drafter, self._weights, self._first, depth, temperature, race)
+    def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
+        """As every session. All rows that the target reads are in each forward; the others add nothing to it."""
+        if self._first is None:
+            return [DraftTree.root(ask.root) for ask in asks]
+        wanted = {ask.row: ask for ask in asks}
+        # What is said of the other rows is not looked at.
+        every = [wanted.get(row, Ask(row, root=0, depth=depth, size=0)) for row in self._rows]
+        with self._first.draft([min(wanted[row].depth, depth) if row in wanted else 0 for row in self._rows]):
+            grown = self.grown(every, self.expansion(every, depth, options), options)
+        trees = dict(zip(self._rows, grown, strict=True))
+        return [trees[ask.row] for ask in asks]
 
-    def _grown(self, wanted: dict[int, Ask]) -> dict[int, DraftTree]:
-        """The trees of some texts. All rows that the target reads are in each forward; the others add nothing to it."""
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
         assert self._first is not None
-        ask, options = next(iter(wanted.values())), self._options
-        if ask.chain and options.beam_width > 1:  # the target has turned out to read no trees
-            options = options.as_chain()
-        options = options.shared_by(ask.sharing)
-        depth = min(max(each.depth for each in wanted.values()), options.depth)
-        depths = [min(wanted[row].depth, depth) if row in wanted else 0 for row in self._rows]
-        most = [each or depth for each in depths]  # what is said of the other rows is not looked at
-        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, most)
-        roots = torch.tensor([wanted[row].root if row in wanted else 0 for row in self._rows], device=self._device)
-        with self._first.draft(depths):
-            expansion = self.expansion(depth, options)
-            vocab_ids = self._weights.vocab_ids.to(self._device)
-            trees = TREE_BUILDERS[options.tree_builder](expansion, roots, vocab_ids, limits)
-        return {row: tree for row, tree in zip(self._rows, trees, strict=True) if row in wanted}
+        race = self.race([ask.row for ask in asks], depth)
+        return ImitationExpansion(self._drafter, self._weights, self._first, depth, options.draw_temperature, race)
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        first = self._first
+        assert first is not None
+        self._first = first.apart()  # the target's own cache goes on
+        made = self.expansion(asks, expansion.depth, options)
+        self._first = first
+        return made

@@ -13,19 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.family import Choose
 from ...training.families.identity import record_name
-from ...training.families.noting import NotingSession
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
-from ...trees.tree_builders import Expansion
 from .modeling_self import SelfDrafter
-from .self_session import SelfSession
 
 
 @dataclass(frozen=True)
@@ -86,21 +81,6 @@ class SelfFamily(TravellingFamily):
     def describe(self, drafter: SelfDrafter) -> str:
         config = drafter.config
         return f"the target's first {config.draft_layers} of {config.target_num_hidden_layers} layers"
-
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
-
-
-class _NotingSession(NotingSession, SelfSession):
-    """Notes expansions that read in a copy of the cache: the target's own goes on."""
-
-    def expansion(self, depth: int, options: DraftOptions) -> Expansion:
-        first = self._first
-        assert first is not None
-        self._first = first.apart()
-        self.note(super().expansion(depth, options))
-        self._first = first
-        return super().expansion(depth, options)
 
 
 TRAINABLE[SelfFamily.name] = SelfFamily()

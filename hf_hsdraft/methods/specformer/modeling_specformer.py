@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from ...drafters.base.draft_options import DraftOptions, default_options
 from ...drafters.base.draft_reads import Read, weights_of
-from ...drafters.base.protocol import DraftCall, Drafter
+from ...drafters.base.protocol import Call, Drafter
 from ...drafters.base.refiners import REFINER_OPTIONS, check_refiners
 from ...drafters.base.target_sizes import check_sizes
 from ...hub.pretrained_drafter import PretrainedDrafter
@@ -60,7 +60,7 @@ class SpecFormerDrafter(SpecFormerNetwork, PretrainedDrafter, Drafter):
     def check(self, target: Any) -> None:
         check_sizes(self.config, target)
 
-    def session(self, call: DraftCall) -> SpecFormerSession:
+    def session(self, call: Call) -> SpecFormerSession:
         weights = self.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
         return SpecFormerSession(self, weights, call.options, batch_size=call.rows, foresight=call.foresight)
 

@@ -5,58 +5,26 @@ Letters in the shapes: T pairs that are read, S or B texts or chains, K slots, D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ...core.attention import batched_attention
 from ...core.tensors import RMSNorm, is_unhooked
-from ...drafters.base.decoder_layer import Attention, FeedForward, Rope, rotary_of
+from ...drafters.base.decoder_layer import Attention, DecoderLayer, rotary_of
+from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.packed_texts import DraftContext, PackedTexts
 from ...drafters.base.target_weights import StateNetwork, TargetWeights
 from .configuration_specformer import SpecFormerConfig
 
 
-@dataclass
-class SpecFormerOutput(ModelOutput):
-    """Output of [`SpecFormerNetwork.forward`].
-
-    Attributes:
-        loss: what the drafter's `loss_function` made of the labels, if there were any.
-        hidden_states: K tensors `[S, D]`: the slots of each chain. Slot d predicts the token at start + 2 + d.
-    """
-
-    loss: Any = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
-class SlotLayer(nn.Module):
-    """A decoder layer over the slots of one chain, each of which sees those before it.
-
-    Args:
-        config: of the drafter.
-    """
-
-    def __init__(self, config: SpecFormerConfig) -> None:
-        super().__init__()
-        sizes = config.sizes
-        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.self_attn = Attention(sizes)
-        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.mlp = FeedForward(sizes)
-
-    def forward(self, slots: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Returns the slots `[B, K, D]` after this layer."""
-        part, x, count = self.self_attn, self.input_layernorm(slots), slots.shape[1]
-        keys, values = part.keys(x, rope).transpose(1, 2), part.values(x).transpose(1, 2)
-        seen = torch.ones(count, count, dtype=torch.bool, device=x.device).tril().expand(len(x), -1, -1)
-        slots = slots + part.o_proj(batched_attention(part.queries(x, rope), keys, values, seen))
-        return slots + self.mlp(self.post_attention_layernorm(slots))
+def _of_slots(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: Any) -> torch.Tensor:
+    """The attention of the slots of each chain, each of which sees those before it; see `Attend`."""
+    chains, count = queries.shape[:2]
+    seen = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril().expand(chains, -1, -1)
+    return batched_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), seen)
 
 
 class SpecFormerNetwork(StateNetwork):
@@ -89,7 +57,7 @@ class SpecFormerNetwork(StateNetwork):
     config: SpecFormerConfig
     main_input_name = "taps"
     loss_function: Any = None
-    _no_split_modules = ["SlotLayer"]  # noqa: RUF012
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
 
     def __init__(self, config: SpecFormerConfig) -> None:
         config.check()  # fields may have been set since it was built
@@ -100,7 +68,7 @@ class SpecFormerNetwork(StateNetwork):
         self.context_attn = Attention(config.sizes)
         self.expand_norm = RMSNorm(size, eps)
         self.expand = nn.Linear(size, config.num_draft_steps * size)
-        self.layers = nn.ModuleList(SlotLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config.sizes) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
         self.add_head()
         self.blank = nn.Parameter(torch.zeros(size)) if config.ctc else None
@@ -117,7 +85,7 @@ class SpecFormerNetwork(StateNetwork):
         document_ids: torch.Tensor | None = None,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> SpecFormerOutput:
+    ) -> DrafterOutput:
         """Drafts after many positions of packed texts at once.
 
         Args:
@@ -145,7 +113,7 @@ class SpecFormerNetwork(StateNetwork):
             first = torch.cat([first, self.slots(states[rolled:], 1)[:, 0]])
         drafts = (first, *further)
         loss = None if labels is None else self.loss_function(self, drafts, labels)
-        return SpecFormerOutput(loss=loss, hidden_states=drafts)
+        return DrafterOutput(loss=loss, hidden_states=drafts)
 
     def slots(self, states: torch.Tensor, count: int) -> torch.Tensor:
         """Returns the first slots `[B, count, D]` of states `[B, D]` that have attended to the text."""
@@ -157,8 +125,8 @@ class SpecFormerNetwork(StateNetwork):
             x = expand(x)[..., :size]
         x = x.unflatten(-1, (count, -1))
         rope = self.rotary(torch.arange(count, device=x.device), x.dtype)
-        for layer in cast(Sequence[SlotLayer], self.layers):
-            x = layer(x, rope)
+        for layer in self.layers:
+            x = layer(x, rope, _of_slots)
         return x
 
     def frames(self, slots: torch.Tensor, weights: TargetWeights) -> torch.Tensor:

@@ -11,10 +11,11 @@ from ...core.attention import batched_attention
 from ...core.tensors import on_device
 from ...drafters.base.draft_options import DraftOptions
 from ...drafters.base.parallel_expansion import TokenBias
-from ...drafters.base.parallel_session import Columns, ParallelSession
+from ...drafters.base.parallel_session import ParallelSession
 from ...drafters.base.protocol import Accepted, Ask
-from ...drafters.base.row_context import RowContext, Slots
+from ...drafters.base.row_context import Slots
 from ...drafters.base.target_weights import TargetWeights
+from ...drafters.base.tree_session import Columns
 from ...trees.tree_builders import Expansion
 from ...verify.foresight import Foresight
 from .collapsed_frames import CollapsedFrames
@@ -47,9 +48,7 @@ class SpecFormerSession(ParallelSession):
         foresight: Foresight | None = None,
     ) -> None:
         config = drafter.config
-        heads, width = config.num_key_value_heads, config.head_dim
-        context = RowContext(batch_size, 1, heads, width, drafter.device, drafter.dtype)
-        super().__init__(drafter, weights, options, context, foresight)
+        super().__init__(drafter, weights, options, batch_size, 1, config.sizes, foresight)
         layers, taps, tokens = config.num_hidden_layers, len(config.target_tap_layers), config.draft_vocab_size
         place = drafter.dtype, drafter.device, self._refiner is not None
         self.kind = config.sizes, layers, taps, tokens, config.num_draft_steps, config.ctc, config.reads_tokens, *place
@@ -73,7 +72,7 @@ class SpecFormerSession(ParallelSession):
     def drafted(self, asks: Sequence[Ask], depth: int) -> torch.Tensor:
         rows, drafter, part = [ask.row for ask in asks], self.drafter, self.drafter.context_attn
         self.read_pending(rows)
-        positions = torch.stack([self._anchor(row) for row in rows]) - 1
+        positions = self.anchors(rows) - 1
         x = self._last[on_device(rows, positions.device)]
         queries = part.queries(drafter.context_norm(x)[:, None], drafter.rotary(positions, x.dtype))
         keys, values = self._context.view(0, rows)
@@ -85,8 +84,9 @@ class SpecFormerSession(ParallelSession):
     def predicted(self, hidden: torch.Tensor, depth: int) -> tuple[torch.Tensor, TokenBias | None]:
         return self.drafter.logits(hidden, self.weights), None
 
-    def expansion(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
         if not self.drafter.config.ctc:
-            return super().expansion(asks, hidden, depth, options)
+            return super().expansion_of(asks, hidden, depth, options)
         frames, drawn, temperature = self.drafter.frames(hidden, self.weights), options.drawn, options.draw_temperature
-        return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, self.race(asks, depth))
+        race = self.race([ask.row for ask in asks], depth)
+        return CollapsedFrames(frames, self.weights.vocab_ids, depth, drawn, temperature, race)

@@ -9,20 +9,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...drafters.base.protocol import Session
 from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
 from ...training.families.identity import record_name
-from ...training.families.noting import NotingParallelSession
 from ...training.families.trainable import TRAINABLE
 from ...training.families.travelling import TravellingFamily
 from ...training.loss.predictions import Predictions, trained
 from ...training.loss.timid import start_timidly
-from ...trees.tree_builders import Expansion
 from .collapsed_frames import CollapsedFrames
 from .configuration_specformer import SpecFormerConfig
 from .modeling_specformer import SpecFormerDrafter
-from .specformer_session import SpecFormerSession
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,6 @@ class SpecFormerFamily(TravellingFamily):
         config = drafter.config
         reads = "with" if config.reads_tokens else "without"
         return f"{config.num_draft_steps} {'frames' if config.ctc else 'slots'}, {reads} the last token"
-
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
-
-
-class _NotingSession(NotingParallelSession, SpecFormerSession):
-    pass
 
 
 TRAINABLE[SpecFormerFamily.name] = SpecFormerFamily()

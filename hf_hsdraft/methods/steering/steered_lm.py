@@ -16,7 +16,7 @@ from ...core.checks import is_integer, printable
 from ...core.options import Option
 from ...core.refusals import DraftingRefused
 from ...drafters.base.draft_reads import Read, weights_of
-from ...drafters.base.protocol import Accepted, DraftCall
+from ...drafters.base.protocol import Accepted, Call
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...drafters.language_model.lm_session import CausalLMSession
 from ...drafters.language_model.lm_trial import ability_of
@@ -121,7 +121,7 @@ class SteeredLMDrafter(CausalLMDrafter):
         steering = () if self.steering is None else (Read("steering", weights_of(self.steering), 1, 1),)
         return *super().reads(depth, width), *steering
 
-    def session(self, call: DraftCall) -> CausalLMSession:
+    def session(self, call: Call) -> CausalLMSession:
         if not call.options.own["steering"]:
             return super().session(call)
         kinds = ability_of(self.model).kinds
@@ -136,7 +136,7 @@ class SteeredLMSession(CausalLMSession):
         model, call, vocab_size, kinds: as for `CausalLMSession`.
     """
 
-    def __init__(self, steering: Steering, model: Any, call: DraftCall, vocab_size: int, kinds: Any) -> None:
+    def __init__(self, steering: Steering, model: Any, call: Call, vocab_size: int, kinds: Any) -> None:
         weight = steering.fuse.weight
         nothing = KnownVectors(weight.new_zeros(0, len(weight)).detach(), -1)
         self._steering, self._known = steering, dict.fromkeys(range(call.rows), nothing)

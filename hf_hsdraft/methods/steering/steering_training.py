@@ -9,15 +9,13 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from ...drafters.base.protocol import Session
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
 from ...hub.checkpoint import Checkpoint
-from ...training.families.lm import LMFamily, NotingLM
+from ...training.families.lm import LMFamily
 from ...training.families.trainable import TRAINABLE
 from ...training.families.trained_lm import TrainedLM
 from ...training.loss.branches import Branches
-from ...trees.tree_builders import Expansion
-from .steered_lm import SteeredLMDrafter, SteeredLMSession, has_steering
+from .steered_lm import SteeredLMDrafter, has_steering
 from .steering import Steering, SteeringSizes
 
 
@@ -112,13 +110,6 @@ class SteeredLMFamily(LMFamily):
     def describe(self, drafter: TrainedSteeredLM) -> str:
         size = sum(weight.numel() for weight in drafter.steering.parameters())
         return f"{super().describe(drafter)}, as it was, with a steering of {size / 1e6:.1f}M parameters"
-
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
-
-
-class _NotingSession(NotingLM, SteeredLMSession):
-    pass
 
 
 TRAINABLE[SteeredLMFamily.name] = SteeredLMFamily()

@@ -88,18 +88,9 @@ def cache_features(
         folder / f"features-{n:05d}-{_digest(identity, shard, tap_layers)}.safetensors"
         for n, shard in enumerate(shards)
     ]
-    hidden_size = target.config.get_text_config().hidden_size
-    tokens = sum(
-        len(chat.input_ids) for shard, path in zip(shards, paths, strict=True) if not path.exists() for chat in shard
-    )
-    needed, free = feature_bytes(tokens, len(tap_layers), hidden_size), shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
-            "some space, or train without --cache-taps",
-        )
     missing = [index for index, path in enumerate(paths) if not path.exists()]
+    tokens = sum(len(chat.input_ids) for index in missing for chat in shards[index])
+    _check_room(folder, feature_bytes(tokens, len(tap_layers), target.config.get_text_config().hidden_size))
     wait()  # until all processes know which shards are missing
     number, of = share
     done = len(shards) - len(missing)
@@ -115,6 +106,17 @@ def cache_features(
             stage.advance(done + min(begin + of, len(missing)))
     wait()
     return FeatureDataset(paths)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raises an OSError if a disk has less room than `needed` bytes."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the taps still to be written take {needed / 1e9:,.2f} GB, {folder} has {free / 1e9:,.2f} GB left; free "
+            "some space, or train without --cache-taps",
+        )
 
 
 def _digest(identity: str, shard: Sequence[TokenizedConversation], tap_layers: Sequence[int]) -> str:

@@ -118,43 +118,14 @@ def answer_all(
     """
     state = PartialState()
     recipe = recipe_of(target, tokenizer, plan, seed, identity)
-    sharded = is_sharded(target)
-    same = RowFolder if state.is_main_process else _UnwrittenRows  # where all processes make the same rows, one writes
     # A conversation is cut at `max_length`, so a prompt must leave room for an answer. It must also fit the window.
     limit = max(8, plan.max_length - min(plan.max_new_tokens, plan.max_length // 2))
     window = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     limit = limit if window is None else min(limit, window - plan.max_new_tokens)
     if plan.invents:
-        count = plan.num_prompts or INVENTED_PROMPTS
-        kinds = kinds_to_invent(plan, tokenizer)
-        invented = (
-            {"openings": list(plan.openings)}
-            if plan.openings
-            else {"kinds": {kind.name: kind.share for kind in kinds}, "max_prompt_tokens": limit}
-        )
-        made = same(out / "prompts", "Prompts a chat model invented.", {**recipe, **invented})
-        if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
-            own = _own_answers(target, tokenizer)
-            check_server(plan.answers_from, plan.server_model, _temperatures(plan), own)
-        if state.is_main_process or sharded:
-            with report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
-                invent_prompts(
-                    target,
-                    tokenizer,
-                    count,
-                    made,
-                    kinds,
-                    max_prompt_tokens=limit,
-                    seed=seed,
-                    on_batch=stage.advance,
-                    on_given_up=lambda name: report(f"the target invents too few prompts of kind {name}: others do"),
-                )
-        state.wait_for_everyone()
-        prompts = leave_near_out(plan, [prompt_of(row) for row in made.rows()][:count], report)
-        kinds_found = Counter(prompt.category for prompt in prompts)
-        report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in kinds_found.most_common())}")
-    together = sharded and plan.answers_from is None
-    rows = same if together else RowFolder
+        prompts = _invented(target, tokenizer, plan, seed, recipe, limit, out, report)
+    together = is_sharded(target) and plan.answers_from is None
+    rows = _same_rows(state) if together else RowFolder
     store = rows(out / "data", "Chats answered by the target.", recipe, writer=state.process_index)
     done = store.keys()
     pending = [prompt for prompt in prompts if prompt.key not in done]
@@ -163,35 +134,13 @@ def answer_all(
     state.wait_for_everyone()  # until all processes have read the same rows
     share = pending if together else pending[state.process_index :: state.num_processes]
     skipped: list[str] = []
-    share = prompts_that_fit(tokenizer, share, limit, on_skip=lambda prompt, why: skipped.append(why))
-    batches: Iterable[Sequence[Answered]]
+
+    def skip(prompt: Prompt, why: str) -> None:
+        skipped.append(why)
+
+    share = prompts_that_fit(tokenizer, share, limit, on_skip=skip)
     expected = _own_answers(target, tokenizer) if plan.answers_from is not None and pending else None
-    if plan.answers_from is not None and share:
-        batches = (
-            [answered]
-            for answered in answer_by_server(
-                plan.answers_from,
-                share,
-                model=plan.server_model,
-                temperatures=_temperatures(plan),
-                max_new_tokens=plan.max_new_tokens,
-                concurrency=plan.answer_batch_size,
-                seed=seed,
-                expected=expected,
-                on_skip=lambda prompt, why: skipped.append(why),
-            )
-        )
-    else:
-        batches = answer_prompts(
-            target,
-            tokenizer,
-            share,
-            temperatures=_temperatures(plan),
-            max_new_tokens=plan.max_new_tokens,
-            batch_size=plan.answer_batch_size,
-            invented_turns=plan.invented_turns,
-            seed=seed,
-        )
+    batches = _batches(target, tokenizer, plan, seed, share, expected, skip)
     with report.stage("answering", "prompts", len(share)) as stage:
         store_answers(batches, store, on_progress=lambda count, speed: stage.advance(count, f"{speed:,.0f} tokens/s"))
     if skipped:
@@ -199,6 +148,78 @@ def answer_all(
     state.wait_for_everyone()
     wanted = {prompt.key for prompt in prompts}
     return [Conversation.of(row["messages"]) for row in store.rows() if row["key"] in wanted]
+
+
+def _invented(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    seed: int,
+    recipe: dict[str, Any],
+    limit: int,
+    out: Path,
+    report: Reporter,
+) -> list[Prompt]:
+    """Lets the target invent the prompts of a plan.
+
+    Args:
+        recipe: what decides the answers.
+        limit: greatest number of tokens of a first turn.
+        out: folder of the run.
+        report: told of the progress.
+    """
+    state, count, kinds = PartialState(), plan.num_prompts or INVENTED_PROMPTS, kinds_to_invent(plan, tokenizer)
+    invented = (
+        {"openings": list(plan.openings)}
+        if plan.openings
+        else {"kinds": {kind.name: kind.share for kind in kinds}, "max_prompt_tokens": limit}
+    )
+    made = _same_rows(state)(out / "prompts", "Prompts a chat model invented.", {**recipe, **invented})
+    if plan.answers_from is not None and len(made.keys()) < count:  # before the work of inventing
+        own = _own_answers(target, tokenizer)
+        check_server(plan.answers_from, plan.server_model, _temperatures(plan), own)
+    if state.is_main_process or is_sharded(target):
+        with report.stage("inventing", "prompts", count, min(count, len(made.keys()))) as stage:
+            invent_prompts(
+                target,
+                tokenizer,
+                count,
+                made,
+                kinds,
+                max_prompt_tokens=limit,
+                seed=seed,
+                on_batch=stage.advance,
+                on_given_up=lambda name: report(f"the target invents too few prompts of kind {name}: others do"),
+            )
+    state.wait_for_everyone()
+    prompts = leave_near_out(plan, [prompt_of(row) for row in made.rows()][:count], report)
+    found = Counter(prompt.category for prompt in prompts)
+    report(f"invented: {', '.join(f'{count:,} {kind}' for kind, count in found.most_common())}")
+    return prompts
+
+
+def _batches(
+    target: Any,
+    tokenizer: Any,
+    plan: TrainingPlan,
+    seed: int,
+    prompts: Sequence[Prompt],
+    expected: list[str] | None,
+    skip: Callable[[Prompt, str], None],
+) -> Iterable[Sequence[Answered]]:
+    """Returns the answers to prompts batch by batch, by the server of the plan or else by the target.
+
+    Args:
+        expected: what the server should answer to `PROBES`.
+        skip: told of each prompt that the server does not answer, and why.
+    """
+    common: dict[str, Any] = {"temperatures": _temperatures(plan), "max_new_tokens": plan.max_new_tokens, "seed": seed}
+    if plan.answers_from is None or not prompts:
+        turns: dict[str, Any] = {"batch_size": plan.answer_batch_size, "invented_turns": plan.invented_turns}
+        return answer_prompts(target, tokenizer, prompts, **common, **turns)
+    served: dict[str, Any] = {"model": plan.server_model, "concurrency": plan.answer_batch_size, "expected": expected}
+    answers = answer_by_server(plan.answers_from, prompts, **common, **served, on_skip=skip)
+    return ([answered] for answered in answers)
 
 
 def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
@@ -232,6 +253,11 @@ class _UnwrittenRows(RowFolder):
     """The rows of a process that makes the same rows as another process, which writes them."""
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None: ...
+
+
+def _same_rows(state: PartialState) -> type[RowFolder]:
+    """Returns what holds rows that all processes make alike: one of them writes."""
+    return RowFolder if state.is_main_process else _UnwrittenRows
 
 
 def _temperatures(plan: TrainingPlan) -> Sequence[float]:

@@ -29,18 +29,15 @@ def invent_prompts(
     max_prompt_tokens: int = 1024,
     batch_size: int = 64,
     seed: int = 0,
-    on_batch: Callable[[int], None] | None = None,
-    on_given_up: Callable[[str], None] | None = None,
+    on_batch: Callable[[int], object] = lambda made: None,
+    on_given_up: Callable[[str], object] = lambda name: None,
 ) -> list[Prompt]:
     """Lets the target invent prompts of some kinds, by their shares.
 
-    A batch is of one kind, the one that lacks most. First the target writes the documents that its prompts need, then
-    it continues openings in the place of the user. A restarted run makes the same prompts, because each batch has its
-    own seed. Stored prompts are not made again.
+    A batch is of the kind that lacks most: the target writes the documents that its prompts need, and continues
+    openings in the place of the user. Each batch has a seed, so a restarted run makes the same prompts.
 
     Args:
-        target: the target.
-        tokenizer: the target's tokenizer.
         count: number of prompts.
         store: where they are kept. Each row holds the `turns` of a prompt and the name of its `kind`.
         kinds: the kinds.
@@ -59,27 +56,22 @@ def invent_prompts(
     open_kinds, idle = list(kinds), Counter[str]()
     have = Counter(row.get("kind", kinds[0].name) for row in rows.values())
     while len(rows) < count and open_kinds:
-        wanted = quotas(open_kinds, count - sum(have.values()) + sum(have[kind.name] for kind in open_kinds))
-        lacking = [kind for kind in open_kinds if have[kind.name] < wanted[kind.name]] or open_kinds
-        kind = min(lacking, key=lambda kind: have[kind.name] / max(wanted[kind.name], 1))
-        missing = min(max(wanted[kind.name] - have[kind.name], 1), count - len(rows))
+        kind, missing = _next_kind(open_kinds, have, count)
+        missing = min(missing, count - len(rows))
         size = min(batch_size, missing + 2 + missing // 4)  # some will not end, or be there already
         found = _invent(target, tokenizer, header, kind, size, max_prompt_tokens, f"{seed} {batch}")
-        fresh = {prompt.key: prompt for prompt in found if prompt.key not in rows}
-        added = [
-            {"key": key, "turns": list(prompt.turns), "kind": kind.name, "batch": batch}
-            for key, prompt in list(fresh.items())[:missing]
-        ]
+        fresh = {prompt.key: list(prompt.turns) for prompt in found if prompt.key not in rows}
+        entry = {"kind": kind.name, "batch": batch}
+        added = [{"key": key, "turns": turns, **entry} for key, turns in list(fresh.items())[:missing]]
         store.append(added)
         rows |= {row["key"]: row for row in added}
         have[kind.name] += len(added)
         idle[kind.name] = 0 if added else idle[kind.name] + 1
         if idle[kind.name] >= _PATIENCE:
             open_kinds.remove(kind)
-            if on_given_up is not None and open_kinds:
+            if open_kinds:
                 on_given_up(kind.name)
-        if on_batch is not None:
-            on_batch(len(rows))
+        on_batch(len(rows))
         batch += 1
     if len(rows) < count:
         raise ValueError(
@@ -87,6 +79,14 @@ def invent_prompts(
             "chat. Ask for fewer (--num-prompts), or pass prompts (--prompts, --dataset)"
         )
     return [prompt_of(row) for row in rows.values()][:count]
+
+
+def _next_kind(kinds: Sequence[Kind], have: Counter[str], count: int) -> tuple[Kind, int]:
+    """Returns the kind that lacks most of its share of `count` prompts, and how many it lacks, at least 1."""
+    wanted = quotas(kinds, count - sum(have.values()) + sum(have[kind.name] for kind in kinds))
+    lacking = [kind for kind in kinds if have[kind.name] < wanted[kind.name]] or kinds
+    kind = min(lacking, key=lambda kind: have[kind.name] / max(wanted[kind.name], 1))
+    return kind, max(wanted[kind.name] - have[kind.name], 1)
 
 
 def prompt_of(row: dict[str, Any]) -> Prompt:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -51,22 +52,50 @@ def explain(estimate: Estimate) -> list[str]:
     return [*estimate.lines, _NOT_COUNTED]
 
 
-def estimate(
-    config: PreTrainedConfig,
-    drafter: HSDraftConfig,
-    *,
-    tokens: int,
-    epochs: float,
-    target_bytes: int = 2,
-    flops_per_second: float | None = None,
-    chains_per_token: float,
-    rolled_fraction: float,
-    conversations_tokens_per_step: int,
-    cached: bool,
-    world_size: int = 1,
-    sharded: bool = False,
-    chunk_logits: int = CHUNK_LOGITS["cuda"],
-) -> Estimate:
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a training run does.
+
+    Attributes:
+        tokens: number of positions of all conversations.
+        epochs: number of passes over them.
+        chains_per_token: share of the positions where a chain starts, above 0.
+        rolled_fraction: share of the chains that is followed beyond the first depth.
+        conversations_tokens_per_step: number of positions that one device reads in one step.
+        cached: whether the target writes its features once, and does not run in every epoch.
+        flops_per_second: number of operations per second of one device; `None` to leave the time out.
+        target_bytes: number of bytes of a weight of the target, and of a weight that the drafter borrows.
+        world_size: number of devices, each with conversations of its own.
+        sharded: whether every device holds only its share of the target.
+        chunk_logits: number of logits that are computed at a time, for drafter and teacher each.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    tokens: int
+    epochs: float
+    chains_per_token: float
+    rolled_fraction: float
+    conversations_tokens_per_step: int
+    cached: bool
+    flops_per_second: float | None = None
+    target_bytes: int = 2
+    world_size: int = 1
+    sharded: bool = False
+    chunk_logits: int = CHUNK_LOGITS["cuda"]
+
+    def __post_init__(self) -> None:
+        positive = {**vars(self), "cached": 1, "sharded": 1, "rolled_fraction": 1}
+        for name, number in positive.items():
+            if number is not None and not 0 < number < math.inf:
+                raise ValueError(f"{name}={number!r} is invalid: expected a number above 0")
+        for name in ("chains_per_token", "rolled_fraction"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ValueError(f"{name}={share!r} is invalid: expected a share from 0 to 1")
+
+
+def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> Estimate:
     """Estimates disk, memory, operations and time of training a drafter.
 
     Both models are built without storage, to count their parameters. All experts of a mixture count as used.
@@ -74,95 +103,91 @@ def estimate(
     Args:
         config: configuration of the target.
         drafter: configuration of the drafter.
-        tokens: number of positions of all conversations.
-        epochs: number of passes over them.
-        target_bytes: number of bytes of a weight of the target, and of a weight that the drafter borrows.
-        flops_per_second: number of operations per second of one device; `None` to leave the time out.
-        chains_per_token: share of the positions where a chain starts, above 0.
-        rolled_fraction: share of the chains that is followed beyond the first depth.
-        conversations_tokens_per_step: number of positions that one device reads in one step.
-        cached: whether the target writes its features once, and does not run in every epoch.
-        world_size: number of devices, each with conversations of its own.
-        sharded: whether every device holds only its share of the target.
-        chunk_logits: number of logits that are computed at a time, for drafter and teacher each.
+        work: what the run does, by the fields of `Work`.
 
     Raises:
         ValueError: a number is out of range, or the drafter was made for another target.
     """
-    d, positions, chains = drafter, conversations_tokens_per_step, chains_per_token
-    positive = {"tokens": tokens, "epochs": epochs, "target_bytes": target_bytes, "world_size": world_size}
-    positive |= {"conversations_tokens_per_step": positions, "chunk_logits": chunk_logits, "chains_per_token": chains}
-    positive |= {} if flops_per_second is None else {"flops_per_second": flops_per_second}
-    for name, number in positive.items():
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name}={number!r} is invalid: expected a number above 0")
-    for name, share in (("chains_per_token", chains), ("rolled_fraction", rolled_fraction)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name}={share!r} is invalid: expected a share from 0 to 1")
-    sizes = config.get_text_config()
-    found, wanted = (sizes.hidden_size, sizes.vocab_size), (d.target_hidden_size, d.vocab_size)
+    run, sizes = Work(**work), config.get_text_config()
+    found, wanted = (sizes.hidden_size, sizes.vocab_size), (drafter.target_hidden_size, drafter.vocab_size)
     if found != wanted:
         raise ValueError(f"the drafter is for a target of (hidden size, vocabulary) {wanted}, but this one has {found}")
     sheet = Arithmetic()
-    add, total = sheet.add, sheet.total
-    target, parts = target_parts(config), _drafter_parts(d)
-    weights = add("target parameters", "", " + ".join(target), *target.values(), sign="+")
-    own = add("drafter parameters", "", " + ".join(parts), *parts.values(), sign="+")
-    features, hidden, wide = len(d.target_tap_layers) + 1, d.hidden_size, d.target_hidden_size
-    layers, rolled, modules = d.num_hidden_layers, d.num_roll_layers, d.num_step_modules
-    vocab, heads = d.draft_vocab_size, d.num_attention_heads
-    queries, keys = heads * d.head_dim, d.num_key_value_heads * d.head_dim
-    unrolled = (chains, rolled_fraction, d.num_draft_steps - 1)
-    rolls = add("roll steps", "", "chains per token x rolled x (depths - 1)", *unrolled)
-    drafts = add("predictions", "", "chains + roll steps", chains, rolls, sign="+")
-    deep = (layers - 1, chains, rolled * rolls)
-    rows = add("layer rows", "", "(layers - 1) + chains + layers of a roll step x roll steps", *deep, sign="+")
+    target, parts = target_parts(config), _drafter_parts(drafter)
+    sheet.add("target parameters", "", " + ".join(target), *target.values(), sign="+")
+    sheet.add("drafter parameters", "", " + ".join(parts), *parts.values(), sign="+")
+    unrolled = (run.chains_per_token, run.rolled_fraction, drafter.num_draft_steps - 1)
+    rolls = sheet.add("roll steps", "", "chains per token x rolled x (depths - 1)", *unrolled)
+    sheet.add("predictions", "", "chains + roll steps", run.chains_per_token, rolls, sign="+")
+    deep = (drafter.num_hidden_layers - 1, run.chains_per_token, drafter.num_roll_layers * rolls)
+    sheet.add("layer rows", "", "(layers - 1) + chains + layers of a roll step x roll steps", *deep, sign="+")
+    _add_bytes(sheet, run, drafter, parts)
+    _add_operations(sheet, run, drafter, parts, target["body"])
+    return Estimate(sheet.figures, tuple(sheet.lines))
 
-    if cached:
-        add("taps on disk", "B", "tokens x (taps + 1) x hidden x 2 bytes", tokens, features, wide, 2)
+
+def _add_bytes(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int]) -> None:
+    """Adds what lies on disk and in the memory of a device."""
+    add, known = sheet.add, sheet.figures
+    features, wide, positions = len(d.target_tap_layers) + 1, d.target_hidden_size, run.conversations_tokens_per_step
+    if run.cached:
+        add("taps on disk", "B", "tokens x (taps + 1) x hidden x 2 bytes", run.tokens, features, wide, 2)
         add("target weights", "B", "none, the features are read from disk")
     else:
         add("taps on disk", "B", "none, the target runs in every step")
-        held = (weights, target_bytes, 1 / world_size if sharded else 1)
+        held = (known["target parameters"], run.target_bytes, 1 / run.world_size if run.sharded else 1)
         add("target weights", "B", "parameters x bytes x share of a device", *held)
-    add("drafter and optimiser", "B", "parameters x (4 weight + 4 gradient + 8 Adam) bytes", own, 16)
-    copies, tables = 1 if parts["head"] else 2, 1 if cached else 0
+    formula = "parameters x (4 weight + 4 gradient + 8 Adam) bytes"
+    add("drafter and optimiser", "B", formula, known["drafter parameters"], 16)
+    copies, tables = 1 if parts["head"] else 2, 1 if run.cached else 0
     formula = f"({copies} x draft vocabulary + {tables} x vocabulary) x hidden x bytes"
-    add("borrowed rows", "B", formula, copies * vocab + tables * d.vocab_size, wide, target_bytes)
+    vocab, rows = d.draft_vocab_size, known["layer rows"]
+    add("borrowed rows", "B", formula, copies * vocab + tables * d.vocab_size, wide, run.target_bytes)
     add("trunk inputs", "B", "tokens x 3 x (taps + 1) x hidden x 4 bytes", positions, 3, features, wide, 4)
-    row = 4 * hidden + 2 * queries + 4 * keys + 4 * d.intermediate_size
+    queries, keys = d.num_attention_heads * d.head_dim, d.num_key_value_heads * d.head_dim
+    row = 4 * d.hidden_size + 2 * queries + 4 * keys + 4 * d.intermediate_size
     formula = "tokens x layer rows x (4 hidden + 2 queries + 2 keys and values + 4 inner) x 4 bytes"
     add("layer activations", "B", formula, positions, rows, row, 4)
     formula = "tokens x layer rows x heads x tokens x 4 bytes"
-    add("attention weights", "B", formula, positions, rows, heads, positions, 4)
-    add("logits", "B", "(drafter + teacher + gradient) x chunk x 4 bytes", 3, max(chunk_logits, vocab), 4)
-    total("memory", "B", "target weights")
+    add("attention weights", "B", formula, positions, rows, d.num_attention_heads, positions, 4)
+    add("logits", "B", "(drafter + teacher + gradient) x chunk x 4 bytes", 3, max(run.chunk_logits, vocab), 4)
+    sheet.total("memory", "B", "target weights")
 
-    layer, key_values = parts["layers"] // layers, 2 * hidden * keys
-    read = (parts["fusion"], (layers - 1) * layer, key_values, chains * (layer - key_values))
+
+def _add_operations(sheet: Arithmetic, run: Work, d: HSDraftConfig, parts: Mapping[str, int], body: int) -> None:
+    """Adds the operations and the time of the run.
+
+    Args:
+        parts: weights of the drafter by part.
+        body: weights of the target's layers.
+    """
+    add, rolls, drafts = sheet.add, sheet.figures["roll steps"], sheet.figures["predictions"]
+    layers, modules, vocab, hidden = d.num_hidden_layers, d.num_step_modules, d.draft_vocab_size, d.hidden_size
+    layer, key_values = parts["layers"] // layers, 2 * hidden * d.num_key_value_heads * d.head_dim
+    read = (parts["fusion"], (layers - 1) * layer, key_values, run.chains_per_token * (layer - key_values))
     formula = "fusion + other layers + keys and values of the last + chains x rest of the last"
     trunk = add("weights that read a token", "", formula, *read, sign="+")
     again = 3 if parts["head"] else 2
     add("trunk read per token", "FLOP", "2 x 3 products x weights that read a token", 2, 3, trunk)
-    step = parts["step modules"] // (modules - 1) if modules > 1 else rolled * layer
+    step = parts["step modules"] // (modules - 1) if modules > 1 else d.num_roll_layers * layer
     formula = "2 x 3 products x roll steps x (roll + layers of a roll step + injector)"
     add("roll steps per token", "FLOP", formula, 2, 3, rolls, parts["roll"] + step + parts["injector"])
     formula = "predictions x draft vocabulary x hidden"
     add("draft head per token", "FLOP", f"2 x {again} products x {formula}", 2, again, drafts, vocab, hidden)
-    add("teacher head per token", "FLOP", f"2 x {formula}", 2, drafts, vocab, wide)
-    drafting = total("drafter per token", "FLOP", "trunk read per token")
-    forward = add("target per token", "FLOP", "2 x body", 2, target["body"])
-    formula, passes = ("1 pass, to write the features", 1.0) if cached else ("epochs", epochs)
-    add("target forwards", "FLOP", f"per token x tokens x {formula}", forward, tokens, passes)
-    add("drafter training", "FLOP", "per token x tokens x epochs", drafting, tokens, epochs)
-    whole = total("operations", "FLOP", "target forwards")
-    add("steps", "", "tokens x epochs / tokens of a step / devices", tokens * epochs, positions, world_size, sign="/")
-    if flops_per_second is None:
+    add("teacher head per token", "FLOP", f"2 x {formula}", 2, drafts, vocab, d.target_hidden_size)
+    drafting = sheet.total("drafter per token", "FLOP", "trunk read per token")
+    forward = add("target per token", "FLOP", "2 x body", 2, body)
+    formula, passes = ("1 pass, to write the features", 1.0) if run.cached else ("epochs", run.epochs)
+    add("target forwards", "FLOP", f"per token x tokens x {formula}", forward, run.tokens, passes)
+    add("drafter training", "FLOP", "per token x tokens x epochs", drafting, run.tokens, run.epochs)
+    whole = sheet.total("operations", "FLOP", "target forwards")
+    steps = (run.tokens * run.epochs, run.conversations_tokens_per_step, run.world_size)
+    add("steps", "", "tokens x epochs / tokens of a step / devices", *steps, sign="/")
+    if run.flops_per_second is None:
         add("time", "s", "unknown; give the operations per second that one device sustains (--flops-per-second)")
     else:
         formula = "operations / operations per second of a device / devices"
-        add("time", "s", formula, whole, flops_per_second, world_size, sign="/")
-    return Estimate(sheet.figures, tuple(sheet.lines))
+        add("time", "s", formula, whole, run.flops_per_second, run.world_size, sign="/")
 
 
 def target_parts(config: PreTrainedConfig) -> dict[str, int]:

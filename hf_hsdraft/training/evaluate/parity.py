@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ...bench.wrapped_drafter import WrappedDrafter
 from ...core.draft_tree import DraftTree
 from ...cpu.products import in_full_precision
 from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import DraftCall, Session
+from ...drafters.base.wrapped_drafter import WrappedDrafter
+from ...engine.loop import Observer, Round
 from ...trees.tree_builders import Expansion
 from ...verify.verdict import Nodes, Verdict, Verifier
 from ..data.conversations import TokenizedConversation
@@ -158,6 +158,7 @@ def _compare_text(
             assistant_model=observed,
             do_sample=False,
             max_new_tokens=max_new_tokens,
+            streamer=observed.recorder,
         )[0]
     starts = sorted(start for start in drafts if start + 2 < len(text))
     if not starts:
@@ -217,6 +218,33 @@ def _replayed(expansion: Expansion, tokens: Sequence[int], device: torch.device)
     return log_probs[0, 0].log_softmax(-1)  # what frames do not say is no token
 
 
+class ExpansionRecorder(Observer):
+    """Records what trees grow from, in a call with one text. It takes the place of a streamer.
+
+    Args:
+        length: number of tokens of the prompt.
+
+    Attributes:
+        drafts: expansions, by the position i of the last pair (h_i, x_{i+1}) that they know.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.drafts: dict[int, Expansion] = {}
+        self._start = length - 1
+
+    def on_expansion(self, rows: Sequence[int], expansion: Expansion) -> None:
+        self.drafts[self._start] = expansion
+
+    def ended(self, done: Round) -> None:
+        self._start = int(done.news[-1].positions[-1])
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Of a streamer: takes tokens."""
+
+    def end(self) -> None:
+        """Of a streamer: the text has ended."""
+
+
 class _ObservedDrafter(WrappedDrafter):
     """A drafter for one call that notes every draft and the target's logits.
 
@@ -225,21 +253,19 @@ class _ObservedDrafter(WrappedDrafter):
         length: number of tokens of the prompt.
 
     Attributes:
+        recorder: to be given as streamer.
         drafts: drafts, by the position that they start from.
         verified: the target's logits `[V]`, by position.
     """
 
     def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)
-        self._family = family_of(drafter)
-        for name, value in self._family.plain_options.items():
+        for name, value in family_of(drafter).plain_options.items():
             setattr(self.generation_config, name, value)
-        self.drafts: dict[int, Expansion] = {}
+        self.recorder = ExpansionRecorder(length)
+        self.drafts = self.recorder.drafts
         self.verified: dict[int, torch.Tensor] = {}
         self._length = length
-
-    def session(self, call: DraftCall) -> Session:
-        return self._family.noting(self._drafter.session(call), self.drafts)
 
     def verifier(self, options: DraftOptions) -> Verifier:
         return _NotingVerifier(super().verifier(options), self.verified, self._length - 1)

@@ -10,17 +10,13 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ...drafters.base.protocol import Session
 from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.block.block_session import BlockSession
 from ...drafters.block.configuration import BlockConfig
 from ...drafters.block.drafter import BlockDrafter
-from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
 from .family import Choose
-from .noting import NotingParallelSession
 from .published import PublishedFamily
 
 logger = logging.get_logger(__name__)
@@ -139,10 +135,3 @@ class BlockFamily(PublishedFamily):
         config = drafter.config
         head = f"{config.markov_head_type} head of rank {config.markov_rank}" if config.markov_rank else "no token head"
         return f"{config.num_hidden_layers} layers, {head}"
-
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
-
-
-class _NotingSession(NotingParallelSession, BlockSession):
-    pass

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.eagle.configuration_eagle import EagleConfig
-from ...drafters.eagle.eagle_session import EagleSession
 from ...drafters.eagle.modeling_eagle import EagleDrafter
-from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
 from .family import Choose
-from .noting import NotingSession
 from .published import PublishedFamily
 
 
@@ -99,18 +94,3 @@ class EagleFamily(PublishedFamily):
         config = drafter.config
         parallel = "" if config.mask_token_id is None else ", all depths at once"
         return f"{config.num_hidden_layers} layers{parallel}"
-
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
-
-
-class _NotingSession(NotingSession, EagleSession):
-    """Notes expansions of a copy of what was read: what is drafted is written over by later rounds."""
-
-    def expansion(self, rows: Sequence[int], depth: int, temperature: float) -> Expansion:
-        read = self.texts
-        self.texts = copy.copy(read)
-        self.texts.context, self.texts.texts = read.context.copy_of(0), list(read.texts)
-        self.note(super().expansion(rows, depth, temperature))
-        self.texts = read
-        return super().expansion(rows, depth, temperature)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import nn
 
 from ...core.methods import Registry
-from ...drafters.base.protocol import Session
 from ...drafters.base.target_weights import TargetWeights
+from ...hub.pretrained_drafter import fields_of
 from ...runtime.target_limits import decoder_layers, text_config
-from ...trees.tree_builders import Expansion
 from ..loss.predictions import Predictions
 
 Choose = Callable[[int], list[int]]
@@ -55,7 +53,7 @@ class TrainableFamily:
     @property
     def fields(self) -> set[str]:
         """The fields that a training plan may set for a drafter."""
-        return set(inspect.signature(self.drafter.config_class.__init__).parameters) - {"self", "kwargs"}
+        return fields_of(self.drafter.config_class)
 
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns the configuration of a fresh drafter, but for the tokens of its draft vocabulary.
@@ -236,8 +234,4 @@ class TrainableFamily:
 
     def describe(self, drafter: Any) -> str:
         """Returns what is special about a drafter of this family, for its recipe."""
-        raise NotImplementedError
-
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        """Returns a session that drafts as `session` does and notes what it drafts from, see `NotingSession`."""
         raise NotImplementedError

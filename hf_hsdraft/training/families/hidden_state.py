@@ -9,20 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.draft_tree import DraftTree
-from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Ask, Session
 from ...drafters.base.refiners import NOT_REFINED
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.hidden_state.draft_session import HSDraftSession
-from ...drafters.hidden_state.expansion import Expansion
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...hub.model_card import trunk_in_words
-from ...trees.tree_builders import Expansion as TreeExpansion
 from ..loss.predictions import Predictions, trained
 from ..loss.timid import start_timidly
 from .identity import record_target
-from .noting import NotingSession
 from .travelling import TravellingFamily
 
 
@@ -93,14 +86,3 @@ class HiddenStateFamily(TravellingFamily):
     def describe(self, drafter: HSDrafter) -> str:
         config = drafter.config
         return f"{trunk_in_words(config.to_dict())}, {config.injector} injector"
-
-    def noting(self, session: Session, drafts: dict[int, TreeExpansion]) -> Session:
-        return _NotingSession(session, drafts)
-
-
-class _NotingSession(NotingSession, HSDraftSession):
-    def _grown(
-        self, asks: Sequence[Ask], expansion: Expansion, depths: Sequence[int], options: DraftOptions
-    ) -> list[DraftTree]:
-        self.note(expansion)
-        return super()._grown(asks, expansion, depths, options)

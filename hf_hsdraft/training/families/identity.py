@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from ...bench.measure import encode_prompt
 from ...core.cache_name import CACHE, returned_cache
 from ...core.checks import public_name
 from ...drafters.hidden_state.modeling_hsdraft import HSDrafter
 from ...drafters.hidden_state.target_match import can_measure, measure_match, tokenizer_hash
+from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_limits import furthest_position
 
 _PROMPT = "Write a letter to a friend about a walk through an old town, then list three things to see there."

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...core.checks import public_name
-from ...drafters.base.draft_options import DraftOptions
-from ...drafters.base.protocol import Session
 from ...drafters.base.refiners import leave_folder
 from ...drafters.base.target_weights import TargetWeights
 from ...drafters.language_model.layer_subset import evenly, layers_of, with_layers
 from ...drafters.language_model.lm_drafter import CausalLMDrafter
-from ...drafters.language_model.lm_expansion import LMExpansion
-from ...drafters.language_model.lm_session import CausalLMSession
-from ...drafters.language_model.lm_texts import LMTexts
 from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.misreading import same_but_rounding
 from ...runtime.target_limits import decoder_layers, text_config
-from ...trees.tree_builders import Expansion
 from ..loss.branches import Branches
 from .family import Choose, TrainableFamily
-from .noting import NotingSession
 from .trained_lm import LMPredictions, LMTrainingConfig, TrainedLM
 
 _OPTIONS = ("tree_size", "beam_width")  # drafting options, which decide no weights
@@ -166,9 +159,6 @@ class LMFamily(TrainableFamily):
             f"a language model ({config.model_type}) of {decoder_layers(config)} layers of width {config.hidden_size}"
         )
 
-    def noting(self, session: Session, drafts: dict[int, Expansion]) -> Session:
-        return _NotingSession(session, drafts)
-
 
 @torch.no_grad()
 def _check_trainable(drafter: TrainedLM) -> None:
@@ -186,39 +176,3 @@ def _check_trainable(drafter: TrainedLM) -> None:
             f"{what} cannot be trained: its logits are more than its final states times its output layer (a scale, cap "
             "or bias)"
         )
-
-
-@dataclass(frozen=True)
-class Repeatable(Expansion):
-    """An expansion that draws its chain anew each time, from texts of its own.
-
-    Attributes:
-        expansion: the expansion.
-        texts: the texts that it reads on from.
-    """
-
-    expansion: LMExpansion
-    texts: LMTexts
-
-    @property
-    def depth(self) -> int:  # type: ignore[override]
-        return self.expansion.depth
-
-    def __call__(self, level: int, tokens: torch.Tensor, states: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if states is None:
-            self.texts.forget()
-        return self.expansion(level, tokens, states)
-
-
-class NotingLM(NotingSession):
-    """Notes expansions of a copy of what was read: what is drafted is dropped after each round."""
-
-    def _expansion(self, texts: LMTexts, first: torch.Tensor, depth: int, options: DraftOptions) -> LMExpansion:
-        own = texts.copied()
-        self.note(Repeatable(super()._expansion(own, first, depth, options), own))  # type: ignore[misc]
-        expansion: LMExpansion = super()._expansion(texts, first, depth, options)  # type: ignore[misc]
-        return expansion
-
-
-class _NotingSession(NotingLM, CausalLMSession):
-    pass

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
-from ...drafters.base.plain_config import PlainConfig
+from ...drafters.base.drafter_output import DrafterOutput
 from ...drafters.base.target_weights import TargetWeights
-from ...drafters.base.travelling_config import AnySpecialTokens
+from ...drafters.base.travelling_config import any_special_tokens
 from ...drafters.language_model.lm_drafter import CausalLMDrafter, CausalLMDrafterConfig
 from ...drafters.language_model.lm_trial import ability_of
 from ...runtime.target_limits import text_config
@@ -21,21 +20,8 @@ from ..loss.branches import Branches
 from ..loss.predictions import Predictions, trained
 
 
-@dataclass
-class LMOutput(ModelOutput):
-    """What a forward of training gives.
-
-    Attributes:
-        loss: what `loss_function` makes of the states.
-        hidden_states: final states of each depth, `[S, D]` and `[R, D]`.
-    """
-
-    loss: Any = None
-    hidden_states: Any = None
-
-
 @dataclass(frozen=True)
-class LMTrainingConfig(CausalLMDrafterConfig, PlainConfig):
+class LMTrainingConfig(CausalLMDrafterConfig):
     """What training asks a drafter's configuration for. It is not saved: the folder is that of the language model.
 
     Attributes:
@@ -52,8 +38,8 @@ class LMTrainingConfig(CausalLMDrafterConfig, PlainConfig):
     target_name: str = ""
     hidden_size: int = 0
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> AnySpecialTokens:
-        return AnySpecialTokens(CausalLMDrafterConfig())
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        return any_special_tokens(CausalLMDrafterConfig())
 
 
 class TrainedLM(CausalLMDrafter):
@@ -90,7 +76,7 @@ class TrainedLM(CausalLMDrafter):
         path_embeds: torch.Tensor,
         num_rolled: int | None = None,
         labels: Any = None,
-    ) -> LMOutput:
+    ) -> DrafterOutput:
         """Reads the texts of a pack, and the chains that leave them.
 
         Args:
@@ -116,7 +102,7 @@ class TrainedLM(CausalLMDrafter):
         states = self.states(inputs, rows, self.before(taps, document_ids, rolled, rows))
         hidden_states = states[starts + 1], *(states[place] for place in places.unbind(dim=1))
         loss = None if labels is None else self.loss_function(self, hidden_states, labels)
-        return LMOutput(loss=loss, hidden_states=hidden_states)
+        return DrafterOutput(loss=loss, hidden_states=hidden_states)
 
     def before(
         self, taps: torch.Tensor, document_ids: torch.Tensor, starts: torch.Tensor, rows: Branches

@@ -18,11 +18,11 @@ from accelerate.utils import patch_environment
 from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
-from ...bench.measure import encode_prompt
 from ...core.checks import public_name
 from ...hub.model_card import FIGURES, RECIPE, write_card
+from ...runtime.prompt_inputs import encode_prompt
 from ...runtime.target_loading import is_sharded
-from ..data.conversations import Conversation, TokenizedConversation, tokenize_conversation
+from ..data.conversations import Conversation, Prompt, TokenizedConversation, tokenize_conversation
 from ..data.features import cache_features, feature_bytes, read_features
 from ..data.gather import answer_all, in_order, kinds_to_invent, read_sources, recipe_of
 from ..data.plan import Report, TrainingPlan
@@ -120,16 +120,7 @@ def train(
     steps = config.num_draft_steps
     args.weights_of_depths(steps)
     args.check_metric(steps, generates=plan.eval_prompts > 0)
-    bad: list[str] = []
-    finished, prompts = read_sources(plan, args.seed, bad.append if plan.skip_bad_lines else None, report)
-    for line in bad:
-        report(f"left out: {line}")
-    plan.check_amount(len(finished) + len(prompts))
-    plan.check_publishes(len(prompts))
-    if plan.invents:
-        kinds_to_invent(plan, tokenizer)
-    if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
-        check_template_keeps_turns(tokenizer)
+    finished, prompts = _checked_sources(plan, args.seed, tokenizer, report)
     push = (arguments or {}).get("push_to_hub", False) and state.is_main_process
     repository = prepare_repository(_hub_name(args, out), args.hub_token, args.hub_private_repo) if push else ""
     chats = _published_chats(plan, args, recipe_of(target, tokenizer, plan, args.seed, identity))
@@ -150,6 +141,27 @@ def train(
         if is_disk_full(error) and "the disk is full" not in str(error):
             raise disk_full(out) from error
         raise
+
+
+def _checked_sources(
+    plan: TrainingPlan, seed: int, tokenizer: Any, report: Reporter
+) -> tuple[list[Conversation], list[Prompt]]:
+    """Returns the finished conversations and the prompts of a plan, see `read_sources`.
+
+    Raises:
+        ValueError: there are too few, or the tokenizer's template cannot render them.
+    """
+    bad: list[str] = []
+    finished, prompts = read_sources(plan, seed, bad.append if plan.skip_bad_lines else None, report)
+    for line in bad:
+        report(f"left out: {line}")
+    plan.check_amount(len(finished) + len(prompts))
+    plan.check_publishes(len(prompts))
+    if plan.invents:
+        kinds_to_invent(plan, tokenizer)
+    if plan.invented_turns or any(len(prompt.turns) > 1 for prompt in prompts):
+        check_template_keeps_turns(tokenizer)
+    return finished, prompts
 
 
 def _published_chats(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...bench.measure import end_tokens
 from ...drafters.base.target_weights import TargetWeights
+from ...runtime.answer_limits import end_tokens
 from ..families.trainable import family_of
 from .branches import Branches
 from .loss import ChainLabels, Chains, Pack, unroll

@@ -1,0 +1,43 @@
+"""Parity of published formats with the implementations that they come from, as a table.
+
+    python benchmarks/format_parity.py ["z-lab DFlash" ...]
+
+The cases of each family are in `tests/oracles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from runner import options, print_table
+
+_COLUMNS = ("format", "reference", "largest difference", "rounds", "accepting")
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """Returns the comparison of each case, by its name."""
+    from oracles import block_parity, eagle_parity
+
+    families = block_parity, eagle_parity
+    return {case.name: partial(family.parity, case) for family in families for case in family.CASES}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the figures of some cases, or of all."""
+    parser = options(__doc__)
+    parser.add_argument("names", nargs="*", help="of cases; default: all")
+    given, known = parser.parse_args(arguments).names, cases()
+    if unknown := set(given) - set(known):
+        parser.error(f"no case {', '.join(unknown)}: expected some of {', '.join(known)}")
+
+    def row(name: str) -> list[Any]:
+        found = known[name]()
+        return [found.format, found.reference, f"{found.difference:.1e}", found.rounds, found.accepted]
+
+    print_table(_COLUMNS, map(row, given or known))
+
+
+if __name__ == "__main__":
+    main()

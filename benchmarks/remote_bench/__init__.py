@@ -1,0 +1,1 @@
+"""Parts of `remote_sessions.py`."""

@@ -1,0 +1,47 @@
+"""Malformed messages for a server that verifies: `python benchmarks/remote_fuzz.py --messages 20000`.
+
+It starts a server of a tiny target on a thread, sends what no device would send, and says what became of it: how the
+server reacted, by how much the memory of the process grew, and whether a text still decodes as before. It ends with 1
+if the server has failed, was silent, or grew, or if the text is another one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from runner import options, print_table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if a text came out otherwise afterwards, or the server did what it should not."""
+    parser = options(__doc__, seed=0)
+    parser.add_argument("--messages", type=int, default=20_000, help="number to send; default: 20000")
+    asked = parser.parse_args(arguments)
+    from oracles.remote_fuzz import fuzz, word_tokenizer
+    from oracles.tiny import tiny_config, tiny_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_hsdraft.remote.link import Address
+    from hf_hsdraft.remote.remote_model import RemoteModel
+    from hf_hsdraft.remote.verify_server import VerifyServer, in_background
+
+    server = VerifyServer(tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig)), word_tokenizer())
+    with in_background(server) as port:
+        address = Address.of(f"http://127.0.0.1:{port}")
+        with RemoteModel(address) as model:
+            before = str(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False))
+            report = fuzz(address, asked.messages, asked.seed)
+            same = str(model.generate([5, 6, 7], max_new_tokens=20, do_sample=False)) == before
+        status = server.status()
+    print(f"{report.messages} messages in {report.seconds:.1f} s; memory grew by {report.grown_mebibytes:.1f} MiB\n")
+    print_table(("reaction", "times"), report.reactions.most_common())
+    faults = report.faults + ([] if same else ["a text decodes otherwise than before"])
+    faults += ["failures of the target"] if status["batches"]["failures"] else []
+    for each in faults:
+        print(f"fault: {each}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What the scripts of this folder share: one style of options, loading, timing in turns, one table.
+
+A script imports nothing else at its top, so `python benchmarks/x.py --help` loads nothing. The package has to be
+installed, or to be on `PYTHONPATH`; what is compared with lies in `tests/oracles`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+_Way = TypeVar("_Way")
+_Found = TypeVar("_Found")
+
+
+def numbers(text: str, least: int = 0) -> list[int]:
+    """Reads a comma-separated list of whole numbers from `least` on."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers from {least} on, as in 1,8")
+    return [int(part) for part in parts]
+
+
+counts = functools.partial(numbers, least=1)
+
+
+def names(text: str) -> list[str]:
+    """Reads a comma-separated list of names."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "target": {"help": "Hub name, folder or .gguf file; default: SmolLM2-135M-Instruct"},
+    "drafter": {"action": "append", "help": "Hub name or folder; repeat for several"},
+    "prompts": {"type": Path, "help": "JSONL with `turns`; default: those of `hsdraft bench`"},
+    "limit": {"type": int, "help": "prompts in all, evenly from their categories"},
+    "max_new_tokens": {"type": int, "help": "of each text"},
+    "repeats": {"type": int, "help": "how often each is measured"},
+    "dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "of targets and drafters"},
+    "device": {"help": "to run on"},
+    "seed": {"type": int, "help": "of all random choices"},
+    "json": {"type": Path, "help": "write all figures here too"},
+}
+
+
+def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Returns the parser of a script.
+
+    Args:
+        doc: the script's docstring, which `--help` prints.
+        defaults: the shared options that it takes, each with its default; `...` for one that has to be given.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        shared = dict(_SHARED[name])
+        if default not in (None, ..., ""):
+            shared["help"] += f"; default: {default}"
+        given = {"required": True} if default is ... else {"default": default}
+        parser.add_argument("--" + name.replace("_", "-"), **shared, **given)
+    return parser
+
+
+def dtype_of(given: argparse.Namespace) -> Any:
+    """Returns the dtype that `--dtype` names."""
+    import torch
+
+    return getattr(torch, given.dtype)
+
+
+def loaded_target(given: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns the target that `--target` names, and its tokenizer."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from hf_hsdraft.runtime.target_loading import load_target
+
+    disable_progress_bar()
+    return load_target(given.target, dtype_of(given), getattr(given, "device", "cpu"))
+
+
+def prompt_texts(given: argparse.Namespace) -> list[str]:
+    """Returns the first turns of `--prompts`, or of the prompts of `hsdraft bench`, `--limit` of them."""
+    from hf_hsdraft.bench.default_prompts import DEFAULT_PROMPTS
+    from hf_hsdraft.bench.run import spread
+    from hf_hsdraft.training.data.conversations import read_prompts
+
+    found = DEFAULT_PROMPTS if getattr(given, "prompts", None) is None else read_prompts(given.prompts)
+    return [prompt.turns[0] for prompt in spread(found, getattr(given, "limit", None))]
+
+
+def in_turns(
+    ways: Mapping[_Way, Callable[[], _Found]], turns: int, warm_up: int = 1, begin: int = 0
+) -> dict[_Way, list[_Found]]:
+    """Calls each of several ways, turn by turn and in changing order; returns what each returned in each turn.
+
+    Args:
+        ways: what is compared, by its name.
+        turns: how often each is called.
+        warm_up: turns before these, which are left out.
+        begin: number of the first turn, which decides about the order.
+    """
+    from hf_hsdraft.bench.run import turn_order
+
+    found: dict[_Way, list[_Found]] = {name: [] for name in ways}
+    for turn in range(turns + warm_up):
+        for name in turn_order(list(ways), begin + turn):
+            result = ways[name]()
+            if turn >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def table_row(cells: Iterable[Any]) -> str:
+    """Returns a line of a Markdown table. Numbers with a fraction have two digits; `None` is an empty cell."""
+
+    def shown(cell: Any) -> str:
+        return "" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell).replace("|", "\\|")
+
+    return f"| {' | '.join(map(shown, cells))} |"
+
+
+def table_head(columns: Sequence[str]) -> str:
+    """Returns the first two lines of a Markdown table."""
+    return f"{table_row(columns)}\n|{'---|' * len(columns)}"
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints a Markdown table, each row as soon as it is known."""
+    print(table_head(columns), flush=True)
+    for row in rows:
+        print(table_row(row), flush=True)
+
+
+def keep(path: Path | None, document: Mapping[str, Any]) -> None:
+    """Writes figures as JSON where `--json` names a file."""
+    from hf_hsdraft.training.files import write_json
+
+    if path is not None:
+        write_json(path, document)

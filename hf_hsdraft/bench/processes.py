@@ -1,0 +1,207 @@
+"""What is measured in fresh processes: the first call of a process, and the memory of several calls at once.
+
+Every process loads target and drafter by name, measures once, and ends. No earlier call has prepared anything for it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+
+from ..runtime.prompt_inputs import encode_prompt
+from .machine import PeakMemory, processor, timed
+from .tables import figures_table
+
+Found = TypeVar("Found")
+Inputs = dict[str, torch.Tensor]
+_MB = 10**6
+FIRST_CALLS = (
+    "seconds: of the first generate() of a process, without loading target and drafter; plain and drafted calls take "
+    "turns, each in a process of its own, and every text has exactly so many new tokens; median, with least and "
+    "greatest in brackets. time: the drafted median over the plain one; below 1 is quicker."
+)
+CONCURRENT = (
+    "added MB: peak of resident memory while the calls run, less the memory held after loading and one plain call. "
+    "packed: number of calls that used packed weights, at least in their later rounds."
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter by their names, which every process loads.
+
+    Attributes:
+        target: name of the target; `None` for the default one.
+        drafter: name of the drafter.
+        dtype: dtype of both.
+        device: device of both.
+        packed_weights: the drafter's option of that name; `None` leaves it as it is.
+    """
+
+    target: str | None
+    drafter: str
+    dtype: torch.dtype
+    device: str = "cpu"
+    packed_weights: bool | None = None
+
+    def in_fresh_process(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
+        """Returns what `measure` returns in a new process, of target, drafter, inputs of the prompts and `given`."""
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(self._load_and, measure, list(prompts), *given).result()
+
+    def _load_and(self, measure: Callable[..., Found], prompts: Sequence[str], *given: Any) -> Found:
+        from transformers.utils.logging import disable_progress_bar
+
+        from ..generate.by_name import load_drafter
+        from ..runtime.target_loading import load_target
+
+        disable_progress_bar()
+        drafter = load_drafter(self.drafter, self.dtype, self.device)
+        if self.packed_weights is not None:
+            drafter.generation_config.packed_weights = self.packed_weights
+        target, tokenizer = load_target(self.target, self.dtype, self.device)
+        return measure(target, drafter, [encode_prompt(tokenizer, prompt, self.device) for prompt in prompts], *given)
+
+
+@dataclass(frozen=True)
+class FirstCalls:
+    """What was measured of the first calls of one length.
+
+    Attributes:
+        new_tokens: number of tokens that each call emits.
+        plain: seconds of each plain call.
+        drafted: seconds of each drafted call.
+    """
+
+    new_tokens: int
+    plain: list[float]
+    drafted: list[float]
+
+    @property
+    def time_ratio(self) -> float:
+        """Median seconds of the drafted calls divided by those of the plain ones."""
+        return statistics.median(self.drafted) / statistics.median(self.plain)
+
+
+def run_first_calls(pair: Pair, prompt: str, lengths: Sequence[int], repeats: int) -> list[FirstCalls]:
+    """Measures calls of each length, every one in a fresh process.
+
+    Args:
+        pair: what decodes.
+        prompt: prompt of all calls.
+        lengths: numbers of new tokens.
+        repeats: number of plain calls and of drafted calls of each length.
+
+    Raises:
+        ValueError: there is no length, or one is below 1.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths={list(lengths)} is invalid: expected numbers of at least 1, such as 8,32,128")
+    results = []
+    for length in lengths:
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for repeat in range(repeats):
+            for drafted in (False, True) if repeat % 2 == 0 else (True, False):
+                seconds[drafted].append(pair.in_fresh_process(time_first_call, [prompt], length, drafted))
+        results.append(FirstCalls(length, seconds[False], seconds[True]))
+    return results
+
+
+def time_first_call(target: Any, drafter: Any, inputs: Sequence[Inputs], new_tokens: int, drafted: bool) -> float:
+    """Returns the seconds of one greedy call, plain or drafted."""
+    call = {**inputs[0], "do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    return timed(target.device, target.generate, **call, assistant_model=drafter if drafted else None)[1]
+
+
+def print_first_calls(results: Sequence[FirstCalls], console: Console) -> None:
+    rows = ((str(row.new_tokens), _shown(row.plain), _shown(row.drafted), f"{row.time_ratio:.2f}") for row in results)
+    console.print(figures_table(("new tokens", "plain s", "drafted s", "time"), rows))
+    console.print(f"processor: {processor(torch.device('cpu'))}", style="dim", highlight=False, markup=False)
+    console.print(FIRST_CALLS, style="dim", highlight=False, markup=False)
+
+
+def _shown(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}..{max(seconds):.2f})"
+
+
+@dataclass(frozen=True)
+class ConcurrentCalls:
+    """What was measured of one number of calls.
+
+    Attributes:
+        calls: number of calls at once, each in a thread of its own.
+        packed: number of calls that used packed weights.
+        before: bytes of resident memory before the calls.
+        peak: greatest number of bytes of resident memory while they ran.
+    """
+
+    calls: int
+    packed: int
+    before: int
+    peak: int
+
+    @property
+    def added(self) -> float:
+        """Number of megabytes that the calls took."""
+        return (self.peak - self.before) / _MB
+
+
+def run_concurrent(
+    pair: Pair, prompts: Sequence[str], counts: Sequence[int], max_new_tokens: int
+) -> list[ConcurrentCalls]:
+    """Measures each number of calls in a fresh process.
+
+    Args:
+        pair: what decodes.
+        prompts: prompts, which the calls take in turn.
+        counts: numbers of calls at once.
+        max_new_tokens: number of new tokens of each call.
+
+    Raises:
+        ValueError: a count is below 1, or the system does not tell the peak of a process's memory.
+    """
+    if min(counts) < 1:
+        raise ValueError(f"calls={min(counts)} is invalid: expected numbers of at least 1")
+    taken = [[prompts[index % len(prompts)] for index in range(count)] for count in counts]
+    return [pair.in_fresh_process(measure_calls, each, max_new_tokens) for each in taken]
+
+
+def measure_calls(target: Any, drafter: Any, inputs: Sequence[Inputs], max_new_tokens: int) -> ConcurrentCalls:
+    """Makes one plain call, and then decodes all inputs at once, each in a thread of its own.
+
+    Raises:
+        ValueError: the system does not tell a process's peak of memory.
+    """
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens, "do_sample": False}
+    target.generate(**inputs[0], **settings)
+    together = threading.Barrier(len(inputs))
+
+    def call(each: Inputs) -> bool:
+        together.wait()
+        output = target.generate(**each, **settings, assistant_model=drafter, return_dict_in_generate=True)
+        return output.statistics.packed_weights
+
+    memory = PeakMemory(torch.device("cpu"))
+    before = memory.start()
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        packed = sum(threads.map(call, inputs))
+    peak = memory.peak()
+    if before is None or peak is None:
+        raise ValueError("this system does not tell the peak of a process's memory: measure on Linux")
+    return ConcurrentCalls(len(inputs), packed, before, peak)
+
+
+def print_concurrent(results: Sequence[ConcurrentCalls], console: Console) -> None:
+    rows = (
+        (str(row.calls), f"{row.packed}/{row.calls}", f"{row.added:.0f}", f"{row.before / _MB:.0f}") for row in results
+    )
+    console.print(figures_table(("calls at once", "packed", "added MB", "MB before"), rows))
+    console.print(CONCURRENT, style="dim")

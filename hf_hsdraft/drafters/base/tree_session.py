@@ -1,0 +1,194 @@
+"""Sessions that grow trees: the lines of a draft that are the same for all of them.
+
+`TreeSession` is for every family that grows trees. `ReadingSession` is for those that read hidden states of accepted
+positions, and keep keys and values of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ...core.draft_tree import DraftTree
+from ...core.tuning import TUNING
+from ...trees.best_first import best_first_trees
+from ...trees.builder_registry import TREE_BUILDERS
+from ...trees.tree_builders import Expansion, TreeBuilder, TreeLimits
+from ...verify.foresight import Foresight, Race
+from .decoder_layer import LayerSizes
+from .draft_memory import DraftMemory
+from .draft_options import DraftOptions
+from .protocol import Accepted, Ask, Session
+from .row_context import RowContext, Slots
+from .target_weights import TargetWeights
+
+Columns = tuple[torch.Tensor, ...]  # what waits to be read of some positions, each `[n, ...]`; the positions are last
+
+
+class TreeSession(Session):
+    """Drafts trees (or chains) for the texts of a batch. A family says by `expansion` which children nodes have.
+
+    Args:
+        options: of the call.
+        vocab_ids: `[V']`, int64, the token ids that can be drafted.
+        foresight: of the target's draws. The best trees go by it; drawn ones do not.
+    """
+
+    def __init__(self, options: DraftOptions, vocab_ids: torch.Tensor, foresight: Foresight | None = None) -> None:
+        self._options, self._vocab_ids = options, vocab_ids
+        fits = foresight is not None and int(vocab_ids.max()) < foresight.vocab_size
+        self._foresight = foresight if fits and not options.drawn else None
+
+    def draft(self, asks: Sequence[Ask]) -> list[DraftTree]:
+        trees = {ask.row: DraftTree.root(ask.root) for ask in asks}
+        wanted = [ask for ask in asks if ask.depth > 0]
+        if wanted:
+            options = self.options_for(wanted[0])
+            depth = max(ask.depth for ask in wanted)
+            trees.update(zip((ask.row for ask in wanted), self.trees(wanted, depth, options), strict=True))
+        return list(trees.values())
+
+    def options_for(self, ask: Ask, trees: bool = True) -> DraftOptions:
+        """Returns the options of a draft, with the sizes of an ask; of a chain where no tree can be drafted."""
+        return replace(self._options, tree_size=ask.size, beam_width=ask.width if trees else 1)
+
+    def trees(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> list[DraftTree]:
+        """Returns a tree for each ask.
+
+        Args:
+            asks: of texts for which something is to be drafted.
+            depth: greatest depth of all trees.
+            options: of the draft.
+        """
+        return self.grown(asks, self.expansion(asks, depth, options), options)
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        """Returns the children of the nodes of some trees; the arguments are those of `trees`."""
+        raise NotImplementedError
+
+    def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
+        """Returns an expansion that can be asked again after the call; it need not be another one."""
+        made: Expansion = expansion
+        return made
+
+    def race(self, rows: Sequence[int], depth: int) -> Race | None:
+        """Returns the race that decides the draws to come, where these are foreseen."""
+        return None if self._foresight is None else self._foresight.race(rows, depth, self._vocab_ids)
+
+    def grown(self, asks: Sequence[Ask], expansion: Expansion, options: DraftOptions) -> list[DraftTree]:
+        """Returns the trees of some texts. Where no node knows its path, the best tree is found exactly."""
+        if self.on_expansion is not None:
+            self.on_expansion([ask.row for ask in asks], self.repeatable(asks, expansion, options))
+        ids = self._vocab_ids
+        roots = torch.tensor([ask.root for ask in asks], device=ids.device)
+        depths = [min(ask.depth, expansion.depth) for ask in asks]
+        limits = TreeLimits(options.tree_size, options.beam_width, options.threshold, depths)
+        build: TreeBuilder = TREE_BUILDERS[options.tree_builder]
+        if options.tree_builder == "beam" and options.beam_width > 1 and not expansion.has_states:
+            build = best_first_trees
+        return build(expansion, roots, ids, limits)
+
+
+@dataclass
+class _Row:
+    """What is known of one text.
+
+    Attributes:
+        pending: what waits to be read.
+        anchor: `[1]`, int64, position of the last accepted token.
+    """
+
+    pending: list[Columns] = field(default_factory=list)
+    anchor: torch.Tensor | None = None
+
+
+class ReadingSession(TreeSession):
+    """What is accepted waits until the next draft, and is then read in one forward for all texts of a batch.
+
+    A family says by `columns` what it keeps of news until they are read, and by `read` what is kept of them then. Only
+    accepted positions are kept.
+
+    Args:
+        drafter: weights and configuration; not changed.
+        weights: what the drafter borrows of the target.
+        options: of the call.
+        rows: number of texts.
+        layers: number of layers that attend to accepted positions.
+        sizes: of these layers.
+        foresight: see `TreeSession`.
+    """
+
+    def __init__(
+        self,
+        drafter: Any,
+        weights: TargetWeights,
+        options: DraftOptions,
+        rows: int,
+        layers: int,
+        sizes: LayerSizes,
+        foresight: Foresight | None = None,
+    ) -> None:
+        super().__init__(options, weights.vocab_ids, foresight)
+        self.drafter, self.weights = drafter, weights
+        heads, width = sizes.num_key_value_heads, sizes.head_dim
+        self._context = RowContext(rows, layers, heads, width, drafter.device, drafter.dtype)
+        self._rows = [_Row() for _ in range(rows)]
+
+    def columns(self, news: Accepted) -> Columns:
+        """Returns what is kept of news until they are read, where the drafter is."""
+        raise NotImplementedError
+
+    def read(self, slots: Slots, counts: Mapping[int, int], columns: Columns) -> None:
+        """Keeps the keys and values of some positions.
+
+        Args:
+            slots: where they are kept.
+            counts: number of positions of each text. They stand one text after the other.
+            columns: what was waiting of these positions.
+        """
+        raise NotImplementedError
+
+    def observe(self, news: Sequence[Accepted]) -> None:
+        for each in news:
+            row, columns = self._rows[each.row], self.columns(each)
+            row.pending.append(columns)
+            row.anchor = columns[-1][-1:] + 1
+            if len(row.pending) > TUNING.most_pending:  # nothing was drafted for long
+                self.read_pending([each.row])
+
+    def read_pending(self, rows: Sequence[int]) -> None:
+        """Reads what is pending of some texts."""
+        rows = [row for row in rows if self._rows[row].pending]
+        if not rows:
+            return
+        counts = {row: sum(len(part[-1]) for part in self._rows[row].pending) for row in rows}
+        parts = [part for row in rows for part in self._rows[row].pending]
+        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        self.read(self._context.reserve(counts, columns[-1]), counts, columns)
+        for row in rows:
+            self._rows[row].pending.clear()
+
+    def anchors(self, rows: Sequence[int]) -> torch.Tensor:
+        """Returns the positions `[B, 1]` of the last accepted tokens of some texts."""
+        found = [anchor for row in rows if (anchor := self._rows[row].anchor) is not None]
+        assert len(found) == len(rows), "a text is observed before it is drafted for"
+        return torch.stack(found)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for row in set(range(len(self._rows))).difference(rows):
+            self._rows[row] = _Row()
+            self._context.forget(row)
+
+    def memory(self, length: int) -> DraftMemory | None:
+        if len(self._rows) > 1:
+            return None
+        return DraftMemory.of(self.drafter, length, self._context.copy_of(0), self._rows[0].pending)
+
+    def resume(self, memory: Any, cached: int) -> None:
+        """Goes on from a memory of the same text; that of another one would cost acceptance, so it is left alone."""
+        if isinstance(memory, DraftMemory) and memory.fits(self.drafter, cached + 1):
+            self._context = memory.context.copy_of(0)
+            self._rows[0].pending.extend(memory.pending)

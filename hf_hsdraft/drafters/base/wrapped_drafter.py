@@ -1,0 +1,54 @@
+"""A drafter around another drafter, to measure or check a call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+from ...verify.verdict import Verifier
+from .draft_options import DraftOptions
+from .protocol import Call, Drafter, Session
+
+
+class WrappedDrafter(Drafter):
+    """Drafts as another drafter does, with trees of fixed size and without n-grams, so that every run drafts the same.
+
+    Derived classes change what is drafted (`session`) or what is accepted (`verifier`).
+
+    Args:
+        drafter: the other drafter. It is not changed: the options here are a copy of its own.
+    """
+
+    def __init__(self, drafter: Any) -> None:
+        self.config, self.device = drafter.config, getattr(drafter, "device", None)
+        self.num_draft_steps = drafter.num_draft_steps
+        self.takes_tree_builders, self.own_options = drafter.takes_tree_builders, drafter.own_options
+        self.generation_config = copy.deepcopy(drafter.generation_config)
+        options = self.generation_config
+        options.tree_sizing, options.ngram_length, options.ngram_continuation = "fixed", 0, 0
+        self._drafter = drafter
+
+    def default_generation_config(self) -> GenerationConfig:
+        return self._drafter.default_generation_config()
+
+    def check_together(self, options: DraftOptions) -> None:
+        self._drafter.check_together(options)
+
+    @property
+    def taps(self) -> Sequence[int]:  # type: ignore[override]
+        return self._drafter.taps
+
+    def taps_of(self, target: Any) -> Sequence[int]:
+        return self._drafter.taps_of(target)
+
+    def check(self, target: Any) -> None:
+        self._drafter.check(target)
+
+    def session(self, call: Call) -> Session:
+        return self._drafter.session(call)
+
+    def verifier(self, options: DraftOptions) -> Verifier:
+        return self._drafter.verifier(options)

@@ -1,0 +1,162 @@
+"""The rounds of a call: draft, verify, accept, commit, observe ("Make Every Draft Count").
+
+Accepted so far are the tokens x_0 to x_t of a text. The target has read all of them but x_t, the root of the next tree.
+One round makes a + 1 tokens of one forward:
+
+- draft: the drafter proposes a tree. A node of depth d is a candidate for x_{t+d}. The pace says how deep and how many.
+- verify: the target reads the root at position t and the nodes at t + depth, all at once.
+- accept: at each node the target chooses its own next token, from the root on, for as long as that was drafted.
+- commit: the path of a nodes and the token after it are emitted. The cache keeps root and path, and drops the rest.
+- observe: the drafter takes the new tokens and the hidden states of root and path.
+
+A batch takes the same steps with a tree for each text. `decode` does not know where the target is: it runs in this
+process (`local_target`) or at a server (`remote`). Clocks, statistics and the pace listen as observers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..core.draft_tree import DraftTree
+from ..drafters.base.protocol import Accepted
+from ..trees.tree_builders import Expansion
+from .drafting import Drafting, Wanted
+
+
+class Target(Protocol):
+    """Verifies drafts, and holds the texts. The prompts have been read.
+
+    `Read` and `Verdicts` are its own: what a forward says, and what was accepted by that.
+
+    Attributes:
+        forwards: number of forwards so far.
+    """
+
+    @property
+    def forwards(self) -> int: ...
+
+    def goes_on(self) -> bool:
+        """Whether a text still grows."""
+        ...
+
+    def prepare(self, drafting: Drafting) -> None:
+        """Before a round: texts that have ended leave, and limits that no longer hold are found again."""
+        ...
+
+    def asks(self) -> list[Wanted]:
+        """The drafts that are wanted, of the texts that still grow."""
+        ...
+
+    def undone_on_error(self) -> contextlib.AbstractContextManager[None]:
+        """Takes back what a forward has read if it, or what follows it inside, is interrupted."""
+        ...
+
+    def verify(self, trees: Sequence[DraftTree]) -> Any:
+        """Reads the trees of `asks`, in this order, in one forward."""
+        ...
+
+    def accept(self, read: Any) -> Any:
+        """Decides which path of each tree is accepted, and which token follows it."""
+        ...
+
+    def commit(self, read: Any, verdicts: Any) -> None:
+        """Emits what is accepted, and keeps it in the cache."""
+        ...
+
+    def news(self, read: Any, verdicts: Any) -> list[Accepted]:
+        """What became of each text, in the order of `asks`."""
+        ...
+
+
+def decode(target: Target, drafting: Drafting, observers: Sequence[Observer]) -> None:
+    """Runs rounds until all texts have ended.
+
+    Args:
+        target: verifies.
+        drafting: proposes, and learns what became of it.
+        observers: told of each round, in this order.
+    """
+    while target.goes_on():
+        target.prepare(drafting)
+        for each in observers:
+            each.began()
+        asks, forwards = target.asks(), target.forwards
+        trees = drafting.draft(asks)
+        for each in observers:
+            each.drafted()
+        with target.undone_on_error():
+            read = target.verify(trees)
+            verdicts = target.accept(read)
+            for each in observers:
+                each.verified()
+            target.commit(read, verdicts)
+        news = target.news(read, verdicts)
+        drafting.observe(news)
+        done = Round(asks, trees, news, target.forwards - forwards, drafting.depth)
+        for each in observers:
+            each.ended(done)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round did.
+
+    Attributes:
+        asks: drafts that were wanted, of the texts that still grew.
+        trees: tree that was verified for each text.
+        news: what each text got.
+        forwards: number of forwards of the target.
+        depth: depth that the drafter's session was asked for; 0 where it was not asked. Its trees may be shallower.
+    """
+
+    asks: Sequence[Wanted]
+    trees: Sequence[DraftTree]
+    news: Sequence[Accepted]
+    forwards: int
+    depth: int
+
+    @property
+    def nodes(self) -> list[int]:
+        """Number of nodes that each text's tree had beside the root."""
+        return [len(tree) - 1 for tree in self.trees]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Number of emitted tokens of each text that its tree held."""
+        return [each.num_drafted for each in self.news]
+
+    @property
+    def emitted(self) -> list[int]:
+        """Number of tokens emitted by each text that the batch waits for."""
+        return [len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True) if ask.decides]
+
+    @property
+    def progress(self) -> int:
+        """Number of tokens by which the shortest text has become longer. The batch ends with it."""
+        return min((ask.ahead + len(each.tokens) for ask, each in zip(self.asks, self.news, strict=True)), default=0)
+
+
+class Observer:
+    """Told of each round as it goes. A streamer of `generate()` may be one too, for its own call.
+
+    Attributes:
+        on_expansion: takes the rows and the [`Expansion`] that their trees grow from, in a form that can be asked after
+            the call too. `None` where nobody listens, as making that form may copy what was read.
+    """
+
+    on_expansion: Callable[[Sequence[int], Expansion], None] | None = None
+
+    def began(self) -> None:
+        """A round begins."""
+
+    def drafted(self) -> None:
+        """Its drafts are made."""
+
+    def verified(self) -> None:
+        """Its forward is done, and what is accepted is decided."""
+
+    def ended(self, done: Round) -> None:
+        """All is emitted, kept and told to the sessions."""

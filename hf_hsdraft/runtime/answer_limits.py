@@ -1,0 +1,39 @@
+"""How far an answer may grow, and which tokens end it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .target_limits import furthest_position
+
+
+def room_left(target: Any, length: int) -> int:
+    """Returns the number of tokens that fit behind a prompt.
+
+    Args:
+        target: the model that answers.
+        length: number of tokens of the prompt.
+
+    Raises:
+        ValueError: the prompt alone fills the target's context window. transformers would read it all the same, and
+            the answer would be noise.
+    """
+    window = furthest_position(target)
+    if length >= window:
+        raise ValueError(
+            f"the prompt has {length} tokens and the model's context window is {window}: "
+            f"shorten it to {window - 1} tokens or fewer"
+        )
+    return window - length
+
+
+def end_tokens(target: Any, config: Any = None) -> set[int]:
+    """Returns the ids of the tokens that end an answer.
+
+    Args:
+        target: the model that answers.
+        config: generation configuration of the call; where it names none, the target's own does.
+    """
+    configs = (config, target.generation_config)
+    found: Any = next((each.eos_token_id for each in configs if each is not None and each.eos_token_id is not None), [])
+    return set(found) if isinstance(found, list | tuple) else {found}

@@ -1,0 +1,127 @@
+"""Estimates what a drafter brings on a device that is not at hand. It calculates with sizes and shows how.
+
+A product with a weight matrix takes as long as reading the weights or as multiplying by them, whichever is longer. What
+is launched between products is not counted, and neither is what the host does. So the estimate is a limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from ...drafters.base.protocol import Drafter
+from .arithmetic import Arithmetic
+from .estimate import Estimate, target_parts
+
+_NOT_COUNTED = (
+    "not counted: launches, the host, attention scores, reading what was accepted into the drafter, and memory of "
+    "temporary results. All experts of a mixture count as read."
+)
+
+
+@runtime_checkable
+class KeepsTexts(Protocol):
+    """A drafter that keeps keys and values of whole texts."""
+
+    def numbers_kept(self, length: int) -> int:
+        """Returns how many numbers it keeps of a text of so many tokens."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, by what it reaches.
+
+    Attributes:
+        bytes_per_second: of its memory.
+        flops_per_second: of its products, in the dtype of the weights.
+    """
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How is drafted.
+
+    Attributes:
+        depth: depth of a draft.
+        width: number of nodes expanded at each depth.
+        nodes: number of nodes verified besides the root.
+        tau: tokens emitted per target forward, the bonus token included; as it was measured.
+        length: number of tokens whose keys and values the target holds.
+    """
+
+    depth: int
+    width: int
+    nodes: int
+    tau: float
+    length: int = 1024
+
+
+def _cache_sizes(sizes: Any) -> tuple[int, int, int]:
+    """Returns layers, heads and the size of a head of a target's cache."""
+    kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    return sizes.num_hidden_layers, kv_heads, head_dim
+
+
+def estimate_decoding(
+    config: Any, drafter: Drafter, plan: Drafting, device: Device, bytes_per_weight: int = 2
+) -> Estimate:
+    """Estimates memory and time of decoding one text with a drafter, against plain decoding.
+
+    Args:
+        config: configuration of the target.
+        drafter: the drafter; its weights may be on the meta device.
+        plan: how is drafted.
+        device: what it runs on.
+        bytes_per_weight: of target and drafter.
+
+    Raises:
+        ValueError: a number is not above 0.
+    """
+    for name, number in {**vars(plan), **vars(device), "bytes_per_weight": bytes_per_weight}.items():
+        if not number > 0:
+            raise ValueError(f"{name}={number!r} is invalid: expected a number above 0")
+    sheet = Arithmetic()
+    parts = target_parts(config)
+    sizes = config.get_text_config()
+    head = sizes.vocab_size * sizes.hidden_size
+    reads = list(drafter.reads(plan.depth, plan.width))
+    own = sum(read.weights for read in reads if not read.borrowed)
+    add, width = sheet.add, bytes_per_weight
+    add("target in memory", "B", "weights x bytes", sum(parts.values()), width)
+    add("drafter in memory", "B", "its own weights that a draft reads x bytes", own, width)
+    if isinstance(drafter, KeepsTexts):
+        kept = drafter.numbers_kept(plan.length)
+        add("drafter's keys and values", "B", "numbers kept of the text x bytes", kept, width)
+    formula = "2 x layers x heads x head size x tokens x bytes"
+    keys = add("keys and values", "B", formula, 2, *_cache_sizes(sizes), plan.length, width)
+    read_weights = parts["body"] + head
+    formula = "(layers + output head) x bytes + keys and values"
+    read_bytes = add("read by a forward of the target", "B", formula, read_weights * width, keys, sign="+")
+    read_time = add("time of reading", "s", "bytes / bytes per second", read_bytes, device.bytes_per_second, sign="/")
+
+    def forward(name: str, rows: int) -> float:
+        operations = 2 * read_weights * rows
+        formula = f"2 x weights x {rows} rows / operations per second"
+        products = add(f"products of {name}", "s", formula, operations, device.flops_per_second, sign="/")
+        longer = "reading" if read_time >= products else "products"
+        return add(f"time of {name}", "s", f"the longer of reading and products: {longer}", max(read_time, products))
+
+    step = forward("a plain step", 1)
+    verify = forward("verifying", plan.nodes + 1)
+    times = []
+    for read in reads:
+        if read.times:
+            moved = read.weights * width / device.bytes_per_second
+            multiplied = 2 * read.weights * read.rows / device.flops_per_second
+            kind = "reading" if moved >= multiplied else "products"
+            formula = f"{read.weights:,} weights, {read.rows} rows, {kind}; times"
+            times.append(add(f"draft: {read.part}", "s", formula, max(moved, multiplied), read.times))
+    draft = add("time of a draft", "s", "sum of its parts", *times, sign="+") if times else 0.0
+    round_time = add("time of a round", "s", "verifying + draft", verify, draft, sign="+")
+    plain = add("plain steps for as many tokens", "s", "tau x time of a plain step", plan.tau, step)
+    add("speed-up, at most", "", "plain steps / round", plain, round_time, sign="/")
+    return Estimate(sheet.figures, (*sheet.lines, _NOT_COUNTED))

@@ -1,0 +1,1 @@
+"""What drafts and texts are compared with: implementations of published formats, exact distributions, scripts."""

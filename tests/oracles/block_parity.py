@@ -1,0 +1,514 @@
+"""Parity of block drafters with the implementations that their formats come from: speculators, and transformers' own.
+
+Each case builds a small drafter of random weights by the reference's class, writes it as its format says, loads it, and
+decodes with it. Every draft of the call is then computed by the reference, on the same accepted text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    Qwen3Config,
+)
+from transformers.cache_utils import DFlashCache
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextMLP,
+    Gemma4TextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from hf_hsdraft.core.cache_name import CACHE
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Ask, Call
+from hf_hsdraft.drafters.block.block_session import BlockSession
+from hf_hsdraft.trees.tree_builders import Expansion
+from oracles.format_parity import (
+    HIDDEN,
+    VOCABULARY,
+    Case,
+    NotingDrafter,
+    Parity,
+    Reference,
+    Round,
+    compared,
+    randomise,
+    taps_of,
+    texts_of,
+    tiny_target,
+)
+
+TAPS, SLOTS, MASK = (1, 3, 5), 5, 90
+DRAFTED = tuple(range(2, VOCABULARY, 2))  # a part of the vocabulary
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A draft of a block.
+
+    Attributes:
+        hidden: `[1, slots, D]`, the slots.
+        expansion: the children of its nodes.
+    """
+
+    hidden: torch.Tensor
+    expansion: Expansion
+
+
+class NotingSession(BlockSession):
+    """A session that notes its drafts."""
+
+    rounds: list[Round]
+
+    def expansion_of(self, asks: Sequence[Ask], hidden: torch.Tensor, depth: int, options: DraftOptions) -> Expansion:
+        for place, ask in enumerate(asks):
+            own = hidden[place : place + 1]
+            alone = super().expansion_of([ask], own, self.drafter.config.num_draft_steps, options)
+            self.rounds.append(Round(ask.row, int(self.anchors([ask.row])) + 1, Noted(own, alone)))
+        return super().expansion_of(asks, hidden, depth, options)
+
+
+def noting(drafter: Any) -> NotingDrafter:
+    """Returns a block drafter whose drafts are noted."""
+
+    def session(drafter: Any, call: Call) -> NotingSession:
+        weights = drafter.borrow(call.target.get_input_embeddings(), call.target.get_output_embeddings())
+        return NotingSession(drafter, weights, call.options, batch_size=call.rows)
+
+    return NotingDrafter(drafter, session)
+
+
+@dataclass(frozen=True)
+class BlockReference(Reference):
+    """A block drafter by the implementation that its format comes from.
+
+    Its `logits` returns those `[slots, V']` of all slots of a block before token information, and those `[slots, V']`
+    with it, minus infinity where a token cannot be drafted. It is given the taps `[T, taps * D]`, the tokens of the
+    text, more of them than are accepted, and the anchor's position.
+
+    Attributes:
+        first_slot: the slot of the first draft.
+    """
+
+    taps: Sequence[int] = TAPS
+    first_slot: int = 0
+
+
+def parity(case: Case) -> Parity:
+    """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts."""
+    target = tiny_target(**case.target)
+    reference = cast(BlockReference, case.make(target))
+    drafter = reference.loaded()
+    noted_drafter = noting(drafter)
+    texts, _ = texts_of(target, noted_drafter)
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    weights = drafter.borrow(embedding, head)
+
+    def distance(each: Round, text: Sequence[int]) -> float:
+        anchor, first, noted = each.length - 1, reference.first_slot, each.drafted
+        longer = [*text, *[11] * (2 * SLOTS)]  # the reference wants tokens after the block
+        plain, told = reference.logits(taps_of(target, longer, reference.taps), longer, anchor)
+        ours = drafter.logits(noted.hidden[0, first:], weights)
+        worst, states = float((ours - plain[first:]).abs().max()), None
+        for level in range(1, min(noted.expansion.depth, len(told) - first) + 1):
+            tokens = torch.tensor([[longer[anchor + level - 1]]])
+            found, states = noted.expansion(level, tokens, states)
+            wanted = told[first + level - 1].log_softmax(dim=-1)
+            assert torch.equal(found[0, 0].isinf(), wanted.isinf()), "other tokens can be drafted"
+            worst = max(worst, float((found[0, 0] - wanted)[~wanted.isinf()].abs().max()))
+        return worst
+
+    with torch.no_grad():
+        return compared(case.name, reference.name, noted_drafter.rounds, texts, distance)
+
+
+def speculators_model(
+    target: Any, kind: str, layer: dict[str, Any] | None = None, ids: Sequence[int] | None = None, **fields: Any
+) -> Any:
+    """Returns a drafter of the package speculators for a target.
+
+    Args:
+        target: the target.
+        kind: `"dflash"`, `"dflash2"` or `"dspark"`.
+        layer: fields of its layers' configuration.
+        ids: the tokens that it can draft; all by default.
+        fields: of its configuration.
+    """
+    import speculators as package
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    known: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    of_layers = Qwen3Config(**{**known, **(layer or {})})
+    of_layers._attn_implementation = "eager"
+    proposals = package.SpeculatorsConfig(
+        algorithm=kind,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=SLOTS)],
+        default_proposal_method="greedy",
+        verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+    name = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind]
+    config = getattr(package, f"{name}SpeculatorConfig")(
+        transformer_layer_config=of_layers,
+        speculators_config=proposals,
+        draft_vocab_size=VOCABULARY if ids is None else len(ids),
+        block_size=SLOTS,
+        aux_hidden_state_layer_ids=list(TAPS),
+        mask_token_id=MASK,
+        **fields,
+    )
+    model = getattr(package, f"{name}DraftModel")(config).eval()
+    randomise(model)
+    drafted = torch.arange(VOCABULARY) if ids is None else torch.tensor(ids)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+        model.lm_head.weight.copy_(target.get_output_embeddings().weight[drafted])
+        if ids is not None:
+            kept = torch.zeros(VOCABULARY, dtype=torch.bool)
+            kept[drafted] = True
+            model.load_vocab_mappings(kept, drafted - torch.arange(len(drafted)))
+    return model
+
+
+def speculators_slots(
+    model: Any, taps: torch.Tensor, text: Sequence[int], anchor: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of a block by a drafter of speculators; see `BlockReference`."""
+    ids, loss_mask = torch.tensor([list(text)]), torch.zeros(1, len(text), dtype=torch.bool)
+    loss_mask[0, anchor] = True
+    last = torch.zeros(1, len(text), HIDDEN)
+    documents = torch.zeros(1, len(text), dtype=torch.int64)
+    hidden, logits, *_ = model._backbone_forward(taps[None], ids, loss_mask, last, documents, max_anchors=1)
+    hidden, logits = hidden[0], logits[0]
+    before = torch.tensor([list(text[anchor : anchor + SLOTS])])
+    if not model.config.sample_from_anchor:
+        before = torch.cat([before[:, :1], before[:, :-1]], dim=1)
+    if getattr(model, "markov_head", None) is not None:
+        bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[None])[0]
+        return logits, logits + bias
+    if getattr(model, "candidate_selector", None) is not None:
+        ids, scores = model.candidate_selector.select(logits[None], hidden[None], before)
+        return logits, torch.full_like(logits, -torch.inf).scatter(-1, ids[0], scores[0])
+    return logits, logits
+
+
+def of_speculators(target: Any, kind: str, **fields: Any) -> BlockReference:
+    """Returns a drafter as the package speculators saves it; the arguments are those of `speculators_model`."""
+    model = speculators_model(target, kind, **fields)
+    first = 0 if model.config.sample_from_anchor else 1
+    slots = partial(speculators_slots, model)
+    return BlockReference(type(model).__name__, model.save_pretrained, slots, first_slot=first)
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the files of a drafter."""
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(kept, folder / "model.safetensors")
+
+
+def _layer_fields(model: Any) -> dict[str, Any]:
+    """The fields of the layers, as formats have them that write them beside their own."""
+    fields = model.config.transformer_layer_config.to_dict()
+    left_out = {"architectures", "dtype", "transformers_version", "_name_or_path", "rope_parameters"}
+    fields = {name: value for name, value in fields.items() if name not in left_out}
+    parameters = model.config.transformer_layer_config.rope_parameters
+    return {**fields, "rope_theta": parameters["rope_theta"]}
+
+
+def of_deepspec(target: Any, copied: dict[str, Any] | None = None, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as DeepSpec writes it, by the class of speculators. It brings copies of the target's.
+
+    Args:
+        target: the target.
+        copied: fields that are a copy of the target's, which the drafter's layers do not read.
+        fields: as `speculators_model` takes them.
+    """
+    model = speculators_model(target, "dspark", **fields)
+    own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    config = {
+        **_layer_fields(model),
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": SLOTS,
+        "target_layer_ids": [tap - 1 for tap in TAPS],
+        "mask_token_id": MASK,
+        "num_anchors": 512,
+        **{name: getattr(model.config, name) for name in own},
+        **(copied or {}),
+    }
+    left_out = ("verifier_lm_head.weight", "verifier_norm.weight")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    return BlockReference(
+        type(model).__name__, lambda folder: write(folder, config, tensors), partial(speculators_slots, model)
+    )
+
+
+class GemmaLayer(nn.Module):
+    """A layer of a DSpark drafter for Gemma 4, of transformers' modules; it keeps nothing between its calls."""
+
+    def __init__(self, config: Gemma4TextConfig, shared: bool) -> None:
+        super().__init__()
+        width, size, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        keys = config.num_key_value_heads * size
+        self.self_attn = nn.ModuleDict({
+            "q_proj": nn.Linear(width, config.num_attention_heads * size, bias=False),
+            "k_proj": nn.Linear(width, keys, bias=False),
+            **({} if shared else {"v_proj": nn.Linear(width, keys, bias=False)}),
+            "o_proj": nn.Linear(config.num_attention_heads * size, width, bias=False),
+            "q_norm": Gemma4RMSNorm(size, eps),
+            "k_norm": Gemma4RMSNorm(size, eps),
+        })  # fmt: skip
+        self.value_norm = Gemma4RMSNorm(size, eps, with_scale=False)
+        self.mlp = Gemma4TextMLP(config, 0)
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            setattr(self, f"{name}_layernorm", Gemma4RMSNorm(width, eps))
+        self.register_buffer("layer_scalar", torch.full((1,), 0.7))
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Returns slots `[n, D]` after the layer, with context `[p, D]`, cosines and sines `[p + n, size]` of both."""
+        module: Any = self  # norms were set by name
+        part, inputs = module.self_attn, module.input_layernorm(x)
+        both = torch.cat([context, inputs])
+
+        def heads(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(-1, (-1, module.self_attn["q_norm"].weight.shape[0]))
+
+        queries = apply_rotary_pos_emb(part["q_norm"](heads(part["q_proj"](inputs))), cos[-len(x) :], sin[-len(x) :])
+        keys = apply_rotary_pos_emb(part["k_norm"](heads(part["k_proj"](both))), cos, sin)
+        values = self.value_norm(heads((part["v_proj"] if "v_proj" in part else part["k_proj"])(both)))
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+        shares = torch.einsum("qhd,khd->hqk", queries, keys).softmax(dim=-1)
+        mixed = torch.einsum("hqk,khd->qhd", shares, values).flatten(1)
+        x = x + module.post_attention_layernorm(part["o_proj"](mixed))
+        x = x + module.post_feedforward_layernorm(module.mlp(module.pre_feedforward_layernorm(x)))
+        return x * module.layer_scalar
+
+
+def of_gemma(target: Any, shared: bool = False) -> BlockReference:
+    """Returns a DSpark drafter as DeepSpec writes it for Gemma 4; `shared` makes values by the product for keys."""
+    kinds = ["full_attention"] * 2
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0}
+    config = Gemma4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, layer_types=kinds, rope_parameters={"full_attention": rope},
+        hidden_size_per_layer_input=0, per_layer_config={},
+    )  # fmt: skip
+    model: Any = nn.ModuleDict({
+        "fc": nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False),
+        "hidden_norm": Gemma4RMSNorm(HIDDEN, config.rms_norm_eps),
+        "layers": nn.ModuleList(GemmaLayer(config, shared) for _ in kinds),
+        "norm": Gemma4RMSNorm(HIDDEN, config.rms_norm_eps),
+        "markov_head": nn.ModuleDict({
+            "markov_w1": nn.Embedding(VOCABULARY, 8), "markov_w2": nn.Linear(8, VOCABULARY, bias=False)}),
+    })  # fmt: skip
+    randomise(model)
+    rotary, embedding, head = (
+        Gemma4TextRotaryEmbedding(config),
+        target.get_input_embeddings(),
+        target.get_output_embeddings(),
+    )
+
+    def slots(taps: torch.Tensor, text: Sequence[int], anchor: int) -> tuple[torch.Tensor, torch.Tensor]:
+        context = model["hidden_norm"](model["fc"](taps[:anchor]))
+        x = embedding(torch.tensor([text[anchor], *[MASK] * (SLOTS - 1)]))
+        cos, sin = rotary(x, torch.arange(anchor + SLOTS)[None], "full_attention")
+        for layer in model["layers"]:
+            x = layer(x, context, cos[0], sin[0])
+        logits = torch.tanh(head(model["norm"](x)) / 30.0) * 30.0
+        heads = model["markov_head"]
+        return logits, logits + heads["markov_w2"](heads["markov_w1"](torch.tensor(text[anchor : anchor + SLOTS])))
+
+    fields = {
+        "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "num_global_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+        "attention_k_eq_v": shared, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 99.0}},
+        "layer_types": kinds, "sliding_window": 512, "final_logit_softcapping": 30.0, "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "tie_word_embeddings": False,
+        "block_size": SLOTS, "target_layer_ids": [tap - 1 for tap in TAPS], "mask_token_id": MASK, "num_anchors": 512,
+        "num_target_layers": target.config.num_hidden_layers, "markov_rank": 8, "markov_head_type": "vanilla",
+        "enable_confidence_head": False, "target_model_type": "gemma4",
+    }  # fmt: skip
+    save = partial(write, config=fields, tensors=model.state_dict())
+    return BlockReference("modules of Gemma 4", save, slots)
+
+
+def of_specforge(target: Any, **fields: Any) -> BlockReference:
+    """Returns a DSpark drafter as SpecForge writes it, by the class of speculators: DFlash with heads, anchor first."""
+    model = speculators_model(target, "dspark", **fields)
+    own = {
+        "attention_mode": "gqa",
+        "projector_type": "dspark",
+        "mask_token_id": MASK,
+        "target_layer_ids": [tap - 1 for tap in TAPS],
+        "markov_rank": model.config.markov_rank,
+        "markov_head_type": model.config.markov_head_type,
+        "confidence_head_alpha": 1.0,
+        "enable_confidence_head": model.config.enable_confidence_head,
+        "confidence_head_with_markov": model.config.confidence_head_with_markov,
+    }
+    config = {
+        **_layer_fields(model),
+        "architectures": ["DSparkDraftModel"],
+        "block_size": SLOTS,
+        "num_target_layers": target.config.num_hidden_layers,
+        "dflash_config": own,
+    }
+    left_out = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    slots = partial(speculators_slots, model)
+    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots)
+
+
+def of_zlab2(target: Any) -> BlockReference:
+    """Returns a DFlash2 drafter as z-lab writes it, by the class of speculators."""
+    model = speculators_model(target, "dflash2", **DFLASH2)
+    own = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS], "block_size": SLOTS, **DFLASH2}
+    config = {**_layer_fields(model), "architectures": ["DFlash2DraftModel"], "dflash_config": own}
+    left_out = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    slots = partial(speculators_slots, model)
+    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
+
+
+def muse_model(**fields: Any) -> MuseGlimmerAssistantModel:
+    """Returns a DFlash drafter of transformers."""
+    known: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "block_size": SLOTS,
+        "mask_token_id": MASK,
+        "target_layer_ids": [tap - 1 for tap in TAPS],
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7000.0},
+        "attn_implementation": "eager",
+    }
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**known, **fields})).eval()
+    randomise(model, seed=2)
+    return model
+
+
+def muse_slots(
+    model: MuseGlimmerAssistantModel, target: Any, taps: torch.Tensor, text: Sequence[int], anchor: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of a block by a drafter of transformers; see `BlockReference`."""
+    cache = DFlashCache(config=model.config)
+    cache.activate_past_recording()
+    cache.set_previous_accepted_tokens(anchor)
+    ids = torch.tensor([[text[anchor], *[MASK] * (SLOTS - 1)]])
+    output = model(
+        noise_embeds=target.get_input_embeddings()(ids),
+        context_hidden_states=taps[None, :anchor],
+        position_ids=torch.arange(anchor + SLOTS)[None],
+        **{CACHE: cache},
+    )
+    logits = target.get_output_embeddings()(output.last_hidden_state)[0]
+    return logits, logits
+
+
+def of_transformers(target: Any, **fields: Any) -> BlockReference:
+    """Returns a DFlash drafter as transformers saves it."""
+    model = muse_model(**fields)
+    slots = partial(muse_slots, model, target)
+    return BlockReference(type(model).__name__, model.save_pretrained, slots, first_slot=1)
+
+
+def of_zlab(target: Any) -> BlockReference:
+    """Returns a DFlash drafter as z-lab writes it, by the class of transformers."""
+    model = muse_model()
+    names = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+    tensors = {names.get(name, name): tensor for name, tensor in model.state_dict().items()}
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = {
+        **{name: getattr(model.config, name) for name in (*sizes, "head_dim", "rms_norm_eps", "hidden_act")},
+        "model_type": "qwen3",
+        "architectures": ["DFlashDraftModel"],
+        "vocab_size": VOCABULARY,
+        "rope_theta": 7000.0,
+        "max_position_embeddings": 32768,
+        "block_size": SLOTS,
+        "num_target_layers": target.config.num_hidden_layers,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in TAPS]},
+        "tie_word_embeddings": True,
+        "use_cache": True,
+    }
+    slots = partial(muse_slots, model, target)
+    return BlockReference(type(model).__name__, lambda folder: write(folder, config, tensors), slots, first_slot=1)
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+DFLASH2: dict[str, Any] = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 12}
+HEAD = {"markov_rank": 8}
+_QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25,
+                        "mrope_interleaved": True, "mrope_section": [1, 1, 2]},
+}  # fmt: skip
+_SCALING = {
+    "kind": Gemma3TextConfig, "head_dim": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 8, "sliding_window": 64,
+}  # fmt: skip
+
+CASES = tuple(
+    Case(name, partial(make, **fields), _SCALING if "scales" in name else {})
+    for name, make, fields in (
+        ("speculators dflash", partial(of_speculators, kind="dflash"), {"ids": DRAFTED}),
+        ("speculators dflash, whole vocabulary, YaRN", partial(of_speculators, kind="dflash"), {
+            "layer": {"rope_parameters": YARN, "max_position_embeddings": 64}}),
+        ("speculators dflash, sliding", partial(of_speculators, kind="dflash"), {"layer": SLIDING}),
+        ("speculators dflash, anchor first, biases", partial(of_speculators, kind="dflash"), {
+            "sample_from_anchor": True, "layer": {"attention_bias": True, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 300.0}}}),
+        ("speculators dflash2", partial(of_speculators, kind="dflash2"), DFLASH2),
+        ("speculators dflash2, sliding", partial(of_speculators, kind="dflash2"), {**DFLASH2, "layer": SLIDING}),
+        ("speculators dspark, vanilla", partial(of_speculators, kind="dspark"), {**HEAD, "ids": DRAFTED}),
+        ("speculators dspark, gated", partial(of_speculators, kind="dspark"), {**HEAD, "markov_head_type": "gated"}),
+        ("speculators dspark, rnn", partial(of_speculators, kind="dspark"), {**HEAD, "markov_head_type": "rnn"}),
+        ("speculators dspark, rnn, fill-in", partial(of_speculators, kind="dspark"), {
+            **HEAD, "markov_head_type": "rnn", "sample_from_anchor": False, "confidence_head_with_markov": False}),
+        ("speculators dspark, rank 0", partial(of_speculators, kind="dspark"), {
+            "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
+        ("DeepSpec, vanilla", of_deepspec, HEAD),
+        ("DeepSpec, rank 0 (DFlash, anchor first)", of_deepspec, {
+            "markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}),
+        ("DeepSpec, copy of Qwen3.5", of_deepspec, {
+            **HEAD, "copied": _QWEN3_5, "layer": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
+        ("DeepSpec, Gemma 4 that scales", of_gemma, {}),
+        ("DeepSpec, Gemma 4 that scales, shared values", of_gemma, {"shared": True}),
+        ("SpecForge DSpark", of_specforge, HEAD),
+        ("SpecForge DSpark, gated, no confidence", of_specforge, {
+            **HEAD, "markov_head_type": "gated", "enable_confidence_head": False,
+            "confidence_head_with_markov": False}),
+        ("z-lab DFlash", of_zlab, {}),
+        ("z-lab DFlash, target that scales", of_zlab, {}),
+        ("z-lab DFlash2", of_zlab2, {}),
+        ("transformers DFlash", of_transformers, {}),
+        ("transformers DFlash, sliding", of_transformers, {"layer_types": SLIDING["layer_types"], "sliding_window": 6}),
+    )
+)  # fmt: skip

@@ -1,0 +1,444 @@
+"""Parity of EAGLE-3 drafters with the implementations that their formats come from: speculators, and economize's layer.
+
+Each case builds a small drafter of random weights by the reference's class, writes it as its format says, loads it, and
+decodes with it. The logits of every node of every draft are then computed by the reference, on the same accepted text.
+Where a project's own code is not installed, its files are those of speculators with other names and fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
+from hf_hsdraft.drafters.base.protocol import Ask, Call
+from hf_hsdraft.drafters.eagle.eagle_expansion import EagleExpansion
+from hf_hsdraft.drafters.eagle.eagle_session import EagleSession
+from hf_hsdraft.runtime.target_outputs import before_norm
+from hf_hsdraft.trees.tree_builders import Expansion
+from oracles.block_parity import write
+from oracles.format_parity import (
+    HIDDEN,
+    Case,
+    NotingDrafter,
+    Parity,
+    Reference,
+    Round,
+    compared,
+    randomise,
+    taps_of,
+    texts_of,
+    tiny_target,
+)
+
+TOKENS, LAYERS, MASK = 64, 8, 5
+DRAFTED = tuple(range(1, TOKENS, 2))  # a part of the vocabulary
+TAPS = (1, 4, 6)
+OF_AUTHORS = (2, LAYERS // 2, LAYERS - 3)
+_DRAFT = {"num_assistant_tokens": 4, "tree_size": 32, "beam_width": 3}
+
+Nodes = list[tuple[list[int], torch.Tensor]]  # for each node the tokens from the root's child to it, and its logits
+
+
+class NotingExpansion(EagleExpansion):
+    """Notes the logits of the nodes that it expands."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.nodes: dict[int, Nodes] = {}
+        self._paths: list[dict[int, list[int]]] = []  # by place and number
+
+    def logits(
+        self, level: int, tokens: torch.Tensor, states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found, numbers = super().logits(level, tokens, states)
+        for place, own in enumerate(tokens.tolist()):
+            if states is None:
+                self._paths.append({})
+            paths = self._paths[place]
+            for column, token in enumerate(own):
+                path = [] if states is None else [*paths[int(states[place, column])], token]
+                paths[int(numbers[place, column])] = path
+                self.nodes.setdefault(place, []).append((path, found[place, column]))
+        return found, numbers
+
+
+class NotingSession(EagleSession):
+    """A session that notes its drafts."""
+
+    expansion_class = NotingExpansion
+    rounds: list[Round]
+
+    def expansion(self, asks: Sequence[Ask], depth: int, options: DraftOptions) -> Expansion:
+        found = super().expansion(asks, depth, options)
+        for place, ask in enumerate(asks):
+            if isinstance(found, NotingExpansion):
+                nodes = found.nodes.setdefault(place, [])
+            else:  # a parallel drafter knows no paths
+                nodes = [([MASK] * level, logits) for level, logits in enumerate(found.logits[place])]  # type: ignore[attr-defined]
+            self.rounds.append(Round(ask.row, int(self.anchors([ask.row])) + 1, nodes))
+        return found
+
+
+def noting(drafter: Any) -> NotingDrafter:
+    """Returns an EAGLE-3 drafter whose drafts are noted."""
+
+    def session(drafter: Any, call: Call) -> NotingSession:
+        return NotingSession(drafter, drafter.borrow(call.target.get_input_embeddings()), call.options, call.rows)
+
+    noted = NotingDrafter(drafter, session)
+    for name, value in _DRAFT.items():
+        setattr(noted.generation_config, name, min(value, drafter.num_draft_steps) if "tokens" in name else value)
+    return noted
+
+
+def eagle_target(**fields: Any) -> Any:
+    """Returns a target with as many layers as EAGLE-3 wants, and so few tokens that many drafts are right."""
+    return tiny_target(**{"num_hidden_layers": LAYERS, "vocab_size": TOKENS, **fields})
+
+
+def parity(case: Case) -> Parity:
+    """Compares our drafts of a format with the reference's, in a real call on a batch of padded prompts."""
+    target = eagle_target(**case.target)
+    reference = case.make(target)
+    return parity_of(case.name, reference.loaded(), target, reference)
+
+
+def parity_of(name: str, drafter: Any, target: Any, reference: Reference) -> Parity:
+    """Compares a drafter's drafts with a reference's, as `parity` does.
+
+    The reference's `logits` returns those `[n + 1, V']` after the n + 1 first nodes of a path, the root being the
+    first. It is given taps `[t, taps * D]` of x_0 .. x_{t-1}, the tokens x_1 .. x_t, of which the last is the root, and
+    the n tokens of the path.
+
+    Raises:
+        AssertionError: the drafter reads other hidden states than the reference.
+    """
+    assert tuple(drafter.taps_of(target)) == tuple(reference.taps), "other hidden states are read"
+    noted = noting(drafter)
+    texts, _ = texts_of(target, noted)
+
+    def distance(each: Round, text: Sequence[int]) -> float:
+        taps = taps_of(target, text, reference.taps)[: each.length - 1]
+        nodes, worst = {tuple(path): logits for path, logits in each.drafted}, 0.0
+        inner = {path[:-1] for path in nodes if path}
+        for leaf in nodes.keys() - inner:
+            expected = reference.logits(taps, text[1 : each.length], leaf)
+            ours = torch.stack([nodes[leaf[:depth]] for depth in range(len(leaf) + 1)])
+            worst = max(worst, float((ours - expected).abs().max()))
+        return worst
+
+    with torch.no_grad():
+        return compared(name, reference.name, noted.rounds, texts, distance)
+
+
+def speculators_model(
+    kind: str = "eagle3",
+    layer: dict[str, Any] | None = None,
+    ids: Sequence[int] | None = DRAFTED,
+    qwen: bool = False,
+    taps: Sequence[int] = TAPS,
+    **fields: Any,
+) -> Any:
+    """Returns a drafter of the package speculators.
+
+    Args:
+        kind: `"eagle3"` or `"peagle"`.
+        layer: fields of its layers' configuration.
+        ids: the tokens that it can draft; `None` for all.
+        qwen: whether its layers are those of Qwen3.
+        taps: hidden states of the target that it reads.
+        fields: of its configuration.
+    """
+    import speculators as package
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    known: dict[str, Any] = {
+        "vocab_size": TOKENS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    of_layers = (Qwen3Config if qwen else LlamaConfig)(**{**known, **(layer or {})})
+    of_layers._attn_implementation = "eager"
+    proposals = package.SpeculatorsConfig(
+        algorithm=kind,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
+        default_proposal_method="greedy",
+        verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+    name = {"eagle3": "Eagle3", "peagle": "PEagle"}[kind]
+    config = getattr(package, f"{name}SpeculatorConfig")(
+        transformer_layer_config=of_layers,
+        speculators_config=proposals,
+        draft_vocab_size=TOKENS if ids is None else len(ids),
+        eagle_aux_hidden_state_layer_ids=list(taps),
+        **fields,
+    )
+    model = getattr(package, f"{name}DraftModel")(config).eval()
+    randomise(model, std=0.2)
+    if ids is not None:
+        kept = torch.zeros(TOKENS, dtype=torch.bool)
+        kept[list(ids)] = True
+        model.load_vocab_mappings(kept, torch.tensor(ids) - torch.arange(len(ids)))
+    return model
+
+
+def _heads(model: Any, run: Callable[[], Any]) -> list[torch.Tensor]:
+    """What the output layer of a drafter returns while something runs, call by call."""
+    found: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, output: found.append(output[0]))
+    try:
+        run()
+    finally:
+        hook.remove()
+    return found
+
+
+def _padded(taps: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Taps `[1, t + n, ...]` and tokens `[1, t + n]` with a path behind: its taps are not seen from before."""
+    more = torch.full((len(path), taps.shape[1]), 7.0)
+    return torch.cat([taps, more])[None], torch.tensor([[*tokens, *path]])
+
+
+def unrolled(model: Any, taps: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """Returns the logits of a path by speculators' unrolling, at the last accepted pair; see `parity_of`."""
+    states, ids = _padded(taps, tokens, path)
+    steps = len(path) + 1  # each reads the token that is one further
+    found = _heads(model, lambda: model(states, ids, torch.zeros_like(ids), ttt_steps=steps))
+    return torch.stack([logits[len(taps) - 1] for logits in found])
+
+
+def in_parallel(model: Any, taps: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """Returns the logits of mask rows after the last accepted pair by P-EAGLE's forward of training."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.peagle import core
+
+    states, ids = _padded(taps, tokens, path)
+    length, more = len(taps), len(path)
+    anchors = torch.cat([torch.arange(length), torch.full((more,), length - 1)])
+    depths = torch.cat([torch.zeros(length, dtype=torch.int64), torch.arange(1, more + 1)])
+    final = torch.zeros(1, length + more, HIDDEN)
+    arguments = {"num_depths": more + 1, "loss_config": resolve_loss_config('{"ce": 1.0}', "eager")}
+    with mock.patch.object(core, "generate_cod_sample_indices", lambda **_: (anchors, depths)):  # else they are drawn
+        run = partial(model, states, ids, torch.zeros_like(ids), verifier_last_hidden_states=final, **arguments)
+        [logits] = _heads(model, run)
+    return logits[length - 1 :]
+
+
+def of_speculators(target: Any, kind: str = "eagle3", **fields: Any) -> Reference:
+    """Returns a drafter as the package speculators saves it; the arguments are those of `speculators_model`."""
+    model = speculators_model(kind, **fields)
+    logits = partial(in_parallel if kind == "peagle" else unrolled, model)
+    taps = before_norm(model.config.eagle_aux_hidden_state_layer_ids, LAYERS)
+    return Reference(type(model).__name__, model.save_pretrained, logits, taps)
+
+
+def authors_config(**fields: Any) -> dict[str, Any]:
+    """Returns config.json as the authors of EAGLE-3 write it. Its number of layers is the target's."""
+    known = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": LAYERS,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": TOKENS,
+        "draft_vocab_size": len(DRAFTED),
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "use_cache": True,
+        "tie_word_embeddings": False,
+    }
+    return {**known, **fields}
+
+
+def renamed(
+    target: Any,
+    taps: Sequence[int],
+    config: dict[str, Any],
+    first_layer: str = "midlayer",
+    own_embedding: bool = False,
+    prefix: str = "",
+    tied: bool = False,
+    **fields: Any,
+) -> Reference:
+    """Returns a drafter of speculators in files of another project.
+
+    Args:
+        target: the target, whose embedding is borrowed unless the files have one.
+        taps: hidden states that such files mean.
+        config: fields that differ from those of the authors.
+        first_layer: name of the first layer.
+        own_embedding: whether the files hold an embedding.
+        prefix: of the names of all tensors but the head and the maps.
+        tied: whether the head is that embedding, and no tensor of its own.
+        fields: of `speculators_model`.
+    """
+    model = speculators_model(taps=taps, **fields)
+    with torch.no_grad():
+        if not own_embedding:
+            model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+        if tied:
+            model.lm_head.weight.copy_(model.embed_tokens.weight)
+    left_out = {"verifier_lm_head.weight", "verifier_norm.weight", *([] if own_embedding else ["embed_tokens.weight"])}
+    left_out |= {"lm_head.weight"} if tied else set()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    unprefixed = ("lm_head.weight", "d2t", "t2d", "mask_hidden")
+    tensors = {
+        (name if name in unprefixed else prefix + name.replace("layers.0.", f"{first_layer}.")): tensor
+        for name, tensor in state.items()
+    }
+    save = partial(write, config=authors_config(**config), tensors=tensors)
+    logits = partial(in_parallel if fields.get("kind") == "peagle" else unrolled, model)
+    normed = bool(fields.get("norm_output"))
+    return Reference(f"{type(model).__name__}, renamed", save, logits, taps, partial(_settle, normed=normed))
+
+
+def _settle(drafter: Any, normed: bool) -> None:
+    """Tells a drafter which state is fed back, as a trial would on texts that it was trained for."""
+    if not drafter.config.norm_output_told:
+        drafter.config = replace(drafter.config, norm_output=normed, norm_output_told=True)
+
+
+def of_authors(target: Any, theta: float | None = None) -> Reference:
+    """Returns a drafter as the authors publish it, pickled, and with it economize's layer of the same names."""
+    from economize.modules import RotaryTable
+    from economize.techniques.eagle3.layer import Eagle3Layer
+
+    layer = Eagle3Layer(HIDDEN, 48, 4, 2, 8, 1e-6)
+    rest = torch.nn.ModuleDict({
+        "fc": torch.nn.Linear(3 * HIDDEN, HIDDEN, bias=False),
+        "norm": torch.nn.RMSNorm(HIDDEN, 1e-6),
+        "lm_head": torch.nn.Linear(HIDDEN, len(DRAFTED), bias=False),
+    })  # fmt: skip
+    randomise(layer, std=0.2)
+    randomise(rest, std=0.2, seed=2)
+    table, embedding = RotaryTable(8, theta or 10000.0), target.get_input_embeddings().weight.detach()
+    kept = torch.zeros(TOKENS, dtype=torch.bool)
+    kept[list(DRAFTED)] = True
+    state = {
+        **{f"midlayer.{name}": tensor for name, tensor in layer.state_dict().items()},
+        **rest.state_dict(),
+        "d2t": torch.tensor(DRAFTED) - torch.arange(len(DRAFTED)),
+        "t2d": kept,
+    }
+
+    def logits(taps: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+        sources, keys, values, found = list(rest["fc"](taps)), [], [], []
+        for position, token in enumerate([*tokens, *path]):
+            rotary = table(torch.tensor([[position]]))
+            row = layer.project(sources[position][None, None], embedding[token][None, None], rotary)
+            residual, query, key, value = row
+            keys.append(key)
+            values.append(value)
+            if position >= len(tokens) - 1:  # of those before nothing but keys and values is needed
+                seen = torch.ones(1, 1, 1, len(keys), dtype=torch.bool)
+                mixed = layer.attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), seen)
+                sources.append(layer.finish(residual, mixed)[0, 0])
+                found.append(rest["lm_head"](rest["norm"](sources[-1])))
+        return torch.stack(found)
+
+    def save(folder: Path) -> None:
+        write(folder, authors_config(**({} if theta is None else {"rope_theta": theta})), {})
+        (folder / "model.safetensors").unlink()
+        torch.save(state, folder / "pytorch_model.bin")
+
+    return Reference("economize's Eagle3Layer", save, logits, OF_AUTHORS)
+
+
+def _rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 50.0, **fields}, "max_position_embeddings": 256}
+
+
+_SCALED = {"factor": 4.0, "original_max_position_embeddings": 16}
+_SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 6, "use_sliding_window": True}
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_SPECFORGE = {"eagle_config": {_IDS: [1, 2, 5]}}
+_SEVERAL_AXES = {"type": "mrope", "mrope_section": [1, 1, 2]}
+_HUNYUAN = {
+    "use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False, "tie_word_embeddings": True,
+    "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0},
+}  # fmt: skip
+_OF_OPTIMIZER = {  # ModelOpt
+    "eagle_config": {_IDS: [], "use_aux_hidden_state": True, "use_last_layernorm": True, "parallel_draft_step": 1},
+    "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 50.0},
+}
+_PARALLEL = {"kind": "peagle", "mask_token_id": MASK, "first_layer": "layers.0", "own_embedding": True}
+
+CASES = tuple(
+    Case(name, partial(make, **fields))
+    for name, make, fields in (
+        ("speculators eagle3", of_speculators, {}),
+        ("speculators eagle3, layers of Qwen3", of_speculators, {"qwen": True}),
+        ("speculators eagle3, norm_before_residual", of_speculators, {"norm_before_residual": True}),
+        ("speculators eagle3, norm_before_fc", of_speculators, {"norm_before_fc": True}),
+        ("speculators eagle3, fc_norm", of_speculators, {"fc_norm": True}),
+        ("speculators eagle3, norm_output", of_speculators, {"norm_output": True}),
+        ("speculators eagle3, whole vocabulary", of_speculators, {"ids": None}),
+        ("speculators eagle3, three layers", of_speculators, {"layer": {"num_hidden_layers": 3}}),
+        ("speculators eagle3, biases", of_speculators, {"layer": {"attention_bias": True}}),
+        ("speculators eagle3, five hidden states", of_speculators, {"taps": (0, 1, 3, 5, 7)}),
+        ("speculators eagle3, last layer before the norm", of_speculators, {"taps": (1, 4, LAYERS)}),
+        ("speculators eagle3, rope_theta", of_speculators, {"layer": _rope("default")}),
+        ("speculators eagle3, YaRN", of_speculators, {"layer": _rope("yarn", **_SCALED)}),
+        ("speculators eagle3, Llama 3's positions", of_speculators, {
+            "layer": _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **_SCALED)}),
+        ("speculators peagle", of_speculators, {"kind": "peagle", "mask_token_id": MASK}),
+        ("speculators peagle, two layers", of_speculators, {
+            "kind": "peagle", "mask_token_id": MASK, "layer": {"num_hidden_layers": 2}}),
+        ("speculators peagle, sliding", of_speculators, {
+            "kind": "peagle", "mask_token_id": MASK, "layer": _SLIDING, "qwen": True}),
+        ("EAGLE-3 of its authors", of_authors, {}),
+        ("EAGLE-3 of its authors, rope_theta", of_authors, {"theta": 50.0}),
+        ("EAGLE-3 of its authors, own embedding", renamed, {"taps": OF_AUTHORS, "config": {}, "own_embedding": True}),
+        ("EAGLE-3, hidden states as vLLM names them", renamed, {"taps": TAPS, "config": {_IDS: list(TAPS)}}),
+        ("SpecForge", renamed, {"taps": (2, 3, 6), "config": {**_SPECFORGE, "norm_output": False}}),
+        ("SpecForge, norm_output before September 2026", renamed, {
+            "taps": (2, 3, 6), "config": {**_SPECFORGE, "norm_output": True}}),
+        ("SpecForge, EAGLE-3.1", renamed, {
+            "taps": (2, 3, 6), "norm_output": True, "fc_norm": True,
+            "config": {**_SPECFORGE, "norm_output": True, "fc_norm": True}}),
+        ("SpecForge, P-EAGLE", renamed, {
+            **_PARALLEL, "taps": OF_AUTHORS, "layer": {"num_hidden_layers": 2},
+            "config": {"architectures": ["PEagleDraftModel"], "mask_token_id": MASK, "num_hidden_layers": 2}}),
+        ("NeMo AutoModel, EAGLE-3.1", renamed, {
+            "taps": OF_AUTHORS, "first_layer": "layers.0", "prefix": "model.", "own_embedding": True,
+            "norm_output": True, "fc_norm": True,
+            "config": {"architectures": ["LlamaEagle3DraftModel"], "norm_output": True, "fc_norm": True}}),
+        ("NeMo AutoModel, P-EAGLE", renamed, {
+            **_PARALLEL, "taps": OF_AUTHORS, "prefix": "model.",
+            "config": {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "num_depths": 4,
+                       "mask_token_id": MASK}}),
+        ("AngelSlim, Hunyuan", renamed, {"taps": OF_AUTHORS, "config": _HUNYUAN, "own_embedding": True}),
+        ("AngelSlim, positions of several axes", renamed, {
+            "taps": OF_AUTHORS, "config": {"rope_scaling": _SEVERAL_AXES, "rope_theta": 50.0},
+            "layer": _rope("default")}),
+        ("ModelOpt, no layers named", renamed, {
+            "taps": OF_AUTHORS, "first_layer": "layers.0", "config": _OF_OPTIMIZER, "layer": _rope("default")}),
+        ("SGLang, tied head", renamed, {
+            "taps": OF_AUTHORS, "own_embedding": True, "ids": None, "tied": True,
+            "config": {"tie_word_embeddings": True, "draft_vocab_size": None}}),
+        ("SpecForge, fc_norm", renamed, {
+            "taps": (2, 3, 6), "config": {**_SPECFORGE, "fc_norm": True}, "fc_norm": True}),
+        ("SpecForge, hidden states by default", renamed, {
+            "taps": OF_AUTHORS, "config": {"eagle_config": {"use_aux_hidden_state": True}, _IDS: None}}),
+        ("DeepSpec", renamed, {
+            "taps": (0, 2, 4, 6, 7), "first_layer": "layers.0", "qwen": True, "ids": None, "own_embedding": True,
+            "config": {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [-1, 1, 3, 5, 6],
+                       "draft_vocab_size": None}}),
+    )
+)  # fmt: skip

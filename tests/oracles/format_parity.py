@@ -1,0 +1,211 @@
+"""What it takes to compare a published format's drafts with those of the implementation that it comes from."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_hsdraft.drafters.base.auto_drafter import AutoDrafter
+from hf_hsdraft.drafters.base.protocol import Call, Session
+from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
+
+VOCABULARY, HIDDEN, LAYERS = 97, 32, 6
+PROMPTS = ((5, 9, 11, 3, 40, 41, 42), (7, 8, 60, 61, 62, 7, 8, 60, 61, 20, 21))
+NEW_TOKENS = 24
+PADDING = 0
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far the drafts of a format are from those of its reference.
+
+    Attributes:
+        format: name of the format, with what is special in this case.
+        reference: class whose drafts are the right ones.
+        difference: greatest distance of a log-probability or logit, in float32.
+        rounds: number of drafts compared.
+        accepted: number of rounds that accepted a draft.
+        rejected: number of rounds that rejected some.
+    """
+
+    format: str
+    reference: str
+    difference: float
+    rounds: int
+    accepted: int
+    rejected: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """A draft of a call.
+
+    Attributes:
+        row: index of the text.
+        length: number of tokens of the text when it was drafted, the anchor included.
+        drafted: what the family noted of it.
+    """
+
+    row: int
+    length: int
+    drafted: Any
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A drafter of random weights by the implementation that a format comes from.
+
+    Attributes:
+        name: name of its class.
+        save: writes it into a folder.
+        logits: what it drafts; the family's comparison says what it is given and what it returns.
+        taps: hidden states of the target that it reads.
+        settle: tells a loaded drafter what its files do not.
+    """
+
+    name: str
+    save: Callable[[Path], Any]
+    logits: Callable[..., Any]
+    taps: Sequence[int]
+    settle: Callable[[Any], Any] = lambda drafter: None
+
+    def loaded(self) -> Any:
+        """Returns the drafter that its files are read as, in float32."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            drafter = AutoDrafter.from_pretrained(folder, dtype=torch.float32)
+        self.settle(drafter)
+        return drafter
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format in a kind of its own.
+
+    Attributes:
+        name: what is compared.
+        make: makes the reference for a target.
+        target: fields of the target's configuration.
+    """
+
+    name: str
+    make: Callable[[Any], Reference]
+    target: dict[str, Any] = field(default_factory=dict)
+
+
+class NotingDrafter(WrappedDrafter):
+    """A drafter whose drafts are noted.
+
+    Args:
+        drafter: the drafter.
+        session: makes a session that notes its drafts in its list `rounds`, of the drafter and a call.
+
+    Attributes:
+        rounds: the drafts of its calls.
+    """
+
+    def __init__(self, drafter: Any, session: Callable[[Any, Call], Any]) -> None:
+        super().__init__(drafter)
+        self.rounds: list[Round] = []
+        self._session = session
+
+    def session(self, call: Call) -> Session:
+        session = self._session(self._drafter, call)
+        session.rounds = self.rounds
+        return session
+
+
+def tiny_target(**overrides: Any) -> Any:
+    """Returns a small random target in float32 whose text varies; `kind` is the class of its configuration."""
+    torch.manual_seed(3)
+    kind = overrides.pop("kind", LlamaConfig)
+    fields: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": None,
+        "pad_token_id": PADDING,
+        "initializer_range": 0.3,
+    }
+    return AutoModelForCausalLM.from_config(kind(**{**fields, **overrides})).eval()
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, std: float = 0.3, seed: int = 1) -> None:
+    """Gives all parameters of a model values that matter: norms around 1, all others around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator) * std
+        parameter.copy_(values + 1.0 if "norm" in name and parameter.dim() == 1 else values)
+
+
+@torch.no_grad()
+def texts_of(target: Any, drafter: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[list[int]], Any]:
+    """Decodes padded prompts in one batch with a drafter.
+
+    Returns:
+        The texts without padding, and the statistics of the call.
+
+    Raises:
+        AssertionError: the texts are not those of plain decoding.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PADDING] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    call = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    output = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **call)
+    assert torch.equal(output.sequences, target.generate(ids, **call)), "the text is not that of plain decoding"
+    texts = [row[longest - len(prompt) :] for row, prompt in zip(output.sequences.tolist(), prompts, strict=True)]
+    return texts, output.statistics
+
+
+@torch.no_grad()
+def taps_of(target: Any, text: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+    """Returns hidden states `[T, taps * D]` of a text at some layers, side by side, by one plain forward.
+
+    The one after the last is the last layer's output before the final norm.
+    """
+    given: list[torch.Tensor] = []  # to the final norm
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    states = target(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+    hook.remove()
+    states = (*states, given[0])
+    return torch.cat([states[layer][0] for layer in layers], dim=-1)
+
+
+def compared(
+    name: str,
+    reference: str,
+    rounds: Sequence[Round],
+    texts: Sequence[Sequence[int]],
+    distance: Callable[[Round, Sequence[int]], float],
+) -> Parity:
+    """Compares the rounds of a call with a reference.
+
+    Args:
+        name: of the format.
+        reference: name of the reference's class.
+        rounds: what was drafted.
+        texts: the texts of the call.
+        distance: distance of a round's drafts from the reference's, given the whole text of its row.
+    """
+    worst = max((distance(each, texts[each.row]) for each in rounds), default=math.inf)
+    lengths: dict[int, list[int]] = {}
+    for each in rounds:
+        lengths.setdefault(each.row, []).append(each.length)
+    steps = [
+        later - earlier for row in lengths.values() for earlier, later in zip(row, [*row[1:], row[-1] + 1], strict=True)
+    ]
+    accepted = sum(step > 1 for step in steps)
+    return Parity(name, reference, worst, len(rounds), accepted, len(steps) - accepted)

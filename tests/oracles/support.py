@@ -1,0 +1,245 @@
+"""The support table: every model type that can be made tiny is decoded with and without a drafter.
+
+The types come from transformers' own mappings, not from a list of ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from hf_hsdraft.drafters.hidden_state.configuration_hsdraft import HSDraftConfig
+from hf_hsdraft.drafters.hidden_state.modeling_hsdraft import HSDrafter
+from hf_hsdraft.drafters.ngrams.cacheback import CachebackDrafter
+from hf_hsdraft.runtime.target_limits import decoder_layers, text_config, windows
+from oracles.scripted import ScriptedDrafter
+from oracles.tiny import tiny_config, tiny_model
+
+MAPPINGS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
+_NEW_TOKENS, _PROMPT = 24, 11
+_LONGEST_PROMPT = 220  # tiny models have 256 positions
+
+
+@dataclass(frozen=True)
+class Support:
+    """One row of the table.
+
+    Attributes:
+        task: one of `MAPPINGS`.
+        model_type: transformers' name of the type.
+        drafts: `"tree"`, `"chain"` or `"refused"`; `"plain fails"` where `generate()` alone does not work, `"not
+            built"` where no tiny model could be made, `"error"` where drafted decoding raised something else.
+        equal: whether the text of scripted drafts is plain decoding's; `None` if nothing was compared.
+        batch: the same for a left-padded batch: `"equal"`, `"differs"`, `"refused"`, an error, or `"-"` where plain
+            decoding does not work.
+        ngrams: the same for drafts by n-grams.
+        long: the same for a prompt longer than every window that the configuration names, by both drafters.
+        tau: number of tokens per target forward of scripted drafts.
+        reason: why it is not a tree.
+    """
+
+    task: str
+    model_type: str
+    drafts: str
+    equal: bool | None = None
+    batch: str = "-"
+    ngrams: str = "-"
+    long: str = "-"
+    tau: float = 0.0
+    reason: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether any text was not plain decoding's."""
+        return self.equal is False or "differs" in (self.batch, self.ngrams, self.long)
+
+
+def model_types(task: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the model type, configuration class and model class of all types of a task."""
+    for model_type, class_names in getattr(modeling_auto, MAPPINGS[task]).items():
+        module = importlib.import_module(
+            f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}"
+        )
+        for name in [class_names] if isinstance(class_names, str) else class_names:
+            model_class = getattr(module, name, None) or getattr(transformers, name)
+            yield model_type, model_class.config_class or configuration_auto.CONFIG_MAPPING[model_type], model_class
+            break
+
+
+def check_type(task: str, model_type: str, config_class: Any, model_class: Any) -> Support:
+    """Builds a tiny model of a type, decodes with and without drafters, and compares the texts."""
+    model = plain = problem = None
+    for layer_lists in ("anew", "cut", "full"):
+        try:
+            model = tiny_model(model_class, tiny_config(config_class, layer_lists))
+        except Exception as error:  # other people's constructors raise anything
+            problem = problem or _brief(error)
+            continue
+        try:
+            plain = _decode(model, 1, None)
+            break
+        except Exception as error:
+            problem = _brief(error)
+    if plain is None:
+        return Support(task, model_type, "not built" if model is None else "plain fails", reason=problem or "")
+    ngrams, beyond = _compared(model, 1, _ngrams), max(_PROMPT, *windows(text_config(model)), 0) + 4
+    long = "-"
+    assert model is not None
+    if beyond <= _LONGEST_PROMPT and model.main_input_name == "input_ids":
+        trials = [_compared(model, 1, make, beyond) for make in (_scripted_drafter, _ngrams)]
+        long = next((each for each in trials if each not in ("equal", "-")), trials[0])
+    try:
+        drafter = _scripted_drafter(model, _new(plain), seed=1)
+        drafted = _decode(model, 1, drafter)
+    except ValueError as error:
+        if "cannot be drafted for" not in str(error):
+            return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
+        reason = str(error).partition(": ")[2]
+        return Support(task, model_type, "refused", None, "-", ngrams, long, reason=reason)
+    except Exception as error:
+        return Support(task, model_type, "error", None, "-", ngrams, long, reason=_brief(error))
+    session, statistics = drafter.last, drafted.statistics
+    if statistics is None:  # Whisper's `generate` leaves out of its output what it does not know
+        assert session is not None
+        kind, reason, tau = "chain" if session.chains else "tree", "", session.tokens / session.forwards
+    else:
+        kind, reason, tau = statistics.draft_kind, statistics.reason, statistics.tau
+    equal = torch.equal(plain.sequences, drafted.sequences)
+    batch = _compared(model, 3, _scripted_drafter)
+    return Support(task, model_type, kind, equal, batch, ngrams, long, round(tau, 2), reason)
+
+
+def _compared(model: Any, rows: int, make_drafter: Any, prompt: int = _PROMPT) -> str:
+    """Compares texts with and without a drafter. Returns what `Support.batch` says."""
+    try:
+        plain = _decode(model, rows, None, prompt)
+    except Exception:  # plain decoding does not work
+        return "-"
+    try:
+        drafted = _decode(model, rows, make_drafter(model, _new(plain)), prompt)
+    except Exception as error:
+        refused = isinstance(error, ValueError) and "cannot be drafted for" in str(error)
+        return "refused" if refused else _brief(error)
+    return "equal" if torch.equal(plain.sequences, drafted.sequences) else "differs"
+
+
+def _ngrams(model: Any, texts: Sequence[Sequence[int]]) -> CachebackDrafter:
+    return CachebackDrafter(texts, tree_sizing="fixed", tree_size=8)
+
+
+def _new(output: Any) -> list[list[int]]:
+    return output.sequences[:, -_NEW_TOKENS:].tolist()
+
+
+def _decode(model: Any, rows: int, drafter: Any, prompt: int = _PROMPT) -> Any:
+    options = {} if drafter is None else {"assistant_model": drafter}
+    return model.generate(
+        **_inputs(model, rows, prompt),
+        max_new_tokens=_NEW_TOKENS,
+        min_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def _inputs(model: Any, rows: int, prompt: int) -> dict[str, torch.Tensor]:
+    """Returns token ids `[rows, prompt]`, padded at the left, or the features that a speech model takes."""
+    generator = torch.Generator().manual_seed(rows)
+    if model.main_input_name == "input_features":
+        frames = 2 * model.config.max_source_positions
+        return {"input_features": torch.randn(rows, model.config.num_mel_bins, frames, generator=generator)}
+    ids = torch.randint(5, 80, (rows, prompt), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _scripted_drafter(model: Any, texts: Sequence[Sequence[int]], seed: int = 2) -> ScriptedDrafter:
+    """Returns a drafter that fits a model and reads its hidden states, but drafts along given texts."""
+    config = text_config(model)
+    torch.manual_seed(1)
+    drafter = HSDrafter(
+        HSDraftConfig(
+            vocab_size=config.vocab_size,
+            target_hidden_size=config.hidden_size,
+            target_num_hidden_layers=decoder_layers(config),
+            target_tap_layers=[1, 2],
+            num_attention_heads=1,
+            head_dim=8,
+            intermediate_size=16,
+            num_draft_steps=4,
+            tree_size=16,
+            head="trained",
+            draft_vocab_size=config.vocab_size,
+            injector_rank=4,
+            injector_hidden_size=8,
+        )
+    ).eval()
+    return ScriptedDrafter(drafter, texts, seed)
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def check_all(tasks: Sequence[str], only: Sequence[str] = ()) -> Iterator[Support]:
+    """Checks all types of some tasks, one by one."""
+    for task in tasks:
+        for model_type, config_class, model_class in model_types(task):
+            if only and model_type not in only:
+                continue
+            yield check_type(task, model_type, config_class, model_class)
+            gc.collect()
+
+
+def as_markdown(rows: Sequence[Support]) -> str:
+    """Returns the table with its counts."""
+    lines = [
+        "# Which targets can be drafted for",
+        "",
+        f"Written by `python benchmarks/support.py`, transformers {transformers.__version__}, torch "
+        f"{torch.__version__}: a tiny random model of every type, decoded in float32 with and without scripted drafts "
+        f"(right to a random depth, among wrong branches), {_NEW_TOKENS} tokens, one prompt and a left-padded batch "
+        "of three. N-grams: one prompt with a CachebackDrafter. Long: both drafters after a prompt longer than every "
+        "window that the configuration names.",
+        "",
+    ]
+    for task in dict.fromkeys(row.task for row in rows):
+        mine = [row for row in rows if row.task == task]
+        counts = Counter(row.drafts for row in mine)
+        decodable = [row for row in mine if row.drafts not in ("not built", "plain fails")]
+        differ = sum(row.differs for row in mine)
+        lines += [
+            f"## {task}",
+            "",
+            f"{len(mine)} types; of {len(decodable)} that plain `generate()` decodes here: {counts['tree']} trees, "
+            f"{counts['chain']} chains, {counts['refused']} refused, {counts['error']} errors; {differ} differ.",
+            "",
+            "| type | drafts | text | batch | n-grams | long | tau | why |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in mine:
+            text = {True: "equal", False: "differs", None: "-"}[row.equal]
+            reason = row.reason.replace("|", "\\|")
+            trials = f"{text} | {row.batch} | {row.ngrams} | {row.long}"
+            lines.append(f"| {row.model_type} | {row.drafts} | {trials} | {row.tau or '-'} | {reason} |")
+        lines.append("")
+    return "\n".join(lines)
