@@ -345,7 +345,8 @@ def test_code_and_weights_are_pinned_by_the_revision(bench):
     first = bench.hub.put("user/turning", {name: bench_file(bench, name) for name in REPOSITORY - {".gitattributes"}})
     bench.hub.put("user/turning", {"hub_entry.py": b"raise RuntimeError('bad code ran')\n"})
     found = bench.child(
-        f"""
+        ALONE
+        + f"""
 pinned = dict(trust_remote_code=True, revision="{first}")
 answer([
     outcome(lambda: tokens(assistant_model=AutoModel.from_pretrained("user/turning", **pinned))),
