@@ -152,7 +152,7 @@ def test_other_calls_are_decoded_plainly_with_one_warning(call, target, folder, 
     monkeypatch.setattr(code_of(drafter).logger, "warning_once", told.append)
     plain = decoded(target, **call)
     assert decoded(target, **call, assistant_model=drafter) == plain
-    assert len(told) == 1 and "pip install hf-hsdraft" in told[0]
+    assert len(told) == 1 and "the package hf_hsdraft" in told[0]
 
 
 def test_another_target_is_told_and_other_generates_never_see_the_drafter(target, folder, alone):
@@ -194,7 +194,7 @@ def test_chains_are_those_that_the_package_drafts(reuse, injector, target):
         theirs.settle(accepted)
         theirs.read(*pairs)
         depth = drafter.config.num_draft_steps
-        [tree] = theirs.draft([Ask(0, int(ids[end]), depth, depth, 1, chain=True)])
+        [tree] = theirs.draft([Ask(0, int(ids[end]), depth, depth, width=1)])
         assert ours._draft(*pairs, accepted, end + 1) == list(tree.tokens[1:])
         begin = end
 
