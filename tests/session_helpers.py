@@ -35,7 +35,7 @@ def news(drafter, target, text: list[int], start: int, end: int, row: int = 0) -
 
 def drafted_by(session: HSDraftSession) -> list[DraftTree]:
     """The trees after the last tokens that a session has read, as deep as its options say."""
-    rows, options = len(session._rows), session._options.shared_by(len(session._rows))
+    options = session._options.shared_by(len(session._rows))
     asks = [
         Ask(row, each.root, options.depth, options.tree_size, options.beam_width)
         for row, each in enumerate(session._rows)

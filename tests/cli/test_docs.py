@@ -17,7 +17,7 @@ from hf_hsdraft.drafters.base.draft_options import default_options
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 from hf_hsdraft.verify.registry import OPTION_NAMES
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -18,7 +18,7 @@ from hf_hsdraft.runtime.target_runtime import TargetRuntime
 
 xgrammar = pytest.importorskip("xgrammar")
 
-DRAFTER = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
+DRAFTER = Path(__file__).parents[2] / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
 END = VOCAB - 1
 LETTERS = [chr(code) for code in range(32, 127)]  # a character a token, then padding and the end of a text
 SCHEMA = {

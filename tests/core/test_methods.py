@@ -61,7 +61,7 @@ def test_without_the_folder_nothing_is_offered(monkeypatch):
 
 def child(code: str, package: Path, *arguments: str) -> str:
     """What a process prints that finds the package in a folder, and the tests' helpers too."""
-    paths = os.pathsep.join([str(package), str(Path(__file__).parent)])
+    paths = os.pathsep.join([str(package), str(Path(__file__).parents[1])])
     command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": paths}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=package)

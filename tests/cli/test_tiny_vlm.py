@@ -16,7 +16,7 @@ pytest.importorskip("PIL")
 
 @pytest.fixture
 def drafting(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
     return importlib.import_module("tiny_vlm_drafting")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-PACKAGE = Path(__file__).parent.parent / "hf_hsdraft"
+PACKAGE = Path(__file__).parents[2] / "hf_hsdraft"
 FLOORS = (
     "core",
     "trees",

@@ -26,7 +26,7 @@ from hf_hsdraft.methods.refinement.refiner_files import save_refiner
 from hf_hsdraft.runtime.target_loading import embedded_gguf
 
 TOKEN = "hf_NeverToBeSeenAnywhere"
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "push_and_pull.py"
 CODE = {
     "candidate_generator.py",

@@ -30,7 +30,7 @@ from hf_hsdraft.training.loop import trainer
 from hf_hsdraft.training.loop.checks import steps_done
 from hf_hsdraft.training.loop.trainer import DrafterTrainer
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS, EVERY = 8, 2  # 20 conversations in batches of 4: the second epoch begins after step 5
 
 

@@ -15,7 +15,7 @@ from hf_hsdraft._version import __version__
 from hf_hsdraft.cli import main as cli
 from hf_hsdraft.transformers_version import NEEDED, TESTED
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 NAMES = [
     "average",

@@ -14,7 +14,7 @@ from hf_hsdraft.runtime import target_ability
 from hf_hsdraft.runtime.prompt_inputs import encode_prompt
 from hf_hsdraft.runtime.target_loading import embedded_gguf, load_target
 
-DRAFTER = Path(__file__).parent.parent / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
+DRAFTER = Path(__file__).parents[2] / "model_cards" / "SmolLM2-135M-Instruct-hsdraft"
 PROMPTS = (
     "A farmer has 12 cows and buys 7 more. How many cows does the farmer have now?",
     "Write two sentences about the sea.",
