@@ -234,29 +234,49 @@ def _files(folder: Path) -> set[str]:
 
 def test_without_the_package_a_repository_stays_complete(bench, pushed):
     """Saved and sent by the code that came with it: all files, and documents unless they are of other weights."""
+    bench.hub.put("user/taken", {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"somebody's"})
+    bench.hub.put("user/cared-for", {"README.md": b"my own words", "figures.json": b"{}", "app.py": b"print()"})
+    former = {"config.json": b'{"model_type": "hsdraft"}', "hub_entry.py": b"1", "app.py": b"2"}
+    bench.hub.put("user/former", former)
     found = bench.child(
         ALONE
         + f"""
+import os
+from pathlib import Path
 remote = AutoModel.from_pretrained("{pushed}", trust_remote_code=True)
 remote.save_pretrained("remote/same")
 remote.push_to_hub("user/remote", private=True)
+for name in ("user/cared-for", "user/former"):
+    remote.push_to_hub(name)
+refused = [outcome(lambda: remote.push_to_hub("user/taken"))]
+refused.append(outcome(lambda: remote.push_to_hub("user/former", private=True)))
+os.makedirs("remote/changed", mode=0o755)
+Path("remote/changed/mine.txt").write_text("not to be sent")
 with torch.no_grad():
     remote.fuse.weight.add_(1.0)
 remote.save_pretrained("remote/changed", push_to_hub=True, repo_id="user/remote", revision="changed")
 again = AutoModel.from_pretrained("remote/changed", trust_remote_code=True)
 recipe = dict(custom_generate="{pushed}", trust_remote_code=True)
-answer([tokens(assistant_model=remote), tokens(assistant_model=again), tokens(**recipe), type(again).__module__])
+routes = [tokens(assistant_model=remote), tokens(assistant_model=again), tokens(**recipe)]
+answer([*routes, type(again).__module__, refused, os.stat("remote/changed").st_mode & 0o777])
 """,
         home="no_package",
         token=TOKEN,
     )
     assert found[:3] == [bench.plain] * 3 and found[3].startswith("transformers_modules.")
+    assert [kind for kind, _ in found[4]] == ["ValueError"] * 2 and found[5] == 0o755
+    assert "type 'llama', not a drafter" in found[4][0][1] and "is public" in found[4][1][1]
     sent, before = bench.hub.files("user/remote"), bench.hub.files(pushed)
     same = set(before) - {"config.json"}  # which names the repository it was loaded from
     assert set(sent) == REPOSITORY and {name: sent[name] for name in same} == {name: before[name] for name in same}
     assert json.loads(sent["config.json"])["auto_map"] == json.loads(before["config.json"])["auto_map"]
+    theirs = bench.hub.files("user/cared-for")
+    assert set(theirs) == REPOSITORY | {"figures.json", "app.py"} and theirs["README.md"] == b"my own words"
+    brought_up = bench.hub.files("user/former")  # somebody's own stays
+    assert set(brought_up) == REPOSITORY | {"app.py"} and brought_up["hub_entry.py"] == before["hub_entry.py"]
+    assert set(bench.hub.files("user/remote", "changed")) <= REPOSITORY
     assert _files(bench.folder / "remote" / "same") == REPOSITORY - {".gitattributes"}
-    assert _files(bench.folder / "remote" / "changed") == REPOSITORY - {".gitattributes", "README.md"}
+    assert _files(bench.folder / "remote" / "changed") == REPOSITORY - {".gitattributes", "README.md"} | {"mine.txt"}
     for name in ("changed", "same"):
         HSDrafter.from_pretrained(bench.folder / "remote" / name)
 
@@ -510,6 +530,32 @@ answer(tokens(assistant_model=plain))
     assert files == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     text = b"".join(bench.hub.files("user/adapter").values()).decode(errors="replace")
     assert 'drafter.load_adapter("user/adapter")' in text and str(bench.folder) not in text
+
+
+@needs_peft
+def test_without_the_package_an_adapter_is_pushed_without_paths_of_this_machine(bench):
+    there = str(bench.folder / "drafter")
+    found = bench.child(
+        ALONE
+        + f"""
+from peft import LoraConfig
+remote = AutoModel.from_pretrained({there!r}, trust_remote_code=True)
+remote.add_adapter(LoraConfig(r=2, target_modules=["fuse"]))
+remote.push_to_hub("user/remote-adapter")
+remote.save_pretrained("remote-adapter", push_to_hub=True, repo_id="user/remote-adapter-2")
+plain = AutoModel.from_pretrained({there!r}, trust_remote_code=True)
+plain.load_adapter("user/remote-adapter")
+answer(tokens(assistant_model=plain))
+""",
+        home="no_package",
+        token=TOKEN,
+    )
+    assert found == bench.plain
+    for name in ("user/remote-adapter", "user/remote-adapter-2"):
+        files = bench.hub.files(name)
+        assert set(files) - {".gitattributes"} == {"adapter_config.json", "adapter_model.safetensors"}
+        assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "drafter"
+        assert str(bench.folder).encode() not in b"".join(files.values())
 
 
 def test_saving_asks_the_hub_nothing_and_keeps_what_belongs_to_a_revision(bench):

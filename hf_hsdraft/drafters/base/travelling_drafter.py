@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.generation import logits_process
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
@@ -24,12 +25,15 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
+from ...core.checks import public_name
+
 logger = logging.get_logger(__name__)
 
 _CACHES = ("cache", "past_key_values")  # names of the cache, since transformers 5.24 and before
 _INPUTS = {*_CACHES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
 _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # of caches that take back what was rejected
 _STATEFUL = {"SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"}
+_OF_A_PUSH = ("repo_id", "private", "revision", "token", "create_pr", "commit_message", "commit_description")
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 
 
@@ -62,33 +66,49 @@ class TravellingDrafter(PreTrainedModel):
         drafter.loaded_from = os.fspath(name), getattr(drafter.config, "_commit_hash", None)
         return loaded
 
-    def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
         """Writes the whole repository again: weights, configuration, and the files that it was loaded with."""
-        hub = {key: kwargs.pop(key) for key in ("repo_id", "revision", "private", "token") if key in kwargs}
+        hub = {key: kwargs.pop(key) for key in _OF_A_PUSH if key in kwargs}
         folder, config, names = Path(save_directory), self.config, self.config.architectures
-        if getattr(self, "_hf_peft_config_loaded", False) or self.loaded_from is None:
-            super().save_pretrained(folder, *args, **kwargs)  # an adapter alone
-        else:
-            with tempfile.TemporaryDirectory() as place:
-                if self.has_network:
-                    super().save_pretrained(place, *args, **kwargs)
-                    config.architectures = names
-                self._add_files(Path(place))
-                shutil.copytree(place, folder, dirs_exist_ok=True)
-        if push_to_hub:
-            self._send(folder, hub.pop("repo_id", folder.name), **hub)
+        with tempfile.TemporaryDirectory() as stage:  # the folder may hold what is not to be sent
+            whole = self.loaded_from is not None and not getattr(self, "_hf_peft_config_loaded", False)
+            if self.has_network or not whole:  # of an adapter, that alone
+                super().save_pretrained(stage, *args, **kwargs)
+                config.architectures = names
+            if whole:
+                self._add_files(Path(stage))
+            for path in (path for path in Path(stage).rglob("*") if path.is_file()):
+                place = folder / path.relative_to(stage)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.unlink(missing_ok=True)  # weights there may be mapped
+                shutil.copyfile(path, place)
+            name = hub.pop("repo_id", None) or folder.resolve().name
+            return self._send(Path(stage), name, **hub) if push_to_hub else None
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Sends what `save_pretrained` writes to the Hub, in one commit; `hf_hsdraft` also checks what is there."""
         with tempfile.TemporaryDirectory() as place:
-            self.save_pretrained(place)
-            return self._send(Path(place), repo_id, **kwargs)
+            return self.save_pretrained(place, push_to_hub=True, repo_id=repo_id, **kwargs)
 
     def _send(self, folder: Path, repo_id: str, private: Any = None, token: Any = None, **options: Any) -> Any:
-        api = HfApi(token=token)
+        """Sends a staged folder. A card that is there stays."""
+        api, adapter = HfApi(token=token), folder / "adapter_config.json"
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if options.get("revision") and not options.get("create_pr"):
-            api.create_branch(repo_id, branch=options["revision"], exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise ValueError(f"{repo_id} exists and is public: nothing was sent; choose another name, or hide it first")
+        if (revision := options.get("revision")) and not options.get("create_pr"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = api.list_repo_files(repo_id, revision=revision)
+        if adapter.is_file():  # without a path of this machine
+            (folder / "generation_config.json").unlink(missing_ok=True)
+            fields = json.loads(adapter.read_text(encoding="utf-8"))
+            fields["base_model_name_or_path"] = public_name(str(fields.get("base_model_name_or_path") or ""))
+            adapter.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        elif "config.json" in there:
+            config, _ = PreTrainedConfig.get_config_dict(repo_id, revision=revision, token=token)
+            if (found := config.get("model_type")) != self.config.model_type:
+                raise ValueError(f"{repo_id} holds a model of type {found!r}, not a drafter: nothing was sent")
+        options["ignore_patterns"] = ["README.md"] if "README.md" in there else None
         options.setdefault("commit_message", "Upload drafter")
         return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
 
