@@ -156,9 +156,11 @@ def _run_rounds(
     memory = getattr(runtime.cache, _MEMORY, None)
     if memory is not None and call.rows == 1:
         drafting.session.resume(memory, runtime.cached_before)
-    kind = target.kind(drafting.session)
     room = max(map(texts.room, range(call.rows)))
-    runtime.acceleration.begin(call.options.packed_weights, room, lambda: slower_packed(call.target, kind))
+    # Asked again as the text grows: its length is part of the kind.
+    runtime.acceleration.begin(
+        call.options.packed_weights, room, lambda: slower_packed(call.target, target.kind(drafting.session))
+    )
     target.set_pace(drafting)
     timer = PaceTimer(drafting, runtime.acceleration, lambda: target.set_pace(drafting))
     drafting.observe(_news_of_prompts(texts, output, limits.positions, target, inputs_embeds, runtime))

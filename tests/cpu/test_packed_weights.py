@@ -644,6 +644,18 @@ def test_a_call_does_not_pack_where_that_slowed_others(packings, monkeypatch):
     monkeypatch.undo()
 
 
+def test_whether_packing_slows_rounds_is_asked_for_the_length_by_then(tuned, monkeypatch):
+    """Costs depend on the length of a text, which has grown since the call began."""
+    ids, kinds = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0)), []
+    drafter = make_drafter(make_target())
+    drafter.generation_config.packed_weights = None
+    monkeypatch.setattr("hf_hsdraft.engine.decoding.slower_packed", lambda _, kind: bool(kinds.append(kind)))
+    for rounds in (1, 60):
+        tuned(packed_least_numbers=0, packing_forwards=0.2 * rounds, cost_length=16)
+        texts(make_target(), ids, drafter, max_new_tokens=200)
+    assert len(kinds) == 2 and kinds[0] != kinds[1]
+
+
 @pytest.mark.parametrize("value", ["yes", 1, 0.5])
 def test_other_values_are_refused(value):
     target = make_target()
