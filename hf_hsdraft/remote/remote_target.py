@@ -120,8 +120,10 @@ class RemoteTarget:
         """The draft that is wanted for the next round: no more nodes than the server has room for in a forward."""
         if self.finished or self._draft is None:
             return []
-        depth, size = min(self._reach, self._draft.depth), min(self._draft.tree_size, self._most_nodes)
-        return [Wanted(0, self.tokens[-1], depth, size, self._draft.beam_width, reach=self._reach)]
+        size = min(self._draft.tree_size, self._most_nodes)
+        reach = min(self._reach, size)  # no tree is deeper than it has nodes
+        depth = min(reach, self._draft.depth)
+        return [Wanted(0, self.tokens[-1], depth, size, self._draft.beam_width, reach=reach)]
 
     def undone_on_error(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server keeps the cache

@@ -18,8 +18,10 @@ from test_remote import plain, prompts
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_hsdraft import CachebackDrafter
+from hf_hsdraft.drafters.base.draft_options import DraftOptions
 from hf_hsdraft.remote.connecting import connect
 from hf_hsdraft.remote.link import Link, LinkLost
+from hf_hsdraft.remote.remote_target import RemoteCall, RemoteTarget
 from hf_hsdraft.remote.sessions import ServerLimits
 from hf_hsdraft.remote.tree_reader import TreeReader
 from hf_hsdraft.remote.verified_text import seeded
@@ -216,3 +218,13 @@ def test_random_numbers_are_passed_over_as_draws_take_them(drawn: int, vocab_siz
         torch.multinomial(probabilities, num_samples=1, generator=generator)
     found = seeded(11, torch.device("cpu"), vocab_size, drawn)
     assert torch.equal(found.get_state(), generator.get_state())
+
+
+def test_no_draft_is_asked_for_that_is_deeper_than_the_server_has_room_for():
+    """Without any room for nodes nothing is drafted: sessions are never asked for trees of no nodes."""
+    draft = DraftOptions.of(CachebackDrafter())
+    target = RemoteTarget(RemoteCall(lambda: None, [5, 6], 0, {}), draft, 32)
+    for nodes in (0, 1, 2, 500):
+        target._reach, target._most_nodes = 8, nodes
+        [ask] = target.asks()
+        assert ask.size == min(nodes, draft.tree_size) and ask.depth == ask.reach == min(nodes, 8)
