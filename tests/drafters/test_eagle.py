@@ -18,6 +18,7 @@ from hf_hsdraft.drafters.base.protocol import Accepted, Ask, Call
 from hf_hsdraft.drafters.base.wrapped_drafter import WrappedDrafter
 from hf_hsdraft.drafters.eagle import eagle_session
 from hf_hsdraft.drafters.eagle.eagle_network import initialise
+from hf_hsdraft.engine.loop import Observer
 
 PADDED = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6], [9, 8, 9, 31, 9, 8, 44, 8], [0, 11, 12, 13, 14, 15, 16, 17]])
 MASK = (PADDED > 0).long()
@@ -398,6 +399,35 @@ def test_a_wrapped_drafter_reads_the_same(target):
     drafter = make_eagle(target)
     wrapped = WrappedDrafter(drafter)
     assert wrapped.taps == drafter.taps == tuple(wrapped.taps_of(target)) == (2, 4, 5)
+
+
+class Listening(Observer):
+    """Keeps what the trees of a batch grow from, each with the log-probabilities of two depths as they are then."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_expansion(self, rows, expansion):
+        self.heard.append((rows, expansion, depths_of(rows, expansion)))
+
+    def put(self, tokens): ...
+
+    def end(self): ...
+
+
+def depths_of(rows, expansion):
+    tokens = torch.tensor([[9 + row] for row in rows])
+    first, states = expansion(1, tokens, None)
+    return torch.cat([first, expansion(2, tokens, states)[0]])
+
+
+def test_what_trees_of_a_batch_grow_from_can_be_asked_after_the_call(target):
+    listening = Listening()
+    call = {"attention_mask": MASK, "max_new_tokens": 12, "do_sample": False}
+    target.generate(PADDED, assistant_model=make_eagle(target), streamer=listening, **call)
+    assert any(len(rows) > 1 for rows, *_ in listening.heard)
+    for rows, expansion, before in listening.heard:
+        torch.testing.assert_close(depths_of(rows, expansion), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -151,7 +151,7 @@ class EagleExpansion(Expansion):
         """
         network, drafted = self._network, self._drafted
         if states is None:
-            return network.logits(drafted.states), torch.zeros_like(tokens)[..., None]
+            return network.logits(drafted.states[:, :1]), torch.zeros_like(tokens)[..., None]
         parents = states[..., 0]
         above = drafted.states.gather(1, parents[..., None].expand(-1, -1, drafted.states.shape[-1]))
         depths = torch.full_like(tokens[0], level - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ class EagleSession(ReadingSession):
 
     def repeatable(self, asks: Sequence[Ask], expansion: Any, options: DraftOptions) -> Expansion:
         read = self._context
-        self._context = read.copy_of(0)  # what is drafted is written over by later rounds
+        self._context = copy.deepcopy(read)  # what is drafted is written over by later rounds
         made = self.expansion(asks, expansion.depth, options)
         self._context = read
         return made
