@@ -74,7 +74,7 @@ class Registry(MutableMapping[str, Offer]):
 
     def __iter__(self) -> Iterator[str]:
         methods = offered(self.kind)
-        yield from [*(name for name in self.loaded if name not in methods), *methods]
+        yield from [*(name for name in list(self.loaded) if name not in methods), *methods]
 
     def __len__(self) -> int:
         return len(list(iter(self)))

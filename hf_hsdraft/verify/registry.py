@@ -31,7 +31,7 @@ def rule_options(*given: Mapping[str, Any], lossy: bool = False) -> list[Option]
         VERIFIERS.get(str(options.get("verification")))
         for name in OPTION_NAMES & options.keys():
             load("verification_option", name)
-    rules = [rule for rule in VERIFIERS.loaded.values() if not (lossy and rule.exact)]
+    rules = [rule for rule in list(VERIFIERS.loaded.values()) if not (lossy and rule.exact)]
     return [option for rule in rules for option in rule.own_options]
 
 
@@ -40,4 +40,4 @@ def rules_learned_in(folder: Path) -> list[Verifier]:
     for name in offered("file"):
         if (folder / name).is_file():
             load("file", name)
-    return [rule for rule in VERIFIERS.loaded.values() if rule.file and (folder / rule.file).is_file()]
+    return [rule for rule in list(VERIFIERS.loaded.values()) if rule.file and (folder / rule.file).is_file()]
