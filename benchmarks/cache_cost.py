@@ -5,7 +5,7 @@
 It times forwards over one token, and over a chain of drafted tokens under an explicit mask. There are four ways:
 
 - plain: transformers' `DynamicCache`, which concatenates. Under a mask, grouped keys and values are repeated.
-- growing: a cache that grows in place (`growing_cache.py`).
+- growing: a cache that grows in place (`runtime/cache_slots.py`).
 - grouped: the same cache, and keys are read once for all heads that share them (`grouped_attention.py`).
 - packed: as grouped, with packed copies of the weights (`packed_weights.py`).
 """

@@ -17,9 +17,10 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...core.checks import check_fields, demand, integer, is_integer, setting
+from ...core.checks import check_fields, demand, integer, setting
 from ...core.tensors import RMSNorm
 from .plain_config import described
+from .travelling_config import own_integer
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each `[..., n, head_dim]`
 
@@ -70,12 +71,6 @@ class LayerSizes:
             "head_dim": max(config.hidden_size // heads // 2 * 2, 2),  # rotary embeddings need an even number
         }
         return cls(**{**sizes, **fields})
-
-
-def own_integer(config: Any, name: str) -> int | None:
-    """Returns a field of a target's configuration where it is one number for all layers."""
-    value = getattr(config, name, None)
-    return value if is_integer(value) else None
 
 
 class Attention(nn.Module):

@@ -9,10 +9,10 @@ from typing import Any
 
 from ...core.checks import POSITIVE, check_fields, choice, demand, integer, is_integer, public_name, setting
 from ...runtime.target_limits import decoder_layers
-from ..base.decoder_layer import LayerSizes, own_integer
+from ..base.decoder_layer import LayerSizes
 from ..base.layer_fields import MOST_LAYERS
 from ..base.plain_config import PlainConfig, described, most_of, number
-from ..base.travelling_config import any_special_tokens
+from ..base.travelling_config import any_special_tokens, own_integer
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
