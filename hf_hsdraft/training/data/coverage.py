@@ -1,11 +1,10 @@
-"""How much of what a drafter will meet its training chats hold, in numbers.
+"""Measures how much of what a drafter will meet occurs in its training chats.
 
 All counts are of tokens. n-grams do not cross the ends of texts.
 
 - distinct-n: number of different n-grams of the answers divided by the number of n-grams, 0 to 1 (Li et al. 2016). It
-  falls with the amount of text, so only equally large amounts compare.
-- covered-n: share of the n-grams of other texts that occur in the training answers, 0 to 1. Repeated n-grams count
-  repeatedly, as a drafter meets them.
+  falls with the amount of text, so only equal amounts compare.
+- covered-n: share of the n-grams of other texts that occur in the training answers, 0 to 1, repetitions counted.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ Tokens = Sequence[int] | Sequence[str]
 
 @dataclass(frozen=True)
 class KindCounts:
-    """What the chats of one kind hold.
+    """Counts of the chats of one kind.
 
     Attributes:
         kind: name of the kind; `""` for chats without a label.
-        chats: number of chats.
-        asked: number of tokens of the user.
-        answered: number of tokens of the assistant.
-        distinct: distinct-n of the answers for each n of `DISTINCT`, see above.
+        asked: number of user tokens.
+        answered: number of assistant tokens.
+        distinct: distinct-n of the answers for each n of `DISTINCT`.
     """
 
     kind: str
@@ -51,9 +49,7 @@ class CoveredCounts:
 
     Attributes:
         kind: name of the kind; `""` for texts without a label.
-        texts: number of texts.
-        tokens: number of their tokens.
-        covered: covered-n for each n of `COVERED`, see above.
+        covered: covered-n for each n of `COVERED`.
     """
 
     kind: str
@@ -63,12 +59,7 @@ class CoveredCounts:
 
 
 def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
-    """Returns the counts of each kind, the largest first, and of all chats together at the end.
-
-    Args:
-        chats: the chats.
-        tokenize: returns the tokens of a text.
-    """
+    """Counts each kind, the largest first, and then all chats together."""
     tokenized = [
         (chat.kind, [tokenize(text) for text in chat.asked], [tokenize(text) for text in chat.answers])
         for chat in chats
@@ -88,12 +79,10 @@ def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
 
 
 def count_covered(train: Sequence[Chat], others: Sequence[Chat], tokenize: Tokenize) -> list[CoveredCounts]:
-    """Returns for each kind of other texts how much of them occurs in the training answers, and for all at the end.
+    """Returns coverage for each kind of other texts, and then for all of them.
 
     Args:
-        train: the training chats.
         others: chats, whose answers are looked up, or prompts, whose user turns are.
-        tokenize: returns the tokens of a text.
     """
     answers = [tokenize(text) for chat in train for text in chat.answers]
     known = {n: set(_grams(answers, n)) for n in COVERED}

@@ -18,7 +18,7 @@ class DraftVocabulary:
     """The tokens that a drafter can propose.
 
     Attributes:
-        ids: their ids, ascending.
+        ids: token ids, ascending.
         coverage: share of all answer tokens that are among them, 0 to 1.
     """
 
@@ -29,12 +29,9 @@ class DraftVocabulary:
 def choose_draft_vocabulary(
     conversations: Iterable[TokenizedConversation], vocab_size: int, draft_vocab_size: int, always: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """Picks the most frequent answer tokens (Lyanna, compressed vocabulary; FR-Spec).
+    """Picks the `draft_vocab_size` most frequent answer tokens (Lyanna, compressed vocabulary; FR-Spec).
 
     Args:
-        conversations: conversations whose answer tokens are counted.
-        vocab_size: number of tokens of the target's vocabulary.
-        draft_vocab_size: number of tokens to pick.
         always: ids that are picked however rare they are, such as the end of a turn.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
@@ -50,11 +47,10 @@ def choose_draft_vocabulary(
 def with_draft_vocabulary(drafter: Any, ids: Sequence[int], output_rows: torch.Tensor) -> Any:
     """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
 
-    Rows of known tokens are kept. Rows of new tokens are guessed from the target's output rows, by the linear map that
-    fits best for the known tokens.
+    Rows of known tokens are kept. Rows of new tokens are predicted from the target's output rows, by the linear map
+    that fits the known tokens best.
 
     Args:
-        drafter: the drafter.
         ids: token ids of the new draft vocabulary, ascending.
         output_rows: `[V, D]`, the target's output embedding.
     """
@@ -62,7 +58,7 @@ def with_draft_vocabulary(drafter: Any, ids: Sequence[int], output_rows: torch.T
     fields = drafter.config.to_dict() | {"draft_vocab_ids": list(ids), "draft_vocab_size": len(ids)}
     changed = type(drafter)(type(drafter.config).from_dict(fields)).to(drafter.device, drafter.dtype)
     changed.generation_config = copy.deepcopy(drafter.generation_config)
-    leave_folder(changed)  # it belongs to the former vocabulary
+    leave_folder(changed)  # it belongs to the old vocabulary
     place = torch.full((drafter.config.vocab_size,), -1)
     place[old_ids] = torch.arange(len(old_ids))
     place = place[new_ids]

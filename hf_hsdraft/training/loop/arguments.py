@@ -27,7 +27,7 @@ class DrafterTrainingArguments(TrainingArguments):
     """transformers' `TrainingArguments` with further fields for the drafter's loss, and defaults that suit it.
 
     Args:
-        objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, as `"ctc"` for a drafter whose
+        objective: name in `objectives.OBJECTIVES`, or in `objectives.WHOLE_LOSSES`, such as `"ctc"` for a drafter whose
             slots are frames with a blank.
         ce_share: share of the cross-entropy in the objectives `ce_tv` and `kl_ce`; `None` for 0.1 and 0.5.
         ctc_labels: number of tokens that the frames of a chain are to say, with `"ctc"`; by default half the number of
@@ -37,13 +37,13 @@ class DrafterTrainingArguments(TrainingArguments):
             rounds that drafting along the text comes to, see `draft_opd`.
         rejected_drafts: greatest number of rejected drafts of a round that `"draft-opd"` learns from; `None` for 1.
         depth_weighting: `"fixed"` for the weighted mean, over the depths, of the mean of each depth; `"by-prediction"`
-            for a mean over all predictions, each of which has the weight of its depth; `"d-pace"` for weights by the
-            drafter's own estimate of how far each chain is accepted, see `depth_weights.d_pace`.
+            for a mean over all predictions, each weighted by its depth; `"d-pace"` for weights by the drafter's
+            estimate of how far each chain is accepted, see `depth_weights.d_pace`.
         depth_decay: depth d weighs `depth_decay ** d`.
         depth_weights: weight of each depth, instead of `depth_decay`.
         regression_weight: weight of the hidden-state regression at the first step.
         cosine_weight: weight of 1 minus the cosine of drafted and final hidden states, in all steps (FastVLM).
-        regression_steps: number of steps over which that weight falls to 0.
+        regression_steps: number of steps over which `regression_weight` falls to 0.
         chains_per_conversation: greatest number of chain starts drawn from each conversation of a step.
         rolled_fraction: share of those chains that is followed beyond the first depth.
         eval_new_tokens: number of tokens generated per held-out prompt to measure tau.
@@ -144,11 +144,7 @@ class DrafterTrainingArguments(TrainingArguments):
         super().__post_init__()
 
     def weights_of_depths(self, steps: int) -> list[float]:
-        """Returns the weight of each of K depths, the same in all chains.
-
-        Raises:
-            ValueError: `depth_weights` has another length.
-        """
+        """Returns the weight of each of K depths; a ValueError if `depth_weights` has another length."""
         if self.depth_weighting == "d-pace":
             return [1.0] * steps
         if self.depth_weights is None:
@@ -184,7 +180,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
     Args:
         out: folder of the run.
         overrides: fields that differ from their defaults.
-        device_type: type of the device that it trains on.
+        device_type: type of the training device.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -218,7 +214,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
 
 
 def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
-    """Reads command-line options of `DrafterTrainingArguments`. Returns the fields that are given.
+    """Parses command-line options of `DrafterTrainingArguments` to the fields that are given.
 
     Raises:
         ValueError: there is no such option, or its value has the wrong type.

@@ -84,21 +84,16 @@ _ARGUMENTS_FIXED = (
 def train(
     target: Any, tokenizer: Any, plan: TrainingPlan, arguments: Mapping[str, Any] | None = None, report: Report = print
 ) -> Any:
-    """Makes prompts and answers, trains a drafter on them, and keeps the best one by tau.
+    """Makes prompts and answers, trains a drafter on them, and returns the best one by tau, as it was saved.
 
-    A killed run goes on where it stopped: prompts, answers and features are kept, and the trainer resumes from its last
-    checkpoint. Each of several processes (`accelerate launch`) answers its share. FSDP and ZeRO shard the target only,
-    see `load_target`. The drafter is small, and every process has all of it.
+    A killed run resumes: prompts, answers and features are kept, and the trainer resumes from its last checkpoint. Each
+    of several processes (`accelerate launch`) answers its share. FSDP and ZeRO shard the target only, see
+    `load_target`. The drafter is small, and every process has all of it.
 
     Args:
-        target: the target.
-        tokenizer: the target's tokenizer.
         plan: what to learn from and what to make.
         arguments: fields of `DrafterTrainingArguments` that differ from their defaults.
-        report: told of the progress: a function that takes lines, or a `Reporter`.
-
-    Returns:
-        The drafter as it was saved.
+        report: a function that takes lines, or a `Reporter`.
 
     Raises:
         ValueError: there is nothing to train on, or plan, arguments and target do not fit together.
@@ -167,7 +162,7 @@ def _checked_sources(
 def _published_chats(
     plan: TrainingPlan, args: DrafterTrainingArguments, recipe: Mapping[str, Any]
 ) -> PublishedChats | None:
-    """The data set that this process sends chats to, made sure of; `None` if there is none."""
+    """The verified data set that this process sends chats to, if any."""
     if plan.publish_data is None or not PartialState().is_main_process:
         return None
     hub = {"token": args.hub_token, "private": args.hub_private_repo}
@@ -177,7 +172,7 @@ def _published_chats(
 def _publish(
     out: Path, chats: PublishedChats | None, repository: str, args: DrafterTrainingArguments, report: Report
 ) -> None:
-    """Sends what is to be on the Hub: the chats first, as the drafter's card names them."""
+    """Sends the chats first, as the drafter's card names them, and then the drafter."""
     if chats is not None:
         report(f"chats sent: {chats.send(out / 'data')}")
         name_data_set(out, chats.name)
@@ -197,7 +192,6 @@ def _train_on(
     conversations: Sequence[Conversation],
     report: Reporter,
 ) -> None:
-    """Trains a drafter on some conversations and saves it."""
     out, state = Path(plan.out), PartialState()
     pairs = _tokenized(tokenizer, plan, in_order(conversations, args.seed), report)
     tokenized = [pair[1] for pair in pairs]
@@ -249,11 +243,7 @@ def _train_on(
 def _tokenized(
     tokenizer: Any, plan: TrainingPlan, conversations: Sequence[Conversation], report: Reporter
 ) -> list[tuple[Conversation, TokenizedConversation]]:
-    """Returns the conversations that hold something to learn, each with its tokens.
-
-    Raises:
-        ValueError: too few are left.
-    """
+    """Returns the conversations with something to learn, each with its tokens; a ValueError if too few are left."""
     pairs = []
     with report.stage("tokenizing", "conversations", len(conversations)) as stage:
         for chat in conversations:
@@ -302,7 +292,7 @@ def _cached_taps(
     identity: str,
     report: Reporter,
 ) -> Any:
-    """Returns the features of conversations of so many tokens, which this process has written its share of."""
+    """Returns the features of all conversations, after this process has written its share."""
     state = PartialState()
     size = feature_bytes(tokens, len(taps), target.config.get_text_config().hidden_size)
     report(f"taps of {tokens:,} tokens: {size / 1e9:,.2f} GB on disk")
@@ -320,13 +310,7 @@ def _cached_taps(
 
 
 def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None:
-    """Takes the steps that are left, and loads the best drafter.
-
-    Args:
-        trainer: the trainer.
-        last: the checkpoint that it goes on from; `None` for none.
-        report: told of the progress.
-    """
+    """Takes the steps that are left after checkpoint `last`, and loads the best drafter."""
     args, budget = trainer.args, trainer.budget
     if last is not None and _had_ended(last, args):  # the Trainer would take one more step
         trainer.restore(last)
@@ -346,7 +330,7 @@ def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None
 
 
 def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
-    """Returns the limits that end training, by name. With a wider limit a finished run goes on."""
+    """The limits that end training, by name. With a wider limit a finished run continues."""
     if args.max_minutes is not None:
         limits = {"max_minutes": args.max_minutes}
     elif args.max_steps > 0:
@@ -359,7 +343,7 @@ def _limits(args: DrafterTrainingArguments) -> dict[str, float]:
 
 
 def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
-    """Returns whether training had taken its last step before it was interrupted."""
+    """Whether training had taken its last step before it was interrupted."""
     state = read_state(last)
     if args.max_minutes is not None:
         clock = _clock(last)  # earlier versions trained until the time was over, and noted no end
@@ -370,7 +354,7 @@ def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
 
 
 def _clock(last: Path) -> dict[str, Any]:
-    """Returns what a checkpoint says of its time budget; nothing for a run by steps."""
+    """Returns a checkpoint's time budget; empty for a run by steps."""
     clock: dict[str, Any] = read_state(last).get("stateful_callbacks", {}).get("TimeBudget", {}).get("attributes", {})
     return clock
 
@@ -386,7 +370,7 @@ def _tau_prompts(
     plan: TrainingPlan,
     args: DrafterTrainingArguments,
 ) -> list[dict[str, torch.Tensor]]:
-    """Returns inputs for the first user messages of held-out chats, as far as they leave room for an answer."""
+    """Returns inputs for the first user messages of held-out chats that leave room for an answer."""
     window = getattr(target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     asked = [text for chat in chats for text in [_first_user_message(chat)] if text is not None]
     encoded = [encode_prompt(tokenizer, text, target.device) for text in asked[: plan.eval_prompts]]
@@ -466,7 +450,7 @@ def _callbacks(args: DrafterTrainingArguments) -> list[Any]:
 
 
 def _budget(args: DrafterTrainingArguments, last: Path | None) -> TimeBudget | None:
-    """Returns the clock of a run, which has counted the time before the last checkpoint; `None` for a run by steps."""
+    """The clock of a run, with the time before its last checkpoint; `None` for a run by steps."""
     if args.max_minutes is None:
         return None
     return TimeBudget.resumed(args.max_minutes, {} if last is None else _clock(last))
@@ -477,4 +461,4 @@ def _first_user_message(chat: Conversation) -> str | None:
 
 
 def _silent(_: str) -> None:
-    """Takes the reports of all processes but the first, and drops them."""
+    """Drops the reports of all processes but the first."""

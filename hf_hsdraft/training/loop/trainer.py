@@ -54,7 +54,7 @@ class TrainingDiverged(RuntimeError):
 
 
 def collate(conversations: Sequence[Features | TokenizedConversation]) -> dict[str, Any]:
-    """Returns the conversations of a step as they are. They are packed later, where the target can make features."""
+    """Returns the conversations of a step as they are: they are packed where the target can make features."""
     return {"conversations": list(conversations)}
 
 
@@ -63,11 +63,10 @@ class DrafterTrainer(Trainer):
 
     Args:
         model: a drafter of a family that can be trained, or a PEFT model of one.
-        args: arguments of the training.
-        target: the target. It makes features that are not on disk, labels for drafted tokens, and the texts for tau.
+        target: makes features that are not on disk, labels for drafted tokens, and the texts for tau.
         tau_prompts: inputs of `generate()` for measuring tau.
         budget: clock that ends training and sets the learning rate; `None` to leave both to `args`.
-        report: told how far evaluations are; `None` to say nothing, and to leave what is printed to the Trainer.
+        report: reports how far evaluations are; `None` to report nothing, and to leave printing to the Trainer.
         kwargs: arguments of `Trainer`. The data sets hold `Features`, or `TokenizedConversation`s whose features are
             computed in every step.
     """
@@ -114,7 +113,7 @@ class DrafterTrainer(Trainer):
         self._recent: LossParts | None = None
         self._tokens, self._since = 0, time.perf_counter()
         self.calibration: Calibration | None = None
-        self.held_out = (0, 0)  # numbers of conversations and of prompts that the last evaluation measured
+        self.held_out = (0, 0)  # conversations and prompts that the last evaluation measured
 
     @property
     def drafter(self) -> Any:
@@ -277,7 +276,7 @@ class DrafterTrainer(Trainer):
         return metrics
 
     def show(self, step: int) -> None:
-        """Makes the figures of a checkpoint, which is loaded, the last ones of the log."""
+        """Makes the figures of the loaded checkpoint the last ones of the log."""
         if step in self._figures:
             metrics, self.calibration = self._figures[step]
             self.log(dict(metrics))
@@ -285,7 +284,7 @@ class DrafterTrainer(Trainer):
             self.evaluate()
 
     def _parity(self, prompts: Sequence[dict[str, torch.Tensor]]) -> float:
-        """Returns how far training is from decoding: the greatest total variation of all depths.
+        """Returns the greatest total variation between training and decoding over all depths.
 
         Raises:
             ParityError: they are further apart than rounding explains. Such training would never improve tau.
@@ -297,9 +296,9 @@ class DrafterTrainer(Trainer):
         return round(max((max(depth.drafter, depth.target) for depth in report.depths), default=math.nan), 5)
 
     def _decode(self, prompts: Iterable[dict[str, torch.Tensor]]) -> Iterator[DraftStatistics]:
-        drafter = copy.copy(self.snapshot())  # shares the weights, and gets options of its own
+        drafter = copy.copy(self.snapshot())  # shares the weights, not the options
         drafter.generation_config = copy.deepcopy(drafter.generation_config)
-        drafter.generation_config.ngram_length = 0  # tau is not to depend on how the texts repeat themselves
+        drafter.generation_config.ngram_length = 0  # tau must not depend on repetitions in the texts
         drafter.generation_config.tree_sizing = "fixed"  # nor on the machine
         leave_folder(drafter)  # nor on what is not trained here
         for prompt in prompts:
@@ -312,7 +311,7 @@ class DrafterTrainer(Trainer):
             ).statistics
 
     def restore(self, checkpoint: Path) -> None:
-        """Takes over the state of a run that ended at a checkpoint, and its best or last weights."""
+        """Restores the state of a run that ended at a checkpoint, and its best or last weights."""
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         if not (self.args.load_best_model_at_end and self.state.best_model_checkpoint):
             self.state.best_model_checkpoint = str(checkpoint)
@@ -340,7 +339,6 @@ class DrafterTrainer(Trainer):
 
 
 def _loss(args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, head: torch.Tensor) -> Any:
-    """Returns the loss that the arguments name."""
     on_cpu = drafter.device.type == "cpu"
     if args.objective in WHOLE_LOSSES:
         chunk = CHUNK_LOGITS["cpu" if on_cpu else "cuda"]
@@ -359,14 +357,14 @@ def _loss(args: DrafterTrainingArguments, drafter: Any, weights: TargetWeights, 
 
 
 def _recompute_layers(drafter: Any) -> None:
-    """Lets the backward compute the trunk's layers again. For long packs, they would take most of a step's memory."""
+    """Lets the backward recompute the trunk's layers, which would take most of a step's memory for long packs."""
     for layer in family_of(drafter).layers(drafter):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 @contextlib.contextmanager
 def _without_frozen_config(drafter: Any) -> Iterator[None]:
-    """Hides a configuration that is a dataclass from the Trainer, which would set `use_cache` in any that it finds."""
+    """Hides a dataclass configuration from the Trainer, which would set `use_cache` in it."""
     config = drafter.config
     if is_dataclass(config):
         drafter.config = None

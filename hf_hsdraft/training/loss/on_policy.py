@@ -31,14 +31,9 @@ def drafted_labels(
     parent, and its own tokens.
 
     Args:
-        drafter: the drafter.
-        target: the target.
-        weights: weights that the drafter borrows from its target.
-        pack: the pack.
-        chains: the chains.
         labels: labels by the text. The other chains keep them.
-        every: 1 for all rolled chains, 2 for every second one, and so on. The draws depend on the state of the random
-            numbers, so several processes do not draw the same as one.
+        every: 1 for all rolled chains, 2 for every second one, and so on. The draws depend on the state of the RNG, so
+            several processes do not draw the same as one.
     """
     steps = labels.tokens.shape[1]
     chosen = torch.arange(0, chains.num_rolled, every, device=chains.starts.device)
@@ -60,9 +55,6 @@ def labelled_by_target(
     """Returns labels in which some chains have the target's distributions after their own parents.
 
     Args:
-        target: the target.
-        pack: the pack.
-        chains: the chains.
         labels: labels with the parents. The parent of the first depth is the text's own.
         chosen: `[C]`, int64, the chains whose other parents may be tokens that are not in the text.
     """
@@ -92,14 +84,10 @@ def draft(
     choose: Callable[[torch.Tensor], torch.Tensor],
     rows: int | None = None,
 ) -> torch.Tensor:
-    """Drafts along chains, each token after those before it.
+    """Drafts `count` tokens along each chain, each token after those before it.
 
     Args:
-        drafter: the drafter.
-        weights: weights that the drafter borrows from its target.
-        pack: the pack.
         starts: `[S]`, int64, position of each chain.
-        count: number of tokens of each chain.
         choose: takes logits `[N, V']`, float32; returns the column of the draft vocabulary that is drafted, `[N]`.
         rows: number of chains whose logits are computed at a time; `None` for all.
 
