@@ -21,13 +21,7 @@ _PART_ROWS, _PART_SECONDS = 64, 60.0  # most that a killed run loses of a server
 
 @dataclass(frozen=True)
 class Answered:
-    """A conversation that the target finished.
-
-    Attributes:
-        temperature: sampling temperature; 0 is greedy.
-        messages: user and assistant messages in turn.
-        new_tokens: number of tokens of all answers.
-    """
+    """A conversation that the target finished; `new_tokens` counts the tokens of all answers."""
 
     prompt: Prompt
     temperature: float
@@ -75,9 +69,7 @@ def answer_prompts(
 
     Args:
         temperatures: values to draw each prompt's temperature from; 0 is greedy. Repeat a value to weigh it.
-        max_new_tokens: greatest number of tokens of an answer.
         invented_turns: number of further user turns that the target makes up in each chat, and answers.
-        seed: seed of the temperatures and of the invented turns.
     """
     tokenizer = with_padding(tokenizer)
     groups: dict[float, list[tuple[int, Prompt]]] = {}
@@ -96,8 +88,7 @@ def store_answers(
 ) -> None:
     """Writes conversations as they come; small batches are collected into larger parts.
 
-    Args:
-        on_progress: called with the number of conversations stored so far, and the answered tokens per second.
+    `on_progress` is called with the number of conversations stored so far, and the answered tokens per second.
     """
     waiting: list[Answered] = []
     tokens, count, begin = 0, 0, time.monotonic()

@@ -14,13 +14,7 @@ from .dataset import RowFolder
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat or a prompt.
-
-    Attributes:
-        asked: the user's turns.
-        answers: the assistant's turns; empty for a prompt.
-        kind: label; `""` if it has none.
-    """
+    """The user's turns and the assistant's of a chat; a prompt has no answers. `kind` is a label, `""` for none."""
 
     asked: tuple[str, ...]
     answers: tuple[str, ...] = ()

@@ -20,9 +20,7 @@ Message = dict[str, str]
 class Prompt:
     """User turns without answers yet.
 
-    Attributes:
-        key: digest of the turns, by which a restarted run knows what is answered.
-        category: label in the source file; `""` if it has none.
+    By `key`, a digest of the turns, a restarted run knows what is answered. `category` is the label in the source file.
     """
 
     key: str
@@ -42,7 +40,7 @@ class Conversation:
 
     @classmethod
     def of(cls, messages: Any) -> Conversation:
-        """Checks and converts a list of messages.
+        """Converts a list of messages.
 
         Raises:
             ValueError: a message lacks `role` or text in `content`, or none is the assistant's.
@@ -68,11 +66,9 @@ def _text(content: Any) -> str:
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """Token ids of a chat in the target's template.
+    """Token ids of a chat in the target's template, `[length]`, int64.
 
-    Attributes:
-        input_ids: `[length]`, int64.
-        answer_mask: `[length]`, bool, True where the assistant wrote the token, ends of turn included.
+    `answer_mask`, bool, is True where the assistant wrote the token, ends of turn included.
     """
 
     input_ids: torch.Tensor
@@ -163,11 +159,8 @@ def with_padding(tokenizer: Any) -> Any:
 def tokenize_conversation(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedConversation:
     """Renders a conversation in the target's template, cut at `max_length` tokens, and marks what the assistant wrote.
 
-    For the mask, prefixes of the conversation are rendered too: the assistant wrote what a reply adds to the generation
-    prompt.
-
-    Raises:
-        ValueError: the template renders earlier messages differently once others follow.
+    Prefixes of the conversation are rendered for the mask. A template that renders earlier messages differently once
+    others follow is a ValueError.
     """
     messages = conversation.as_messages()
     text = tokenizer.apply_chat_template(messages, tokenize=False)

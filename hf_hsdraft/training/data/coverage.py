@@ -27,14 +27,7 @@ Tokens = Sequence[int] | Sequence[str]
 
 @dataclass(frozen=True)
 class KindCounts:
-    """Counts of the chats of one kind.
-
-    Attributes:
-        kind: name of the kind; `""` for chats without a label.
-        asked: number of user tokens.
-        answered: number of assistant tokens.
-        distinct: distinct-n of the answers for each n of `DISTINCT`.
-    """
+    """Tokens of user and assistant in the chats of one kind, and distinct-n of the answers for each n of `DISTINCT`."""
 
     kind: str
     chats: int
@@ -45,12 +38,7 @@ class KindCounts:
 
 @dataclass(frozen=True)
 class CoveredCounts:
-    """How much of the texts of one kind occurs in the training answers.
-
-    Attributes:
-        kind: name of the kind; `""` for texts without a label.
-        covered: covered-n for each n of `COVERED`.
-    """
+    """How much of the texts of one kind occurs in the training answers: covered-n for each n of `COVERED`."""
 
     kind: str
     texts: int
@@ -79,11 +67,7 @@ def count_kinds(chats: Sequence[Chat], tokenize: Tokenize) -> list[KindCounts]:
 
 
 def count_covered(train: Sequence[Chat], others: Sequence[Chat], tokenize: Tokenize) -> list[CoveredCounts]:
-    """Returns coverage for each kind of other texts, and then for all of them.
-
-    Args:
-        others: chats, whose answers are looked up, or prompts, whose user turns are.
-    """
+    """Returns coverage of other texts (answers of chats, user turns of prompts) by kind, and then of all."""
     answers = [tokenize(text) for chat in train for text in chat.answers]
     known = {n: set(_grams(answers, n)) for n in COVERED}
     texts = [(chat.kind, tokenize(text)) for chat in others for text in chat.answers or chat.asked]

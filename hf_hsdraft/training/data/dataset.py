@@ -23,12 +23,9 @@ class RowFolder:
 
     Args:
         title: a line for its card.
-        recipe: everything that decides the rows. It must match the recipe of the rows already there, except for
-            `made_with`.
+        recipe: everything that decides the rows. Another recipe than the folder's, `made_with` excepted, is a
+            ValueError.
         writer: index of this process among those that add rows at the same time.
-
-    Raises:
-        ValueError: the folder was begun with another recipe. The message names the differences.
     """
 
     def __init__(self, folder: Path, title: str = "", recipe: dict[str, Any] | None = None, writer: int = 0) -> None:

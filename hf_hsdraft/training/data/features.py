@@ -65,16 +65,13 @@ def cache_features(
     """Runs the target over all conversations and stores its features in shards.
 
     A shard's name has a digest of target, taps and tokens: existing shards of the same settings are kept, others are
-    not used.
+    not used. If the disk lacks room for the missing shards, an OSError is raised and nothing is written.
 
     Args:
         tap_layers: indices into `hidden_states`, ascending.
         identity: fingerprint of the target.
         share: index of this process, and number of processes that share the work.
         wait: waits for the other processes.
-
-    Raises:
-        OSError: the disk has less room than the missing shards take. Nothing is written then.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,11 +158,7 @@ def read_features(
 ) -> list[Features]:
     """Reads conversations in one forward of the target, padded on the right.
 
-    Args:
-        tap_layers: indices into `hidden_states`, ascending.
-        device: device of the features.
-        dtype: dtype of the hidden states.
-        inputs: further inputs of the target's forward, such as `pixel_values`.
+    `device` and `dtype` are the features'; `inputs` are further inputs of the forward, such as `pixel_values`.
     """
     last = target.config.get_text_config().num_hidden_layers
     wanted = sorted({*tap_layers, last})

@@ -56,14 +56,7 @@ def most_in_sources(plan: TrainingPlan) -> int | None:
 def read_sources(
     plan: TrainingPlan, seed: int, on_bad_line: Callable[[str], None] | None, report: Report
 ) -> tuple[list[Conversation], list[Prompt]]:
-    """Reads finished conversations and prompts from the files and the data set of a plan.
-
-    Both lists are empty if the target is to invent the prompts.
-
-    Args:
-        seed: seed of the order of the prompts.
-        on_bad_line: see `read_jsonl`.
-        report: gets the number of near-duplicates left out.
+    """Reads finished conversations and prompts from the files and the data set of a plan. `seed` orders the prompts.
 
     Raises:
         ValueError: a file, or one that the plan excludes, holds neither; or see `read_jsonl` and
@@ -107,11 +100,7 @@ def answer_all(
 ) -> list[Conversation]:
     """Lets the target answer all prompts, and invent them first if the plan says so. Rows on disk are not made again.
 
-    Args:
-        seed: seed of prompts and answers.
-        identity: fingerprint of the target.
-        prompts: the prompts that were read.
-        out: folder of the run.
+    `identity` is the target's fingerprint, `out` the folder of the run.
     """
     state = PartialState()
     recipe = recipe_of(target, tokenizer, plan, seed, identity)
@@ -199,9 +188,7 @@ def _batches(
 ) -> Iterable[Sequence[Answered]]:
     """Returns the answers in batches, from the plan's server or else from the target.
 
-    Args:
-        expected: what the server should answer to `PROBES`.
-        skip: called with each prompt that the server does not answer, and why.
+    `expected` are the target's answers to `PROBES`; `skip` gets each prompt that the server does not answer, and why.
     """
     common: dict[str, Any] = {"temperatures": _temperatures(plan), "max_new_tokens": plan.max_new_tokens, "seed": seed}
     if plan.answers_from is None or not prompts:
@@ -213,12 +200,9 @@ def _batches(
 
 
 def kinds_to_invent(plan: TrainingPlan, tokenizer: Any) -> list[Kind]:
-    """Returns the kinds of prompts to invent.
+    """Returns the kinds of prompts to invent; a ValueError if the plan names one that is unknown or cannot be rendered.
 
     Kinds with several turns are left out if the template cannot render them, unless the plan names kinds.
-
-    Raises:
-        ValueError: the plan names a kind that is unknown or cannot be rendered.
     """
     if plan.openings:
         return [kind_of_openings(plan.openings)]

@@ -17,8 +17,7 @@ _SENTINEL = "\u2403hsdraft\u2403"  # stands for the text of a user; no template 
 def user_header(tokenizer: Any, history: Sequence[Message] = ()) -> str:
     """Returns a chat rendered up to where the user's next turn begins.
 
-    Raises:
-        ValueError: there is no template, or it changes what a user says.
+    A missing template, or one that changes what a user says, is a ValueError.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(

@@ -32,20 +32,16 @@ def invent_prompts(
     on_batch: Callable[[int], object] = lambda made: None,
     on_given_up: Callable[[str], object] = lambda name: None,
 ) -> list[Prompt]:
-    """Lets the target invent prompts of some kinds, by their shares.
+    """Lets the target invent prompts of some kinds, by their shares; a ValueError if it invents too few.
 
     Each batch is of the kind that lacks most: the target writes the documents that its prompts need, and continues
     openings as the user. Each batch has a seed, so a restarted run makes the same prompts.
 
     Args:
-        store: where they are kept. Each row holds the `turns` of a prompt and the name of its `kind`.
-        max_prompt_tokens: greatest number of tokens of a first turn. Documents are shortened to fit.
-        batch_size: greatest number of prompts invented at once.
+        store: keeps the `turns` of each prompt and the name of its `kind`.
+        max_prompt_tokens: greatest number of tokens of a first turn. Documents are limited to fit.
         on_batch: called with the number of prompts so far.
         on_given_up: called with the name of each kind that is given up for the others.
-
-    Raises:
-        ValueError: the target invents too few prompts.
     """
     header = user_header(tokenizer)
     rows = {row["key"]: row for row in store.rows()}

@@ -71,7 +71,6 @@ class Sketch:
         text: the first turn, with `{document}` still in it.
         asks: requests to the target, one for each part of the document.
         goes_on: whether the target continues the text.
-        follow_ups: the turns after it.
     """
 
     text: str
@@ -112,10 +111,9 @@ def kind_of_openings(openings: Sequence[str]) -> Kind:
 
 
 def chosen_kinds(shares: Mapping[str, float]) -> list[Kind]:
-    """Returns kinds with their shares, given by name; with no shares, all kinds evenly.
+    """Returns kinds with their shares, by name; all kinds evenly without shares.
 
-    Raises:
-        ValueError: there is no such kind, or a share is not above 0.
+    An unknown name, or a share that is not above 0, is a ValueError.
     """
     known = {kind.name: kind for kind in KINDS}
     for name, share in shares.items():

@@ -39,12 +39,7 @@ def _compared(turns: Sequence[str]) -> list[set[Gram]]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The training chat most like a prompt.
-
-    Attributes:
-        share: share of the prompt's n-grams that occur in it, 0 to 1.
-        chat: its index; `None` if no chat shares an n-gram.
-    """
+    """The training chat most like a prompt: its index, if any, and the share of the prompt's n-grams in it."""
 
     share: float = 0.0
     chat: int | None = None

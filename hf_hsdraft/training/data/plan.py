@@ -10,7 +10,7 @@ from ...core.checks import public_name
 from .answers import TEMPERATURES
 
 Report = Callable[[str], None]
-INVENTED_PROMPTS = 2000  # number of invented prompts where the user names none
+INVENTED_PROMPTS = 2000  # default
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,10 @@ class PublishedChats:
     def prepare(self, recipe: Mapping[str, Any]) -> PublishedChats:
         """Makes sure that the repository exists and is writable; returns the data set with its full name.
 
-        Args:
-            recipe: everything that decides the answers.
-
         Raises:
             OSError: the Hub refuses or cannot be reached.
-            ValueError: the repository holds something else, or chats that were made with other settings; or it is
-                public while a private one was asked for.
+            ValueError: the repository holds something else, or chats of another recipe; or it is public while a private
+                one was asked for.
         """
         with told(self.name):
             api, name, there = prepare_repository(self.name, dict(self.hub), KIND)
@@ -62,7 +59,7 @@ class PublishedChats:
 
         Raises:
             OSError: the Hub refuses or cannot be reached. The same call may be repeated.
-            ValueError: the repository holds something else, or chats that were made with other settings.
+            ValueError: the repository holds something else, or chats of another recipe.
         """
         with told(self.name), tempfile.TemporaryDirectory() as place:
             staged = Path(place)

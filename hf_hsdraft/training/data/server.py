@@ -237,10 +237,7 @@ class _Server:
     def reply(self, messages: list[Message], temperature: float, seed: int) -> tuple[str, int]:
         """Returns the next message and its number of tokens.
 
-        Raises:
-            _Refused: the server refuses this request.
-            ValueError: it would refuse every request.
-            ConnectionError: it cannot be reached, or fails.
+        A refusal of this request is a `_Refused`, of every request a ValueError; a failing server is a ConnectionError.
         """
         sampling = {"seed": seed, "extra_body": self.dialect} if temperature > 0 else {}
         fields = {"temperature": temperature, "top_p": 1.0, "max_tokens": self.max_tokens, **sampling}

@@ -16,10 +16,7 @@ BINS = 10
 class Calibration:
     """Confidence and accuracy of predictions, as tables of K depths x `BINS` equal bins of confidence.
 
-    Attributes:
-        count: number of predictions in a bin.
-        confidence: their mean confidence; 0 in an empty bin.
-        accuracy: share of them whose first choice is the target's; 0 in an empty bin.
+    `accuracy` is the share of a bin's predictions whose first choice is the target's. Empty bins hold 0.
     """
 
     count: list[list[int]]

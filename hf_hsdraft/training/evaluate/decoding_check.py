@@ -29,9 +29,7 @@ def check_texts(
 ) -> Iterator[CheckedText]:
     """Decodes prompts greedily, plainly and with a drafter of any family.
 
-    Args:
-        inputs: `input_ids` and `attention_mask` of each prompt, `[1, length]`.
-        max_new_tokens: greatest number of new tokens of a text.
+    `inputs` holds `input_ids` and `attention_mask` of each prompt, `[1, length]`.
     """
     call = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     for each in inputs:

@@ -29,12 +29,7 @@ class KeepsTexts(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates of a device.
-
-    Attributes:
-        bytes_per_second: memory bandwidth.
-        flops_per_second: rate of matrix products, in the dtype of the weights.
-    """
+    """Memory bandwidth of a device, and its rate of matrix products in the dtype of the weights."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -74,7 +69,6 @@ def estimate_decoding(
     Args:
         config: configuration of the target.
         drafter: the drafter; its weights may be on the meta device.
-        bytes_per_weight: bytes per weight of target and drafter.
 
     Raises:
         ValueError: a number is not above 0.

@@ -60,7 +60,7 @@ class DraftingLog(TrainerCallback):
         entry = self._entry()
         self._since = _nothing()
         logs.update(entry)
-        if state.log_history:  # it has a copy of the logs already
+        if state.log_history:  # which holds a copy of the logs already
             state.log_history[-1].update(entry)
         if "hsdraft/tau" in entry:
             self._compare(entry["hsdraft/tau"])
@@ -98,10 +98,7 @@ def _nothing() -> dict[str, float]:
 def log_drafting(trainer: Any, attachment: Attachment, window: int = 4) -> DraftingLog:
     """Puts a `DraftingLog` in front of a trainer's callbacks, so that wandb and others get its values; returns it.
 
-    Args:
-        trainer: a `Trainer` of transformers, or one derived from it, such as TRL's `GRPOTrainer`.
-        attachment: the attachment of the trained model.
-        window: see `DraftingLog`.
+    `trainer` is a `Trainer` of transformers, or one derived from it, such as TRL's `GRPOTrainer`.
     """
     callback = DraftingLog(attachment, window)
     trainer.callback_handler.add_callback(callback)

@@ -96,14 +96,10 @@ class Work:
 
 
 def estimate(config: PreTrainedConfig, drafter: HSDraftConfig, **work: Any) -> Estimate:
-    """Estimates disk, memory, operations and time of training a drafter.
+    """Estimates disk, memory, operations and time of training a drafter, by the configurations of target and drafter.
 
-    Both models are built without storage, to count their parameters. All experts of a mixture count as used.
-
-    Args:
-        config: configuration of the target.
-        drafter: configuration of the drafter.
-        work: fields of `Work`.
+    Both models are built without storage, to count their parameters. All experts of a mixture count as used. `work` are
+    fields of `Work`.
 
     Raises:
         ValueError: a number is out of range, or the drafter was made for another target.

@@ -137,11 +137,10 @@ def parity(
 def _compare_text(
     drafter: Any, target: Any, prompt: torch.Tensor, max_new_tokens: int, labels_of: LabelsOf
 ) -> Iterator[tuple[int, tuple[float, float, bool, bool]]]:
-    """Compares all predictions of one text.
+    """Yields for each prediction of a text the index of its depth, and the comparison.
 
-    Yields:
-        The index of a prediction's depth, and with it the total variations of drafter and target, and whether the first
-        choice is right in training and in decoding.
+    That is the total variations of drafter and target, and whether the first choice is right in training and in
+    decoding.
     """
     observed = _ObservedDrafter(drafter, prompt.shape[1])
     drafts, verified = observed.drafts, observed.verified
@@ -215,11 +214,8 @@ def _replayed(expansion: Expansion, tokens: Sequence[int], device: torch.device)
 class ExpansionRecorder(Observer):
     """Records what trees grow from, in a call with one text. It is passed as the streamer.
 
-    Args:
-        length: number of tokens of the prompt.
-
-    Attributes:
-        drafts: expansions, by the position i of the last pair (h_i, x_{i+1}) that they know.
+    `length` is the number of tokens of the prompt. `drafts` holds expansions, by the position i of the last pair (h_i,
+    x_{i+1}) that they know.
     """
 
     def __init__(self, length: int) -> None:
@@ -240,13 +236,7 @@ class ExpansionRecorder(Observer):
 
 
 class _ObservedDrafter(WrappedDrafter):
-    """A drafter for one call that records every draft and the target's logits. Rounds draft independently.
-
-    Attributes:
-        recorder: to be passed as streamer.
-        drafts: drafts, by the position that they start from.
-        verified: the target's logits `[V]`, by position.
-    """
+    """A drafter for one call that records every draft and the target's logits `[V]`, both by position."""
 
     def __init__(self, drafter: Any, length: int) -> None:
         super().__init__(drafter)

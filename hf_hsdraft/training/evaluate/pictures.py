@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours by Okabe and Ito, which people with any colour vision can tell apart.
+# Okabe-Ito colours, distinguishable with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _BLUE, _ORANGE = COLOURS[:2]
 GREY = "#767676"
@@ -36,7 +36,8 @@ def draw_pictures(
         history: `TrainerState.log_history`. By `step`, it is read for `loss` and `eval_loss` (nats) and `eval_tau`
             (tokens per target forward). Its last evaluation is read for `eval_accuracy_1..K` (first choice right after
             the true tokens) and `eval_acceptance_1..K` (drafted token accepted, in rounds that came so far).
-        calibration: `confidence`, `accuracy` and `count`: tables of K depths x B equal bins of confidence from 0 to 1.
+        calibration: mean `confidence`, `accuracy` and `count` of the drafted tokens: tables of K depths x B equal bins
+            of confidence from 0 to 1.
         folder: folder of the pictures, created if it is missing.
 
     Raises:
@@ -60,8 +61,7 @@ def draw_pictures(
 def draw_speed_up(benchmarks: Sequence[Mapping[str, Any]], folder: str | Path) -> Path | None:
     """Draws `speed_up.png`: speed-up and tau by category, for the drafter's fastest variant in each benchmark.
 
-    Returns its path, or `None` if no benchmark has categories. `benchmarks` are as `hub.measured` enters them into
-    `figures.json`.
+    `benchmarks` are as `hub.measured` enters them into `figures.json`. Returns `None` if none of them has categories.
     """
     panels = [each for each in benchmarks if len(each["by_category"].get(each["ours"][0], {})) > 1]
     if not panels:

@@ -24,9 +24,9 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class BlockPredictions(Predictions):
-    """Predictions of slots that are drafted together. A head may tell each slot the token before it.
+    """Predictions of slots that are drafted together. A head may give each slot the token before it.
 
-    The parent of the first depth is the anchor's token, which the head is told too.
+    The parent of the first depth is the anchor's token, which the head gets too.
     """
 
     drafter: BlockDrafter

@@ -58,18 +58,15 @@ class TrainableFamily:
     def config_for(self, target: Any, fields: Mapping[str, Any]) -> Any:
         """Returns the configuration of a fresh drafter, with `num_draft_steps`, but without a chosen draft vocabulary.
 
-        Raises:
-            ValueError: a field is invalid.
+        An invalid field is a ValueError.
         """
         raise NotImplementedError
 
     def fresh(self, target: Any, fields: Mapping[str, Any], longest: int, choose: Choose) -> Any:
         """Returns a drafter with random weights, in float32 on the CPU.
 
-        Args:
-            fields: fields that differ from the defaults.
-            longest: number of tokens of the longest conversation that it will learn from.
-            choose: returns ascending token ids for a draft vocabulary of the size that it is given.
+        `longest` is the number of tokens of the longest conversation that it will learn from. `choose` returns
+        ascending token ids for a draft vocabulary of a given size.
         """
         raise NotImplementedError
 
@@ -78,10 +75,7 @@ class TrainableFamily:
         return self.drafter(self.config_for(target, fields))
 
     def loaded(self, name: str, target: Any, fields: Mapping[str, Any]) -> Any:
-        """Returns the drafter to start from in float32, by its folder or Hub name.
-
-        The target is for what a drafter of another kind lacks.
-        """
+        """Returns the drafter to start from in float32. The target is for what a drafter of another kind lacks."""
         return self.drafter.from_pretrained(name, dtype=torch.float32)
 
     def check_start(self, drafter: Any, target: Any, tokenizer: Any) -> None:
@@ -92,8 +86,7 @@ class TrainableFamily:
     def taken(self, drafter: Any) -> Any | None:
         """Converts a drafter loaded for drafting to its training form; `None` if it is of another family.
 
-        Raises:
-            ValueError: it is of this family, but cannot be trained.
+        One of this family that cannot be trained is a ValueError.
         """
         return drafter if isinstance(drafter, self.drafter) else None
 
@@ -112,21 +105,13 @@ class TrainableFamily:
     def continued(self, drafter: Any, fields: Mapping[str, Any]) -> None:
         """Sets the fields that no weights depend on, in a drafter that is trained further.
 
-        The drafter must have the values of the other fields, except for a `draft_vocab_size` that
+        A plan that changes any other field is a ValueError that names it, except for a `draft_vocab_size` that
         `with_draft_vocabulary` can change.
-
-        Raises:
-            ValueError: a value differs. The message names the field.
         """
         raise NotImplementedError
 
     def start_from_target(self, drafter: Any, target: Any, finals: torch.Tensor) -> None:
-        """Initialises parts of a fresh drafter from the target.
-
-        Args:
-            drafter: the drafter, which is changed.
-            finals: `[N, D]`, float32, some final hidden states of the target.
-        """
+        """Initialises parts of a fresh drafter from the target and some of its final states, `[N, D]`, float32."""
 
     def check_trainable(self, config: Any) -> None:
         """Raises a ValueError for the configuration of a drafter that can draft, but not be trained."""
@@ -149,14 +134,7 @@ class TrainableFamily:
             )
 
     def with_draft_vocabulary(self, drafter: Any, ids: list[int], output_rows: torch.Tensor) -> Any:
-        """Returns a copy of a drafter with another draft vocabulary, which keeps what the drafter has learned.
-
-        Only families whose `continued` lets the size differ need it.
-
-        Args:
-            ids: token ids of the new draft vocabulary, ascending.
-            output_rows: `[V, D]`, the target's output embedding.
-        """
+        """As `vocabulary.with_draft_vocabulary`; only families whose `continued` lets the size differ need it."""
         raise NotImplementedError
 
     def taps(self, drafter: Any, target: Any) -> Sequence[int]:

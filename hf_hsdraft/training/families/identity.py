@@ -22,13 +22,8 @@ _TOKENS = 96
 def record_target(drafter: HSDrafter, target: Any, tokenizer: Any, name: str | None = None) -> None:
     """Records a drafter's target in its configuration, so that `target_match` can recognise the target.
 
-    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part.
-
-    Args:
-        name: name of the target; `None` for the name by which it was loaded.
-
-    Raises:
-        ValueError: the drafter was made for a target of other sizes.
+    The target writes a text, and the drafter guesses along. All processes of a sharded target have to take part. `name`
+    is `None` for the name by which the target was loaded. A drafter for a target of other sizes is a ValueError.
     """
     config = drafter.config
     config.target_reference = None

@@ -31,7 +31,7 @@ class LMFamily(TrainableFamily):
 
     name = "lm"
     drafter: Any = TrainedLM
-    drafts_as: Any = CausalLMDrafter  # class of its drafters where they are not trained
+    drafts_as: Any = CausalLMDrafter  # class of its drafters outside training
     least = {"num_hidden_layers": 1}  # noqa: RUF012
     # All depths are the same function of a text, so chains are followed to their ends, and there are fewer of them.
     arguments = {"rolled_fraction": 1.0, "chains_per_conversation": 32, "learning_rate": 3e-4}  # noqa: RUF012

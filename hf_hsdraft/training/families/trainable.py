@@ -26,11 +26,7 @@ TRAINABLE: Registry[TrainableFamily] = Registry("family", {family.name: family f
 def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
     """Returns a family by its name.
 
-    Args:
-        fields: fields of a drafter's configuration that a plan sets.
-
-    Raises:
-        ValueError: there is no such family, or a field belongs to another family only.
+    An unknown name, or a field of a drafter's configuration that belongs to another family only, is a ValueError.
     """
     if name not in TRAINABLE:
         raise ValueError(f"family={name!r} is unknown: expected one of {few(sorted(TRAINABLE))}")
@@ -46,11 +42,7 @@ def trainable(name: str, fields: Mapping[str, Any]) -> TrainableFamily:
 
 
 def family_for(plan: TrainingPlan) -> TrainableFamily:
-    """Returns the family that a plan names; no target is needed.
-
-    Raises:
-        ValueError: there is no such family, or it lacks what the plan asks for.
-    """
+    """Returns the family that a plan names, without a target; a ValueError if it lacks what the plan asks for."""
     family = trainable(plan.family, plan.drafter)
     if plan.lora is not None and not family.takes_adapters:
         raise ValueError(

@@ -24,12 +24,8 @@ from ..loss.predictions import Predictions, trained
 class LMTrainingConfig(CausalLMDrafterConfig):
     """What training asks of a drafter's configuration. It is not saved: the folder holds the language model's.
 
-    Attributes:
-        vocab_size: number of tokens that the model and its target share.
-        draft_vocab_size: the same.
-        num_draft_steps: K, number of tokens of a chain.
-        target_name: name of the target, for the card.
-        hidden_size: width of the model.
+    `vocab_size` and `draft_vocab_size` are the number of tokens that the model and its target share, `num_draft_steps`
+    is K, and `target_name` is for the card.
     """
 
     vocab_size: int = 0
@@ -45,11 +41,8 @@ class LMTrainingConfig(CausalLMDrafterConfig):
 class TrainedLM(CausalLMDrafter):
     """A small language model with the forward of training. It drafts, and is saved, as `CausalLMDrafter`.
 
-    Its predictions follow the true tokens, so depth d of the chain at position i is the model's output at position i +
-    1 + d. Chains that leave the text are read as branches of it.
-
-    Attributes:
-        apart: whether the tokens of a chain are read apart from the text even where they equal it.
+    Its predictions follow the true tokens, so depth d of the chain at position i is the model's output at position
+    i+1+d. Chains that leave the text are read as branches of it; with `apart`, also those that equal the text.
     """
 
     loss_function: Any = None

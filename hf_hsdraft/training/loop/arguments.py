@@ -98,7 +98,7 @@ class DrafterTrainingArguments(TrainingArguments):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
         if self.ce_share is not None:
-            objective_of(self.objective, self.ce_share)  # raises where the objective has no such share
+            objective_of(self.objective, self.ce_share)  # raises if the objective has no such share
         if self.rejected_drafts is not None and self.data_policy != "draft-opd":
             raise ValueError(
                 f"rejected_drafts={self.rejected_drafts} is invalid with data_policy={self.data_policy!r}, in which "
@@ -156,9 +156,7 @@ class DrafterTrainingArguments(TrainingArguments):
     def check_metric(self, steps: int, generates: bool) -> None:
         """Raises a ValueError if an evaluation would not measure `metric_for_best_model`.
 
-        Args:
-            steps: number K of draft steps.
-            generates: whether evaluations decode held-out prompts.
+        `steps` is K; `generates` says whether evaluations decode held-out prompts.
         """
         depths = range(1, steps + 1)
         known = ["loss", *(f"accuracy_{depth}" for depth in depths)]
@@ -175,12 +173,7 @@ class DrafterTrainingArguments(TrainingArguments):
 
 @patch_environment(accelerate_use_fsdp="false", accelerate_use_deepspeed="false")
 def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str) -> DrafterTrainingArguments:
-    """Makes the arguments of a run.
-
-    Args:
-        out: folder of the run.
-        overrides: fields that differ from their defaults.
-        device_type: type of the training device.
+    """Makes the arguments of a run in folder `out`; `overrides` are fields that differ from their defaults.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -193,8 +186,8 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
     if overrides.get("max_minutes") is not None and clocked:
         raise ValueError(f"{', '.join(clocked)} would have no effect with max_minutes: leave one or the other out")
     fields = {"output_dir": str(out / "checkpoints"), "use_cpu": device_type == "cpu", **overrides}
-    fields["push_to_hub"] = False  # the drafter is pushed when it is done, not the checkpoints
-    fields.setdefault("disable_tqdm", True)  # the run says by itself how far it is
+    fields["push_to_hub"] = False  # push the finished drafter, not the checkpoints
+    fields.setdefault("disable_tqdm", True)  # the run reports its progress itself
     if "num_train_epochs" in fields and "max_steps" not in fields:
         fields["max_steps"] = -1
     for name in ("fsdp", "deepspeed"):
@@ -202,7 +195,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
             raise ValueError(f"--{name} would shard the drafter, which is small; `accelerate launch` shards the target")
     if "eval_steps" in fields and "save_steps" not in fields:
         fields["save_steps"] = fields["eval_steps"]  # every checkpoint has to be measured
-    # The state is made here, because the arguments would make one that waits for half an hour at most on CPUs.
+    # The state is made here: the arguments' would time out after half an hour on CPUs.
     timeout = timedelta(seconds=fields.get("ddp_timeout", DrafterTrainingArguments.ddp_timeout))
     PartialState(cpu=fields["use_cpu"], timeout=timeout)
     args = DrafterTrainingArguments(**fields)
@@ -216,8 +209,7 @@ def training_arguments(out: Path, overrides: Mapping[str, Any], device_type: str
 def parse_arguments(options: Sequence[str]) -> dict[str, Any]:
     """Parses command-line options of `DrafterTrainingArguments` to the fields that are given.
 
-    Raises:
-        ValueError: there is no such option, or its value has the wrong type.
+    An unknown option, or a value of the wrong type, is a ValueError.
     """
     parser = _Parser(DrafterTrainingArguments, allow_abbrev=False, add_help=False)
     for action in parser._actions:

@@ -95,7 +95,6 @@ def average_folders(
         shares: see `average`.
         out: new or empty folder. After an error it is as it was.
         target: the loaded model that they draft for. It writes the text by which it will be recognised.
-        tokenizer: the target's tokenizer.
         target_name: name of the target to store; `None` for the name in the first drafter.
 
     Raises:

@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Ends training so that all of it, from the first step to the saved drafter, takes a number of minutes.
+    """Ends training so that all of it, from the first step to the saved drafter, takes `minutes`.
 
     Steps, evaluations, pictures and the saving count, and so does the time before a resumption. Training reserves time
     for a last evaluation and for what comes after it. An evaluation takes an eighth of the time at most: `within` cuts

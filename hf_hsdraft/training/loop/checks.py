@@ -121,15 +121,10 @@ def fingerprint(target: Any) -> str:
 
 
 def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
-    """Writes the settings of a run into its folder, or checks that the run was trained with these settings.
+    """Writes the settings of a run into its folder; a ValueError names those that differ from the folder's.
 
-    Before the first checkpoint all settings may change: answers and features have checks of their own.
-
-    Args:
-        may_change: names of settings that may always change.
-
-    Raises:
-        ValueError: the folder holds a run with other settings. The message names those that differ.
+    Before the first checkpoint all settings may change, as answers and features have their own checks; settings named
+    in `may_change` always may.
     """
     path = out / _PLAN
     settings = json.loads(json.dumps(settings))  # tuples become lists, as on disk
@@ -148,15 +143,11 @@ def claim(out: Path, settings: dict[str, Any], may_change: set[str]) -> None:
 
 @contextlib.contextmanager
 def only_run(out: Path) -> Iterator[None]:
-    """Locks a folder against other runs, until the process ends at the latest.
-
-    Raises:
-        RuntimeError: another run is at work there.
-    """
+    """Locks a folder against other runs, until the process ends at the latest. Another run there is a RuntimeError."""
     lock = FileLock(out / _LOCK)
     try:
         lock.acquire(timeout=0)
-    except NotImplementedError:  # of a file system without locks
+    except NotImplementedError:  # a file system without locks
         pass
     except Timeout:
         raise RuntimeError(f"another run is at work in {out}: wait until it ends, or use a new --out") from None

@@ -20,11 +20,7 @@ from .arguments import DrafterTrainingArguments, training_arguments
 def prepared(
     plan: TrainingPlan, arguments: Mapping[str, Any], device_type: str
 ) -> tuple[TrainingPlan, DrafterTrainingArguments]:
-    """Checks a plan and the arguments of its run, and completes both.
-
-    Args:
-        arguments: fields of `DrafterTrainingArguments` that differ from the defaults of the family.
-        device_type: type of the training device.
+    """Checks a plan and the arguments of its run, which differ from the family's defaults, and completes both.
 
     Raises:
         ValueError: plan and arguments do not fit together.

@@ -50,11 +50,7 @@ class Reporter:
     def stage(self, name: str, unit: str, total: float | None = None, done: float = 0) -> Iterator[Stage]:
         """Opens a stage, whose last line is reported when the block ends without an error.
 
-        Args:
-            name: what is done.
-            unit: what is counted.
-            total: amount of the whole; `None` until `Stage.start` tells it.
-            done: amount done by an earlier run.
+        `total` is `None` until `Stage.start` tells it; `done` was done by an earlier run.
         """
         stage = Stage(name, unit, total, done)
         said, lock, ended = -math.inf, threading.Lock(), threading.Event()
@@ -97,7 +93,6 @@ class Stage:
         unit: what is counted.
         total: amount of the whole; `None` while it is unknown.
         note: text added to the line.
-        advanced: whether anything was done.
         further: seconds that will be spent on work that is not counted.
         also: description of further work of unknown duration; empty for none.
     """

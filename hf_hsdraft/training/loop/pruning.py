@@ -30,7 +30,6 @@ def prune(target: Any, tokenizer: Any, kept: Sequence[int], out: str | os.PathLi
 
     Args:
         target: a target of any type whose layers are in one list.
-        tokenizer: its tokenizer; `None` for none.
         kept: ascending numbers of the layers to keep, from 0 on.
         out: new or empty folder.
         name: name of the target, for the recipe, which is published with the model; of a path, only the last part.

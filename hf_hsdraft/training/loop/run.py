@@ -141,11 +141,7 @@ def train(
 def _checked_sources(
     plan: TrainingPlan, seed: int, tokenizer: Any, report: Reporter
 ) -> tuple[list[Conversation], list[Prompt]]:
-    """Returns the finished conversations and the prompts of a plan, see `read_sources`.
-
-    Raises:
-        ValueError: there are too few, or the tokenizer's template cannot render them.
-    """
+    """`read_sources`, with a ValueError if there are too few, or the tokenizer's template cannot render them."""
     bad: list[str] = []
     finished, prompts = read_sources(plan, seed, bad.append if plan.skip_bad_lines else None, report)
     for line in bad:
@@ -279,7 +275,7 @@ def _drafter_to_train(
     if start and plan.drafter.get("draft_vocab_size", start.config.draft_vocab_size) != start.config.draft_vocab_size:
         ids = draft_vocabulary(target, tokenizer, tokenized, plan.drafter["draft_vocab_size"], report)
         start = family.with_draft_vocabulary(start, ids, target.get_output_embeddings().weight)
-    torch.manual_seed(args.seed)  # the answers have used random numbers, other ones in each process
+    torch.manual_seed(args.seed)  # answering has advanced the RNG differently in each process
     return start or fresh_drafter(family, target, tokenizer, tokenized, plan, report)
 
 
@@ -325,7 +321,7 @@ def _learn(trainer: DrafterTrainer, last: Path | None, report: Reporter) -> None
     if best:
         report(f"best {args.metric_for_best_model} {trainer.state.best_metric:.2f}, at step {best.rsplit('-', 1)[1]}")
     if trainer.calibration is None or (best and int(best.rsplit("-", 1)[1]) != trainer.state.global_step):
-        # The last figures are to be those of the saved drafter.
+        # The last figures must be the saved drafter's.
         trainer.show(int(best.rsplit("-", 1)[1]) if best else trainer.state.global_step)
 
 
@@ -346,7 +342,7 @@ def _had_ended(last: Path, args: DrafterTrainingArguments) -> bool:
     """Whether training had taken its last step before it was interrupted."""
     state = read_state(last)
     if args.max_minutes is not None:
-        clock = _clock(last)  # earlier versions trained until the time was over, and noted no end
+        clock = _clock(last)  # earlier versions trained until the time was over, and recorded no end
         return max(clock.get("ended", 0.0), clock.get("spent", 0.0) / 60) >= args.max_minutes
     if args.max_steps > 0:
         return bool(state["global_step"] >= args.max_steps)
@@ -405,7 +401,7 @@ def _save(
     with report.stage("drawing", "pictures") as stage:
         draw_pictures(history, calibration, out, stage)
     recipe: dict[str, Any] = {"training": {**data, **training_recipe(trainer, plan, family)}}
-    recipe["target"] = trainer.drafter.config.target_name  # the config.json of a language model does not name it
+    recipe["target"] = trainer.drafter.config.target_name  # a language model's config.json does not name it
     if plan.dataset is not None:
         recipe["datasets"] = [public_name(plan.dataset)]
     if plan.lora is not None:
@@ -433,7 +429,7 @@ def _settings(identity: str, plan: TrainingPlan, args: DrafterTrainingArguments)
     )
     told = asdict(plan)
     for name in () if plan.invents else ("kinds", "openings"):
-        del told[name]  # they decide nothing
+        del told[name]  # without effect on the result
     return {
         **told,
         "prompts": [Path(name).name for name in plan.prompts],

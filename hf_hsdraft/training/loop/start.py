@@ -14,9 +14,7 @@ from ..families.family import TrainableFamily
 def drafter_to_start_from(family: TrainableFamily, target: Any, tokenizer: Any, plan: TrainingPlan) -> Any:
     """Loads the drafter to start from; returns `None` if the plan names none.
 
-    Raises:
-        ValueError: it was made for another target or tokenizer, is of another family, or does not have the sizes that
-            the plan asks for.
+    One for another target or tokenizer, of another family, or without the sizes that the plan asks for is a ValueError.
     """
     if plan.init_from is None:
         return None

@@ -93,7 +93,7 @@ class DrafterTrainer(Trainer):
         check_learning(family_of(drafter), drafter.config, target, args)
         weights = drafter.borrow(target.get_input_embeddings(), target.get_output_embeddings())
         rows = target.get_output_embeddings().weight.detach()
-        # The frozen head has the dtype of the products: casting it in every step would take as long as they do.
+        # The frozen head has the products' dtype: casting it in every step would take as long as they do.
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self.teacher_head = rows[weights.vocab_ids.to(rows.device)].to(drafter.device, dtype)
         self.weights = weights if weights.head is None else replace(weights, head=weights.head.to(dtype))
@@ -101,7 +101,7 @@ class DrafterTrainer(Trainer):
         drafter.loss_function = self.loss
         if args.activation_checkpointing:
             _recompute_layers(drafter)
-            args.activation_checkpointing = False  # the Trainer's own works for layers that are called as modules only
+            args.activation_checkpointing = False  # the Trainer's works only for layers called as modules
         with _without_frozen_config(drafter):
             super().__init__(model=model, args=args, data_collator=collate, **kwargs)
         if budget is not None:
@@ -150,7 +150,7 @@ class DrafterTrainer(Trainer):
         chains, labels = self._chains(drafter, pack, seeds)
         count = labels.count
         if model.training and self.accelerator.num_processes > 1:
-            # Gradients are averaged over all processes. With the average count they are those of one large batch.
+            # Gradients are averaged over all processes. The average count makes them equal to one large batch's.
             count = self.accelerator.reduce(count.float(), reduction="mean")
         weight = (
             args.regression_weight * max(0.0, 1.0 - step / max(args.regression_steps, 1)) if model.training else 0.0
@@ -234,7 +234,7 @@ class DrafterTrainer(Trainer):
             metrics = self._metrics(parts, calls, distance, metric_key_prefix)
             calibration = Calibration.of(parts, len(parts[0].count))
             metrics[f"{metric_key_prefix}_seconds"] = round(time.monotonic() - begin, 1)
-            # All processes decide by the same numbers which checkpoint is the best, and when to stop.
+            # All processes must choose the same best checkpoint, and stop at the same step.
             [metrics] = broadcast_object_list([metrics])
             note = f"step {self.state.global_step:,}, {evaluation_figures(metrics)}"
             if (measured := sum(self.held_out)) < everything:
@@ -286,8 +286,7 @@ class DrafterTrainer(Trainer):
     def _parity(self, prompts: Sequence[dict[str, torch.Tensor]]) -> float:
         """Returns the greatest total variation between training and decoding over all depths.
 
-        Raises:
-            ParityError: they are further apart than rounding explains. Such training would never improve tau.
+        A `ParityError` is raised if it is more than rounding explains: such training would never improve tau.
         """
         ids = [prompt["input_ids"] for prompt in prompts]
         report = parity(self.snapshot(), self.target, ids, self.args.eval_new_tokens, labels_of=true_labels)
@@ -320,8 +319,7 @@ class DrafterTrainer(Trainer):
     def _load_best_model(self) -> None:
         """Loads the best checkpoint from the folder of the run, which may have been moved since.
 
-        Raises:
-            FileNotFoundError: it is gone. The Trainer itself would only warn, and keep its weights.
+        A missing one is a FileNotFoundError; the Trainer itself would only warn, and keep its weights.
         """
         best = Path(self.args.output_dir) / Path(str(self.state.best_model_checkpoint)).name
         if not best.is_dir():

@@ -68,7 +68,7 @@ def _rounds(starts: list[int], answer: list[bool], accepted: list[int]) -> list[
     """Returns where rounds start, answer by answer. The target itself writes the first token of each."""
     anchors = []
     for _, group in itertools.groupby(enumerate(starts), key=lambda pair: pair[1] - pair[0]):
-        run = [start for _, start in group]  # one answer: positions that follow each other
+        run = [start for _, start in group]  # one answer: consecutive positions
         start = run[0] if answer[run[0] + 1] else run[0] + 1
         while start <= run[-1]:
             anchors.append(start)
@@ -85,7 +85,7 @@ def two_streams(
     labels: ChainLabels,
     rejected_drafts: int = 1,
 ) -> ChainLabels:
-    """Returns labels by which chains learn from what they emitted and from what was rejected of them.
+    """Returns labels for chains to learn from what they emitted and from what was rejected.
 
     Args:
         chains: the chains, at some of the anchors.

@@ -142,8 +142,8 @@ class LossParts:
         count: `[K]`, number of predictions at each depth.
         regression: scalar, smooth L1 distance of drafted states from the target's final ones; zero where it has no
             weight.
-        confidence: `[N]`, probability of each prediction's first choice, as `right` and `depth` empty where it is not
-            measured.
+        confidence: `[N]`, probability of each prediction's first choice. It is empty, as `right` and `depth` are, where
+            nothing is measured.
         right: `[N]`, 1 where that choice is the target's.
         depth: `[N]`, depth of each prediction.
     """
@@ -180,7 +180,6 @@ def sample_chains(
     Args:
         per_conversation: greatest number of chains of a conversation.
         rolled_fraction: share of them that is followed beyond the first depth.
-        seeds: seed of each conversation.
         pad_to_multiple_of: the number of rolled chains and the number of others become multiples of this.
         starts: `[A]`, int64, positions that are drawn from; `None` for all `chain_starts`.
     """
@@ -224,12 +223,10 @@ def unroll(
     tokens: torch.Tensor,
     labels: ChainLabels | None = None,
 ) -> Any:
-    """Runs the forward of training over some chains of a pack.
+    """Runs the forward of training over some chains of a pack, with the loss if there are labels.
 
-    Args:
-        model: a drafter, or what training has wrapped around it.
-        tokens: `[S, K]`, int64, the parents. A drafter whose states know no tokens ignores them.
-        labels: labels of the loss; `None` for no loss.
+    `model` is a drafter, or what training has wrapped around it. `tokens` are the parents, `[S, K]`, int64; a drafter
+    whose states know no tokens ignores them.
     """
     return model(
         taps=pack.taps,
@@ -416,14 +413,12 @@ def loss_parts(
     regression: torch.Tensor,
     measured: bool,
 ) -> LossParts:
-    """Returns the loss with what was measured of each prediction.
+    """Returns the loss with what was measured of each prediction, see `LossParts`.
 
     Args:
         statistics: `[N, 3]`, of each prediction the divergence, the confidence of its first choice, and 1 where that is
             the target's.
         depth: `[N]`, int64, depths of the predictions.
-        steps: number K of depths.
-        regression: scalar, see `LossParts`.
         measured: whether confidence and accuracy were measured.
     """
     count = torch.bincount(depth, minlength=steps)

@@ -4,7 +4,7 @@ Each takes logits of the drafter and of the target over the draft vocabulary, bo
 each row, `[N]`, in nats. All but `hard_labels`, `ce_tv` and `kl_ce` are zero exactly where both distributions are
 equal.
 
-The divergences are those of DistillSpec, section 4. `nla`, `lk_hybrid` and `ce_tv` aim at the acceptance of rejection
+The divergences are from DistillSpec, section 4. `nla`, `lk_hybrid` and `ce_tv` aim at the acceptance of rejection
 sampling, alpha = sum_v min(p(v), q(v)) = 1 - TV(p, q), which `log_acceptance` defines.
 """
 
@@ -57,8 +57,8 @@ def hard_labels(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def ce_tv(logits: torch.Tensor, teacher: torch.Tensor, ce_share: float = CE_SHARES["ce_tv"]) -> torch.Tensor:
     """`ce_share` of `hard_labels` and the rest of `total_variation` (the loss of DSpark).
 
-    The parts are those of the package speculators. DeepSpec takes the cross-entropy with the text's token and the whole
-    L1 distance, not half of it: its second part weighs twice as much at the same share.
+    The parts follow the package speculators. DeepSpec takes the cross-entropy with the text's token and the whole L1
+    distance, not half of it: its second part weighs twice as much at the same share.
     """
     return ce_share * hard_labels(logits, teacher) + (1 - ce_share) * total_variation(logits, teacher)
 
@@ -137,10 +137,9 @@ WHOLE_LOSSES: Registry[WholeLoss] = Registry("objective")
 
 
 def objective_of(name: str, ce_share: float | None = None) -> Objective:
-    """Returns an objective by its name in `OBJECTIVES`; with `ce_share` `None`, as it is.
+    """Returns an objective by its name in `OBJECTIVES`.
 
-    Raises:
-        ValueError: another objective than `ce_tv` and `kl_ce` is to have a `ce_share`, or it is out of range.
+    A `ce_share` out of range, or for another objective than `ce_tv` and `kl_ce`, is a ValueError.
     """
     if ce_share is None:
         return OBJECTIVES[name]

@@ -40,9 +40,8 @@ class Predictions:
     def states(self, tokens: torch.Tensor, hidden_states: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Returns for each depth a state of the paths `[rows, ...]`; `None` where logits do not depend on them.
 
-        Args:
-            tokens: `[S, k]`, int64, the parents of the first k depths.
-            hidden_states: drafted states `[rows, D]` of these depths. Their rows are the first chains.
+        `tokens` `[S, k]` are the parents of the first k depths, `hidden_states` their drafted states `[rows, D]`, whose
+        rows are the first chains.
         """
         return [None] * len(hidden_states)
 
